@@ -34,6 +34,7 @@ from papers.planner import Case, layout_text
 from papers.tables import Outcome, PaperTable, spread
 from rich.console import Console
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Workload
 from dilatant.plan.cluster import cluster_of
@@ -267,7 +268,7 @@ def offline(data: dict[str, Sizes]) -> PaperTable:
         (v_tp, v_pp, v_dp), (l_tp, l_pp, l_dp) = chosen
         layers = {unit: sum(part.count for part in own) for unit, own in parts.items()}
         chains = [
-            Chain(dp, tp, 1, {unit: tuple(layers[unit] * stage // pp for stage in range(pp))})
+            Chain(dp, Degrees(tp), {unit: tuple(layers[unit] * stage // pp for stage in range(pp))})
             for unit, tp, pp, dp in (("vision", v_tp, v_pp, v_dp), ("language", l_tp, l_pp, l_dp))
         ]
         theirs = case.score(case.plans(chains), batch // l_dp, schedule="1f1b")
@@ -320,15 +321,15 @@ def offline(data: dict[str, Sizes]) -> PaperTable:
     )
 
 
-Degrees = tuple[int, int, int]
+Allocation = tuple[int, int, int]
 
 
 def _chosen(
     seconds: dict[int, NDArray[np.float64]], devices: int, batch: int, layers: dict[str, int]
-) -> tuple[Degrees, Degrees]:
+) -> tuple[Allocation, Degrees]:
     """(tp, pp, dp) of encoder and LLM by the published rule, on all devices."""
 
-    def degrees(number: int, deepest: int) -> Iterator[Degrees]:
+    def degrees(number: int, deepest: int) -> Iterator[Allocation]:
         for tp in seconds:
             for pp in range(1, min(number // tp, deepest) + 1):
                 if number % (tp * pp) == 0:

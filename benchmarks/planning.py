@@ -27,6 +27,7 @@ from papers.algorithm_2 import trial_batch
 from papers.orchestrate import ModuleCost, orchestrate
 from planning_quality import small_cases
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import BF16, Zero
 from dilatant.cost.model import CostModel
@@ -217,7 +218,7 @@ def sharing(found: SearchResult) -> str:
 
 def search_rows() -> Iterator[Row]:
     """A whole search of a vision-language model, finalists simulated: two steps each on synthetic samples."""
-    degrees = ((1, 1), (2, 1), (4, 1), (8, 1))
+    degrees = [Degrees(tp) for tp in (1, 2, 4, 8)]
 
     def cost(per_token: float, tp: int) -> LayerCost:
         share = (1 + 0.05 * (tp - 1)) / tp
@@ -236,7 +237,7 @@ def search_rows() -> Iterator[Row]:
     seconds = {"vision": 2e-6, "language": 6e-6}
     costs = CostModel(
         "synthetic", "synthetic", "bfloat16",
-        {kind: {(tp, cp): cost(value, tp) for tp, cp in degrees} for kind, value in seconds.items()},
+        {kind: {one: cost(value, one.tp) for one in degrees} for kind, value in seconds.items()},
     )  # fmt: skip
     draw = np.random.default_rng(0)
     vision, text = draw.lognormal(6.5, 0.8, 4000).round(), draw.lognormal(5.3, 1.0, 4000).round()

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from cases.model_cases import cost_model
 from cases.search_cases import find, random_vlm
+from dilatant.config.degrees import Degrees
 from oracles.search import best_step, layer_seconds
 from oracles.step_bound import step_bound as step_bound
 
@@ -54,7 +55,7 @@ def small_cases(count: int) -> Quality:
         devices, batch = draw.choice([2, 3, 4, 6]), draw.choice([4, 12])
 
         def seconds(name, flags, upstream, costs=costs, tokens=tokens):
-            by_degree = {tp: costs.layers[name][tp, 1] for tp in DEGREES}
+            by_degree = {tp: costs.layers[name][Degrees(tp)] for tp in DEGREES}
             held = type("Costs", (), {"layers": by_degree})
             return lambda tp, samples: layer_seconds(held, tp, tokens[name] * samples, 1, flags, upstream)
 

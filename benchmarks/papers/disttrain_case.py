@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import LayerShape
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import ParameterBytes
@@ -146,9 +147,9 @@ def megatron(one: Case, model: str) -> tuple[float, int, int]:
     count = {unit.name: sum(part.count for part in unit.parts) for unit in one.units}
     cuts = tuple(count["language"] * stage // stages for stage in range(stages))
     chains = [
-        Chain(replicas, 8, 1, {"vision": (0,)}),
-        Chain(replicas, 8, 1, {"language": cuts}),
-        Chain(replicas, 8, 1, {"generator": (0,)}),
+        Chain(replicas, Degrees(8), {"vision": (0,)}),
+        Chain(replicas, Degrees(8), {"language": cuts}),
+        Chain(replicas, Degrees(8), {"generator": (0,)}),
     ]
     plans = one.plans(chains)
     found = [
@@ -193,13 +194,13 @@ def by_operations(one: Case, model: str) -> tuple[float, int]:
     def alone(name: str, share: float) -> Chain:
         wanted = max(round(GPUS * share), 1)
         if wanted <= replicas:
-            return Chain(max(d for d in range(1, wanted + 1) if replicas % d == 0), 1, 1, {name: (0,)})
+            return Chain(max(d for d in range(1, wanted + 1) if replicas % d == 0), Degrees(), {name: (0,)})
         tp = 8 if wanted >= 8 * replicas else 1
-        return Chain(replicas, tp, 1, {name: (0,)})
+        return Chain(replicas, Degrees(tp), {name: (0,)})
 
     chains = [
         alone("vision", shares[0]),
-        Chain(replicas, 8, 1, {"language": cuts}),
+        Chain(replicas, Degrees(8), {"language": cuts}),
         alone("generator", shares[2]),
     ]
     found = [

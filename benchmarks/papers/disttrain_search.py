@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option_table import ChainRequest
@@ -60,7 +61,7 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
         behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
         samples = size * (language.replicas // own.replicas)
         held = table.shared_by(own.replicas, own.tp * own.pp)
-        request = ChainRequest(name, own.tp, 1, own.pp, samples, answer.num_microbatches)
+        request = ChainRequest(name, Degrees(own.tp), own.pp, samples, answer.num_microbatches)
         options.append(held.chain(request, behind))
     if None in options:
         return None
@@ -85,12 +86,12 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
 
 def _module(space: Space, name: str, level: Recompute) -> ModuleCost:
     """Model a unit as equal layers under the mean sample, without context parallelism."""
-    degrees = [tp for tp, cp in space.table.units.degrees([name]) if cp == 1]
+    degrees = [one.tp for one in space.table.units.degrees([name]) if one.copies == 1]
     if not degrees:
         raise PlanError(
             f"unit {name!r} has no costs without context parallelism, which DistTrain's search needs"
         )
-    by_degree = {tp: space.table.units.layers(name, tp, 1, 1, level) for tp in degrees}
+    by_degree = {tp: space.table.units.layers(name, Degrees(tp), 1, level) for tp in degrees}
     one = by_degree[degrees[0]]
     return ModuleCost(
         name=name,

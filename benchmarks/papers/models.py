@@ -21,7 +21,7 @@ from dilatant.cost.analytic import (
 )
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.layer import ZERO, LayerCost
-from dilatant.cost.model import CostModel, Degree
+from dilatant.cost.model import CostModel
 from dilatant.plan import LayerSpec, ModelSpec, UnitSpec
 
 EFFICIENCY = 0.5
@@ -170,7 +170,7 @@ class PaperUnit:
     parts: tuple[Part, ...]
     feeds: tuple[str, ...] = ()
     trains: frozenset[str] | None = None
-    degrees: tuple[Degree, ...] = ((1, 1),)
+    degrees: tuple[tuple[int, int], ...] = ((1, 1),)
     recompute: Recompute | None = None
 
 
@@ -195,11 +195,13 @@ def model_spec(units: Sequence[PaperUnit]) -> ModelSpec:
 def cost_model(units: Sequence[PaperUnit], hardware: Hardware) -> CostModel:
     """The shipped analytic costs of all layers, each at its unit's degrees. Layers other than blocks are never
     recomputed, as in training."""
-    layers: dict[str, Mapping[Degree, LayerCost]] = {}
+    layers: dict[str, Mapping[Degrees, LayerCost]] = {}
     for unit in units:
         for part in unit.parts:
             kind = f"{unit.name} {part.kind}"
-            costs = analytic_costs({kind: part.as_run}, hardware, unit.degrees).layers[kind]
+            costs = analytic_costs(
+                {kind: part.as_run}, hardware, [Degrees(*own) for own in unit.degrees]
+            ).layers[kind]
             layers[kind] = costs if part.shape.attention_width else {d: _kept(costs[d]) for d in costs}
     return CostModel(hardware.name, "analytic", "bfloat16", layers)
 

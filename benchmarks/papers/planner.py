@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.cost.hardware import Hardware
 from dilatant.cost.memory import BF16, ParameterBytes
@@ -103,7 +104,7 @@ def even_chain(
     cuts = tuple(
         layers * stage // stages if rest else blocks * stage + (stage > 0) for stage in range(stages)
     )
-    return Chain(replicas, tp, cp, {name: cuts}, chunks, {name: (recompute,) * layers})
+    return Chain(replicas, Degrees(tp, cp), {name: cuts}, chunks, {name: (recompute,) * layers})
 
 
 def same_samples(tokens: Mapping[str, int], batch: int) -> Workload:

@@ -100,8 +100,8 @@ def _devices(one: PlanCandidate, units: Sequence[str]) -> int:
 def _device_seconds(space: Space, unit: str) -> float:
     """Device seconds of the mean sample in a unit, at the smallest degrees with costs."""
     degrees = space.table.units.degrees([unit])
-    tp, cp = min(degrees, key=lambda degree: (degree[0] * degree[1], degree))
-    return float(space.table.units.layers(unit, tp, cp, 1).seconds.sum()) * tp * cp
+    least = min(degrees, key=lambda one: (one.ranks, one))
+    return float(space.table.units.layers(unit, least, 1).seconds.sum()) * least.ranks
 
 
 def _megatron(problem: SearchProblem, space: Space) -> list[PlanCandidate]:
@@ -126,15 +126,15 @@ def _megatron(problem: SearchProblem, space: Space) -> list[PlanCandidate]:
             if row_tokens is not None:
                 continue
             samples = space.global_batch / (replicas * count)
-            for tp, cp in table.units.degrees(roles.units):
-                stages = budget // (tp * cp) - len(ends)
+            for degrees in table.units.degrees(roles.units):
+                stages = budget // degrees.ranks - len(ends)
                 if not 1 <= stages <= space.model.unit(roles.language).most_stages:
                     continue
-                balance = unaware.units.layers(roles.language, tp, cp, samples).seconds
+                balance = unaware.units.layers(roles.language, degrees, samples).seconds
                 after = len(ends) - bool(roles.encoders)
-                request = ChainRequest(roles.language, tp, cp, stages, samples, count)
+                request = ChainRequest(roles.language, degrees, stages, samples, count)
                 language = _cut_by(balance, table, request, after)
-                shape = tp, cp, 1, samples, count
+                shape = degrees, 1, samples, count
                 sides = [option for units in ends if (option := table.colocated(units, *shape))]
                 as_trained = [option for units in ends if (option := unaware.colocated(units, *shape))]
                 if language is None or len(sides) < len(ends):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
@@ -37,7 +38,7 @@ def cost_model(
         origin="synthetic",
         dtype="bfloat16",
         layers={
-            kind: {(tp, cp): layer(seconds, tp, cp) for tp, cp in degrees}
+            kind: {Degrees(tp, cp): layer(seconds, tp, cp) for tp, cp in degrees}
             for kind, seconds in per_token.items()
         },
     )

@@ -142,7 +142,7 @@ def hardware_costs() -> CostModel:
         "block": block_shape(2048, 8192, 32, 8),
         "head": head_shape(2048, 32000),
     }
-    return analytic_costs(shapes, load_hardware("A40"), [(1, 1), (2, 1), (2, 2)])
+    return analytic_costs(shapes, load_hardware("A40"), [Degrees(), Degrees(2), Degrees(2, 2)])
 
 
 def test_a_cost_file_reads_back_equal_and_is_readable(tmp_path):
@@ -214,7 +214,7 @@ def test_a_file_that_is_no_cost_model_is_refused(tmp_path, text):
 def test_amounts_that_nothing_can_take_are_no_costs(says, instead):
     numbers = [Quadratic(1.0, 2.0, 3.0)] * 4
     text = CostModel(
-        "A40", "measured", "float32", {"block": {(1, 1): LayerCost(*numbers, parameters=7)}}
+        "A40", "measured", "float32", {"block": {Degrees(): LayerCost(*numbers, parameters=7)}}
     ).to_yaml()
     assert CostModel.from_yaml(text).layer("block").parameters == 7
     assert says in text

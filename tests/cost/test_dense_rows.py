@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import UserError
+from dilatant.config.degrees import ONE
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel
@@ -80,7 +81,7 @@ COST = LayerCost(*(Quadratic(1e-9, 1e-6, 1e-4) for _ in range(4)), dense_seconds
 
 
 def test_measured_seconds_of_dense_rows_survive_their_file() -> None:
-    costs = CostModel("here", "measured", "float32", {"block": {(1, 1): COST}})
+    costs = CostModel("here", "measured", "float32", {"block": {ONE: COST}})
     assert CostModel.from_yaml(costs.to_yaml()) == costs
 
 
@@ -88,7 +89,7 @@ def test_measured_seconds_of_dense_rows_survive_their_file() -> None:
     "wrong", ["[[256, .nan]]", "[[0, 1.0]]", "[[256, 1.0], [256, 2.0]]", "[256]", "true", "[[1, 2, 3]]"]
 )
 def test_seconds_of_dense_rows_that_are_none_are_refused(wrong: str) -> None:
-    document = yaml.safe_load(CostModel("here", "measured", "float32", {"block": {(1, 1): COST}}).to_yaml())
+    document = yaml.safe_load(CostModel("here", "measured", "float32", {"block": {ONE: COST}}).to_yaml())
     document["layers"]["block"]["tp1 cp1"]["dense_seconds"] = yaml.safe_load(wrong)
     with pytest.raises(UserError, match="not a cost model"):
         CostModel.from_yaml(yaml.safe_dump(document))

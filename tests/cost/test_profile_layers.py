@@ -118,7 +118,7 @@ def test_a_dense_row_costs_the_extra_time_of_several_samples(monkeypatch):
     )
     costs = profile_layers([probe], "CPU", "float32", tokens=(4, 16), repeats=2)
     # Forward and backward, in a row of two samples 9 a token instead of 3; without masks and weight gradients.
-    assert costs.layers["block"][1, 1].dense_seconds == ((8, 6.0 * 8), (32, 6.0 * 32))
+    assert costs.layers["block"][Degrees()].dense_seconds == ((8, 6.0 * 8), (32, 6.0 * 32))
     assert layer.block.weight.requires_grad
 
 

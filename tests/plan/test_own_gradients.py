@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import FP32
 from dilatant.cost.model import CostModel
@@ -38,7 +39,9 @@ LAYERS = (
 )
 def test_gradients_summed_with_other_ranks_are_kept_once_more(replicas, zero, kept) -> None:
     cost = LayerCost(*[Quadratic()] * 4)
-    costs = CostModel("any", "synthetic", "float32", {"any": dict.fromkeys([(1, 1), (2, 1), (1, 2)], cost)})
+    costs = CostModel(
+        "any", "synthetic", "float32", {"any": dict.fromkeys([Degrees(), Degrees(2), Degrees(cp=2)], cost)}
+    )
     plan = Plan((UnitPlan("language", tuple(map(Replica, replicas)), ()),))
     model = ModelSpec((UnitSpec("language", LAYERS, ()),))
     rules = replace(FP32, zero=zero)

@@ -10,6 +10,7 @@ import pytest
 
 from cases.model_cases import cluster, cost_model
 from cases.search_cases import find
+from dilatant.config.degrees import Degrees
 from dilatant.cost.layer import LayerCost, with_experts_on_ranks
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.quadratic import Quadratic
@@ -79,9 +80,9 @@ def test_tokens_pay_for_their_way_once_a_pass() -> None:
 )
 def test_experts_are_divided_where_memory_asks_for_it(capacity: float, exchange: float, ep: int) -> None:
     """One layer, which only context parallelism divides: 40,000 bytes with all experts, 24,000 with half of them."""
-    costs = replace(_costs(exchange), layers={"language": {
-        degree: cost for degree, cost in _costs(exchange).layers["language"].items() if degree in ((1, 1), (1, 2))
-    }})  # fmt: skip
+    every = _costs(exchange)
+    few = {degrees: every.layers["language"][degrees] for degrees in (Degrees(), Degrees(cp=2))}
+    costs = replace(every, layers={"language": few})
     rules = ParameterBytes(1.0, 1.0, 2.0)
     found = find(MODEL, costs, {"language": 8}, 2, 2, machine=cluster(1, 2, capacity), rules=rules)
     stages = [stage for one in found.winner.plan.units[0].replicas for stage in one.stages]
@@ -95,8 +96,8 @@ def test_gradients_that_nobody_else_has_can_make_it_faster() -> None:
     table = OptionTable(UnitLayers(MODEL, _costs(0.05), workload, 2, RULES, 2), math.inf)
     space = Space(MODEL, roles_of(MODEL), table, table, slow, 2, np.full(2, 8.0))
     estimates = {
-        one.options[0].chain.ep["language"]: one.estimate
+        one.options[0].chain.degrees.ep: one.estimate
         for one in shapes(space, 1, 2)
-        if (one.options[0].chain.tp, one.options[0].chain.cp) == (1, 2)
+        if one.options[0].chain.degrees.axes == (1, 2)
     }
     assert estimates[2] < estimates[1]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.model_cases import cluster
+from dilatant.config.degrees import Degrees
 from dilatant.plan import PlanError
 from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
 
@@ -24,8 +25,8 @@ FEEDS = {"vision": ("language",)}
 )
 def test_powers_of_two_pack_into_nodes_without_a_gap(replicas, vision, language, before, after):
     chains = [
-        Chain(replicas, *vision, {"vision": tuple(range(before))}),
-        Chain(replicas, *language, {"language": tuple(range(after))}),
+        Chain(replicas, Degrees(*vision), {"vision": tuple(range(before))}),
+        Chain(replicas, Degrees(*language), {"language": tuple(range(after))}),
     ]
     needed = sum(chain.gpus for chain in chains)
     plan = map_ranks(chains, LAYERS, FEEDS, cluster(-(-needed // 4), 4))
@@ -38,7 +39,7 @@ def test_powers_of_two_pack_into_nodes_without_a_gap(replicas, vision, language,
 
 
 def test_units_of_one_chain_share_the_ranks_of_their_stages():
-    chain = Chain(2, 2, 1, {"vision": (0,), "language": (0, 2)})
+    chain = Chain(2, Degrees(2, 1), {"vision": (0,), "language": (0, 2)})
     plan = map_ranks([chain], LAYERS, FEEDS, cluster(1, 8))
     for replica in range(2):
         vision = plan.unit("vision").replicas[replica].stages
@@ -49,7 +50,7 @@ def test_units_of_one_chain_share_the_ranks_of_their_stages():
 
 
 def test_the_stages_of_a_pipeline_lie_side_by_side():
-    chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(2, 1, 1, {"language": (0, 3)})]
+    chains = [Chain(2, Degrees(1, 1), {"vision": (0,)}), Chain(2, Degrees(1, 1), {"language": (0, 3)})]
     plan = map_ranks(chains, LAYERS, FEEDS, cluster(2, 3))
     for replica in range(2):
         ranks = [
@@ -62,24 +63,24 @@ def test_the_stages_of_a_pipeline_lie_side_by_side():
 def test_what_cannot_be_placed_is_refused():
     with pytest.raises(PlanError, match="there are 4"):
         map_ranks(
-            [Chain(1, 2, 1, {"vision": (0,)}), Chain(1, 2, 1, {"language": (0, 3)})],
+            [Chain(1, Degrees(2, 1), {"vision": (0,)}), Chain(1, Degrees(2, 1), {"language": (0, 3)})],
             LAYERS,
             FEEDS,
             cluster(1, 4),
         )
     with pytest.raises(PlanError, match="cannot stay inside nodes of 4"):
-        map_ranks([Chain(1, 3, 3, {"vision": (0,), "language": (0,)})], LAYERS, FEEDS, cluster(3, 4))
+        map_ranks([Chain(1, Degrees(3, 3), {"vision": (0,), "language": (0,)})], LAYERS, FEEDS, cluster(3, 4))
 
 
 def test_fewer_replicas_are_spread_over_the_pipelines():
-    chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(4, 1, 1, {"language": (0,)})]
+    chains = [Chain(2, Degrees(1, 1), {"vision": (0,)}), Chain(4, Degrees(1, 1), {"language": (0,)})]
     plan = map_ranks(chains, LAYERS, FEEDS, cluster(2, 3))
     # Each encoder in the node of the two language replicas that it serves.
     assert [replica.stages[0].ranks for replica in plan.unit("vision").replicas] == [(0,), (3,)]
 
 
 def test_a_chain_of_several_chunks_goes_round_its_groups():
-    chain = Chain(2, 2, 1, {"language": (0, 1, 3, 5)}, chunks=2)
+    chain = Chain(2, Degrees(2, 1), {"language": (0, 1, 3, 5)}, chunks=2)
     plan = map_ranks([chain], {"language": 6}, {}, cluster(1, 8))
     assert chain.gpus == 8
     for number, replica in enumerate(plan.unit("language").replicas):
@@ -90,7 +91,7 @@ def test_a_chain_of_several_chunks_goes_round_its_groups():
 
 def test_rank_orders_place_the_named_ranks_side_by_side():
     """Two pipelines: an encoder on one device each, and a language model on two stages of two."""
-    chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(2, 2, 1, {"language": (0, 3)})]
+    chains = [Chain(2, Degrees(1, 1), {"vision": (0,)}), Chain(2, Degrees(2, 1), {"language": (0, 3)})]
     machine = cluster(3, 5)
     placed = {
         order: {

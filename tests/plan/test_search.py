@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cases.model_cases import cluster, cost_model, model, unit, vlm_of
 from cases.search_cases import RULES, closed_form, encoders_apart, find, random_vlm, search
+from dilatant.config.degrees import Degrees
 from dilatant.config.errors import UserError
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import (
@@ -43,14 +44,14 @@ def test_no_plan_on_all_devices_is_faster(seed):
         overhead=overhead,
         call=draw.choice([0.0, 2.0]),
     )
-    shared = cost_model({"vision": costs.layers["vision"][1, 1].forward.b}, ((1, 2),), by_items)
-    costs.layers["vision"][1, 2] = shared.layers["vision"][1, 2]
+    shared = cost_model({"vision": costs.layers["vision"][Degrees()].forward.b}, ((1, 2),), by_items)
+    costs.layers["vision"][Degrees(cp=2)] = shared.layers["vision"][Degrees(cp=2)]
     tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}
     devices, batch = draw.choice([2, 3, 4, 6]), draw.choice([4, 12])
     language = spec.unit("language").trainable
 
     def seconds(name, flags, upstream):
-        by_degree = {tp if cp == 1 else -cp: cost for (tp, cp), cost in costs.layers[name].items()}
+        by_degree = {tp if cp == 1 else -cp: cost for (tp, cp, _), cost in costs.layers[name].items()}
         layers = type("Costs", (), {"layers": by_degree})
         return lambda tp, samples: layer_seconds(layers, tp, tokens[name] * samples, 1, flags, upstream)
 
@@ -81,7 +82,7 @@ def test_no_plan_that_fits_memory_is_faster(seed):
     capacity = draw.uniform(60, 500)
 
     def seconds(name, upstream):
-        layers = type("Costs", (), {"layers": {tp: costs.layers[name][tp, 1] for tp in (1, 2)}})
+        layers = type("Costs", (), {"layers": {tp: costs.layers[name][Degrees(tp)] for tp in (1, 2)}})
         flags = [True] * sizes[name]
         return lambda tp, samples: layer_seconds(layers, tp, tokens[name] * samples, 1, flags, upstream)
 

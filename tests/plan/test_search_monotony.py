@@ -13,6 +13,7 @@ from msgspec import structs
 from cases.drawn_searches import ROUNDING, check, drawn, often
 from cases.model_cases import cluster
 from cases.search_cases import RULES, find, search
+from dilatant.config.degrees import ONE
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.layer import LayerCost
 from dilatant.plan import DoesNotFitError, Workload
@@ -136,7 +137,7 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
         units = UnitLayers(spec, costs, workload, 4, RULES, 8)
         options = OptionTable(units, draw.uniform(3_000, 50_000))
         behind = draw.randint(0, 2)
-        chain = options.chain(ChainRequest("language", 1, 1, draw.randint(1, 4), 1.0, 8), behind)
+        chain = options.chain(ChainRequest("language", ONE, draw.randint(1, 4), 1.0, 8), behind)
         if chain is not None:
             assert chain.headroom >= behind
             mixed += len(set(chain.chain.recompute.get("language", ()))) > 1

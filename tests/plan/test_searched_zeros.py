@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cases.drawn_searches import ROUNDING, check, drawn, often
 from cases.model_cases import cluster, cost_model, model, unit, vlm_of
 from cases.search_cases import RULES, find, search
+from dilatant.config.degrees import Degrees
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import DoesNotFitError, Workload
 from dilatant.schedule.plan_scorer import PlanSimulator
@@ -51,7 +52,7 @@ def test_no_plan_is_faster_whoever_shares_state(seed):
     zeros = dear(draw)
 
     def seconds(name, upstream):
-        layers = type("Costs", (), {"layers": {tp: costs.layers[name][tp, 1] for tp in degrees}})
+        layers = type("Costs", (), {"layers": {tp: costs.layers[name][Degrees(tp)] for tp in degrees}})
         flags = [True] * sizes[name]
         return lambda tp, samples: layer_seconds(layers, tp, tokens[name] * samples, 1, flags, upstream)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dilatant.config.degrees import ONE
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.cost.model import CostModel
@@ -32,7 +33,7 @@ def _cost(number: int) -> LayerCost:
     )
 
 
-COSTS = CostModel("any", "synthetic", "float32", {str(n): {(1, 1): _cost(n)} for n in range(4)})
+COSTS = CostModel("any", "synthetic", "float32", {str(n): {ONE: _cost(n)} for n in range(4)})
 
 
 def _of(layer: int, bit: int) -> float:

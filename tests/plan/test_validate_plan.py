@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dilatant.config.degrees import ONE
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
@@ -166,4 +167,4 @@ def test_tensor_ranks_share_a_node_but_context_ranks_need_not():
 def costs() -> CostModel:
     per_token = Quadratic(b=1.0)
     cost = LayerCost(per_token, per_token, per_token, per_token, activation_bytes=Quadratic(b=100.0))
-    return CostModel("synthetic", "synthetic", "float32", {"block": {(1, 1): cost}})
+    return CostModel("synthetic", "synthetic", "float32", {"block": {ONE: cost}})

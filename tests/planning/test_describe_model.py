@@ -13,6 +13,7 @@ import torch
 
 from cases.tiny_configs import LLAMA, MIXTRAL, SIGLIP, WHISPER
 from dilatant.config import ClusterConfig, Config, OptimizerConfig, UserError, parse_config
+from dilatant.config.degrees import ONE
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.hardware import load_hardware
@@ -144,13 +145,13 @@ def test_layer_costs_are_measured_here_and_modelled_elsewhere(tmp_path):
     assert measured.layers.keys() == modelled.layers.keys() == {entry.kind for entry in found.types}
     parameters = {layer.kind: layer.parameters for unit in found.spec.units for layer in unit.layers}
     for costs in (measured, modelled):
-        assert {kind: degrees[1, 1].parameters for kind, degrees in costs.layers.items()} == parameters
+        assert {kind: degrees[ONE].parameters for kind, degrees in costs.layers.items()} == parameters
     for entry in found.types:
-        cost = measured.layers[entry.kind][1, 1]
+        cost = measured.layers[entry.kind][ONE]
         assert cost.forward(16) > 0
         if entry.geometry is not None:
             assert cost.forward.a == 0  # images and clips do not attend to each other
-        assert bool(modelled.layers[entry.kind][1, 1].forward.a) == (entry.role == BLOCK)
+        assert bool(modelled.layers[entry.kind][ONE].forward.a) == (entry.role == BLOCK)
 
 
 @pytest.mark.parametrize(("attention", "is_measured"), [(None, False), ("sdpa", True), ("eager", False)])
@@ -161,7 +162,7 @@ def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_
     found = described(given)
     measured = measure_layers(found, plan_target(given.cluster), (8, 16, 32), repeats=1)
     lengths = {
-        kind: [length for length, _ in degrees[1, 1].dense_seconds]
+        kind: [length for length, _ in degrees[ONE].dense_seconds]
         for kind, degrees in measured.layers.items()
     }
     blocks = [kind for kind in found.kinds(BLOCK) if "llama" in kind]
@@ -207,14 +208,14 @@ def test_a_dense_unit_row_costs_what_its_blocks_measured(tmp_path):
         )
 
     costs = CostModel(
-        "CPU", "measured", "float32", {entry.kind: {(1, 1): cost(entry.kind)} for entry in found.types}
+        "CPU", "measured", "float32", {entry.kind: {ONE: cost(entry.kind)} for entry in found.types}
     )
     rows = dense_rows(found, costs)["language"]
     layers = found.spec.unit("language").layers
     for length, seconds in more.items():
 
         def taken(times: float, length: int = length) -> float:
-            parts = (costs.layers[layer.kind][1, 1] for layer in layers)
+            parts = (costs.layers[layer.kind][ONE] for layer in layers)
             return sum(
                 curve.a * times * length**2 + curve.b * length + curve.c
                 for part in parts

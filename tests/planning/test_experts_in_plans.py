@@ -9,6 +9,7 @@ import pytest
 
 from cases.engine_case import CASE, build_model
 from cases.search_cases import search
+from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Cluster, Workload
@@ -33,7 +34,7 @@ def test_a_mixture_is_planned_on_the_ranks_its_experts_need(capacity: float, ep:
     model = build_model(case, "meta")
     found = describe_model(model)
     machine = load_hardware("A100")
-    costs = analytic_costs(layer_shapes(found), machine, [(1, 1), (1, 2)])
+    costs = analytic_costs(layer_shapes(found), machine, [Degrees(), Degrees(cp=2)])
     cluster = Cluster(1, 2, capacity, machine.inside, machine.between)
     workload = Workload({"language": np.full(4, 16.0)})
     result = search(

@@ -10,6 +10,7 @@ import torch
 
 from cases.tiny_wholes import WHOLES, whole_config
 from dilatant.config import UserError, parse_config
+from dilatant.config.degrees import Degrees
 from dilatant.cost.model import CostModel
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.families.pretrained import PretrainedModel
@@ -144,30 +145,32 @@ def test_all_degrees_are_measured_saved_and_note_modelled_parts(tmp_path):
     config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": 64})})
     model, target = described(tmp_path), plan_target(config.cluster)
     costs = layer_costs(config, model, target)
-    assert degrees_of(costs) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert degrees_of(costs) == [Degrees(tp, cp) for tp in (1, 2) for cp in (1, 2)]
     assert CostModel.from_yaml(costs.to_yaml()) == costs
     assert costs.origin == "measured"
     assert "collectives" in costs.note
     for kind, parameters in BLOCKS.items():
         degrees = costs.layers[kind]
-        assert degrees[2, 1].parameters == degrees[2, 2].parameters == parameters
-        assert degrees[2, 1].activation_bytes(48) < degrees[1, 1].activation_bytes(48)
-        assert degrees[2, 1].output_bytes == degrees[1, 1].output_bytes  # all-reduced: whole
-        assert degrees[1, 2].weight_gradient.b == pytest.approx(
-            degrees[1, 1].weight_gradient.b / 2, rel=1e-5
+        assert degrees[Degrees(2, 1)].parameters == degrees[Degrees(2, 2)].parameters == parameters
+        assert degrees[Degrees(2, 1)].activation_bytes(48) < degrees[Degrees(1, 1)].activation_bytes(48)
+        assert (
+            degrees[Degrees(2, 1)].output_bytes == degrees[Degrees(1, 1)].output_bytes
+        )  # all-reduced: whole
+        assert degrees[Degrees(1, 2)].weight_gradient.b == pytest.approx(
+            degrees[Degrees(1, 1)].weight_gradient.b / 2, rel=1e-5
         )  # rounded
         # Two all-reduces, which wait for at least their latency.
-        assert degrees[2, 1].forward.c >= 2 * target.hardware.inside.latency
+        assert degrees[Degrees(2, 1)].forward.c >= 2 * target.hardware.inside.latency
     for entry in model.types:
         if not entry.is_divided:
-            assert costs.layers[entry.kind][2, 1] == costs.layers[entry.kind][1, 1], entry.kind
+            assert costs.layers[entry.kind][Degrees(2)] == costs.layers[entry.kind][Degrees()], entry.kind
 
 
 def test_an_indivisible_degree_names_the_unit_and_valid_degrees(tmp_path):
     model, config = described(tmp_path), configured(tmp_path)
     target = plan_target(config.cluster)
     with pytest.raises(UserError, match=r"language: 4 attention heads .* 3 ranks; it takes tp 1, 2"):
-        measure_layers(model, target, (8,), degrees=[(3, 1)])
+        measure_layers(model, target, (8,), degrees=[Degrees(3)])
     elsewhere = configured(
         tmp_path, cluster={"hardware": "H100"}, plan={"tensor_parallel": [3], "context_parallel": [1]}
     )
@@ -186,9 +189,9 @@ def test_a_family_whose_shares_are_not_known_is_refused(tmp_path):
 def test_a_unit_that_cannot_be_sharded_stays_whole_beside_others(tmp_path):
     """Three heads beside four: the encoder has costs for one rank, and for ranks that share its images."""
     three = described(tmp_path, vision={**SIGLIP, "hidden_size": 24, "num_attention_heads": 3})
-    wide = [(1, 1), (1, 2), (2, 1), (4, 1)]
+    wide = [Degrees(), Degrees(cp=2), Degrees(2), Degrees(4)]
     found = degrees_by_kind(three, wide)
     for unit in three.spec.units:
         expected = wide[:2] if unit.name == "vision" else wide
         assert all(found[layer.kind] == expected for layer in unit.layers)
-    assert degrees_by_kind(three, [(2, 1)])[three.spec.unit("vision").layers[1].kind] == [(1, 1)]
+    assert degrees_by_kind(three, [Degrees(2)])[three.spec.unit("vision").layers[1].kind] == [Degrees()]

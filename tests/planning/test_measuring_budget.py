@@ -9,6 +9,7 @@ import pytest
 
 from cases.tiny_configs import LLAMA
 from dilatant.config import parse_config
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import CostModel
 from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers
@@ -16,7 +17,7 @@ from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_hardware import Target, plan_target
 
-DEGREES = [(1, 1), (1, 2), (2, 1)]
+DEGREES = [Degrees(), Degrees(cp=2), Degrees(2)]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_only_missing_costs_are_measured_and_others_stay(model, known):
         known,
         layers={
             **known.layers,
-            block: {degree: cost for degree, cost in known.layers[block].items() if degree != (2, 1)},
+            block: {degree: cost for degree, cost in known.layers[block].items() if degree != Degrees(2)},
             head: {degree: replace(cost, fit_error=None) for degree, cost in known.layers[head].items()},
         },
     )
@@ -64,7 +65,7 @@ def test_only_missing_costs_are_measured_and_others_stay(model, known):
     for kind, degrees in known.layers.items():
         assert [*found.layers[kind]] == DEGREES
         for degree, cost in degrees.items():
-            was_known = kind != head and (kind, degree) != (block, (2, 1))
+            was_known = kind != head and (kind, degree) != (block, Degrees(2))
             assert (found.layers[kind][degree] == cost) == was_known, (kind, degree)
     assert measure_layers(model, target(), (4, 8), degrees=DEGREES, known=known, again=False) == known
 
@@ -84,17 +85,19 @@ def test_zero_seconds_gives_modelled_costs_and_keeps_known_ones(model, known):
     modelled = layer_costs(asked, model, target())
     assert modelled.origin == "analytic"
     assert {kind: [*own] for kind, own in modelled.layers.items()} == {
-        kind: [(1, 1), (1, 2), (2, 1), (2, 2)] for kind in known.layers
+        kind: [Degrees(tp, cp) for tp in (1, 2) for cp in (1, 2)] for kind in known.layers
     }
     found = layer_costs(asked, model, target(), known=known)
     assert found.origin == "measured"
-    assert all(found.layers[kind][1, 1] == own[1, 1] for kind, own in known.layers.items())
+    assert all(found.layers[kind][ONE] == own[ONE] for kind, own in known.layers.items())
     assert found.unmeasured == [*known.layers]  # at (2, 2)
 
 
 def test_modelled_shards_include_analytic_collective_time(model):
     asked = config_of({"measure_seconds": 0, "tensor_parallel": [2], "context_parallel": [1, 2]})
     found = layer_costs(asked, model, target())
-    expected = analytic_costs(layer_shapes(model), target().hardware, [(2, 1)], target().dtype)
+    expected = analytic_costs(layer_shapes(model), target().hardware, [Degrees(2)], target().dtype)
     for kind, own in expected.layers.items():
-        assert found.layers[kind][2, 1].forward(8) == pytest.approx(own[2, 1].forward(8), rel=1e-3), kind
+        assert found.layers[kind][Degrees(2)].forward(8) == pytest.approx(
+            own[Degrees(2)].forward(8), rel=1e-3
+        ), kind

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cases.search_cases import search
+from dilatant.config.degrees import ONE
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.model import CostModel
@@ -53,7 +54,7 @@ def report():
             UnitSpec("language", tuple(LayerSpec(f"l{i}", "l", 10**7) for i in range(6))),
         )
     )
-    costs = CostModel("test", "synthetic", "bf16", {"v": {(1, 1): layer(1e-5)}, "l": {(1, 1): layer(2e-5)}})
+    costs = CostModel("test", "synthetic", "bf16", {"v": {ONE: layer(1e-5)}, "l": {ONE: layer(2e-5)}})
     cluster = Cluster(2, 3, 8e9, Link(1e10, 1e-6), Link(1e9, 1e-5))
     draw = np.random.default_rng(0)
     tokens = {"vision": draw.integers(100, 900, 64), "language": draw.integers(200, 1200, 64)}

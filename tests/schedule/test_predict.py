@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.step_cases import random_step
-from dilatant.config.degrees import Degrees
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.cost.dense import DenseRows
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import LayerCost, frozen_work, trainable_before
@@ -127,7 +127,7 @@ def two_encoders(cluster: Cluster) -> tuple[Plan, Assignment, ModelSpec, CostMod
         )
     )
     cost = LayerCost(*(Quadratic(b=1.0) for _ in range(4)), output_bytes=Quadratic(b=8.0))
-    return plan, assignment, model, CostModel("synthetic", "synthetic", "float32", {"block": {(1, 1): cost}})
+    return plan, assignment, model, CostModel("synthetic", "synthetic", "float32", {"block": {ONE: cost}})
 
 
 def test_messages_take_latency_and_bytes_over_bandwidth():
@@ -216,9 +216,7 @@ def test_dense_attention_squares_whole_packed_rows():
     assignment = Assignment({"language": (((0, 1), (2,)),)})
     cost = LayerCost(*(Quadratic(a=1.0) for _ in range(4)))
     model = ModelSpec((UnitSpec("language", (LayerSpec("l", "block", 0),)),))
-    table = stage_costs(
-        plan, model, CostModel("synthetic", "synthetic", "float32", {"block": {(1, 1): cost}})
-    )
+    table = stage_costs(plan, model, CostModel("synthetic", "synthetic", "float32", {"block": {ONE: cost}}))
     schedule, tokens = one_f_one_b(plan, assignment), {"language": [3, 4, 5]}
     assert predict(plan, assignment, schedule, table, tokens).seconds == 2 * (3**2 + 4**2 + 5**2)
     # One sample alone in its row runs as it was measured.
@@ -238,9 +236,7 @@ def test_several_images_of_a_sample_can_bring_their_own_squares():
     assignment = Assignment({"vision": (((0, 1),),)})
     cost = LayerCost(*(Quadratic(a=1.0) for _ in range(4)))
     model = ModelSpec((UnitSpec("vision", (LayerSpec("v", "block", 0),)),))
-    table = stage_costs(
-        plan, model, CostModel("synthetic", "synthetic", "float32", {"block": {(1, 1): cost}})
-    )
+    table = stage_costs(plan, model, CostModel("synthetic", "synthetic", "float32", {"block": {ONE: cost}}))
     schedule = one_f_one_b(plan, assignment)
     tokens = {"vision": [4, 6]}
     # Frozen-before-nothing: the first trainable layer's backward takes what first_trainable says, 1 per token squared.
@@ -253,7 +249,7 @@ def test_a_stage_sends_what_its_last_layer_makes():
     plan = Plan((UnitPlan("language", (Replica((Stage(0, 2, (0,)), Stage(2, 3, (1,)))),)),))
     sizes = {"wide": 80.0, "narrow": 2.0}
     layers = {
-        name: {(1, 1): LayerCost(*[Quadratic(b=1.0)] * 4, output_bytes=Quadratic(b=size))}
+        name: {ONE: LayerCost(*[Quadratic(b=1.0)] * 4, output_bytes=Quadratic(b=size))}
         for name, size in sizes.items()
     }
     spec = tuple(LayerSpec(f"l{k}", kind, 1) for k, kind in enumerate(("wide", "narrow", "wide")))

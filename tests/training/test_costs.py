@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from cases.drawn_steps import cases
 from cases.engine_case import CASE, PLAN, Case, build_model
 from dilatant.config import Config, parse_config
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import save_costs
@@ -96,24 +97,22 @@ def test_costs_measured_here_take_precedence_over_modelled_ones(tmp_path: Path) 
     measured = replace(modelled, origin="measured", hardware=target.hardware.name, longest=longest)
     store_costs(measured, described)
     assert costs_of_run(config(), model, plan).origin == f"measured on {target.hardware.name}"
-    assert cached_costs(described, target, [(1, 1)], 2 * longest) == measured
+    assert cached_costs(described, target, [ONE], 2 * longest) == measured
     rough = replace(measured, layers={
         kind: {degree: replace(cost, fit_error=0.9) for degree, cost in own.items()}
         for kind, own in measured.layers.items()
     })  # fmt: skip
     store_costs(rough, described)
-    assert cached_costs(described, target, [(1, 1)], longest) == rough  # better than none, and it says so
-    other = {kind: {(2, 1): own[1, 1]} for kind, own in measured.layers.items()}
+    assert cached_costs(described, target, [ONE], longest) == rough  # better than none, and it says so
+    other = {kind: {Degrees(2): own[ONE]} for kind, own in measured.layers.items()}
     store_costs(replace(measured, layers=other), described, rough)
-    assert cached_costs(described, target, [(1, 1), (2, 1)], longest) is not None
+    assert cached_costs(described, target, [ONE, Degrees(2)], longest) is not None
     store_costs(measured, described)
-    assert (
-        cached_costs(described, target, [(1, 1)], 2 * longest + 1) is None
-    )  # too far from what was measured
-    assert cached_costs(described, target, [(2, 1)], longest) is None
-    assert cached_costs(described, replace(target, dtype="bfloat16"), [(1, 1)], longest) is None
+    assert cached_costs(described, target, [ONE], 2 * longest + 1) is None  # too far from what was measured
+    assert cached_costs(described, target, [Degrees(2)], longest) is None
+    assert cached_costs(described, replace(target, dtype="bfloat16"), [ONE], longest) is None
     other = describe_model(build_model(replace(CASE, language="gemma"), "meta"))
-    assert cached_costs(other, target, [(1, 1)], longest) is None
+    assert cached_costs(other, target, [ONE], longest) is None
     named = tmp_path / "named.yaml"
     save_costs(replace(measured, note="by hand"), named)
     for file in (cache_folder() / "costs").iterdir():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilatant.cli.options import AsJson, ConfigOptions, is_cost_file, is_hardware_file, output_file
+from dilatant.config.degrees import AXES, ONE
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,10 +66,7 @@ def profile(
     such. Links are measured between two processes on this machine, or between the ranks started by torchrun or Slurm.
     """
     lengths = _counts(tokens, "--tokens", "512,1024,2048")
-    degrees = {
-        "tensor_parallel": _counts(tp, "--tp", "1,2,4"),
-        "context_parallel": _counts(cp, "--cp", "1,2,4"),
-    }
+    degrees = {AXES[name]: _counts(text, f"--{name}", "1,2,4") for name, text in (("tp", tp), ("cp", cp))}
     resolved = options.read()
 
     from dilatant.config.environment import place_from
@@ -204,7 +202,7 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     print_line(console, (costs.hardware, "bold"), f", {costs.dtype}, {costs.origin}")
     if costs.origin != "measured":
         print_line(console, ("not measured: ", "yellow"), costs.note)
-    elif any(degree != (1, 1) for degrees in costs.layers.values() for degree in degrees):
+    elif any(degrees != ONE for own in costs.layers.values() for degrees in own):
         print_line(console, (costs.note, "dim"))
     times = {"forward": "forward", "input": "input_gradient", "weights": "weight_gradient"}
     wide = console.width >= 120
@@ -214,13 +212,12 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     figures = ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit")
     # In a narrow terminal names are shortened, never figures.
     table = plain_table(("layer type", *figures), right=figures, whole=figures)
-    for kind, degrees in costs.layers.items():
+    for kind, own in costs.layers.items():
         at, name = _at(kind, counts), kind  # named once, and by its degrees unless they are 1
-        for (tp, cp), cost in degrees.items():
-            degree = f"tp {tp}" + (f" cp {cp}" if cp > 1 else "")
+        for degrees, cost in own.items():
             seconds = [getattr(cost, attribute)(at) for attribute in times.values()]
             table.add_row(
-                name if name and (tp, cp) == (1, 1) else f"{name or ' '} {degree}",
+                name if name and degrees == ONE else f"{name or ' '} {degrees.text(always=('tp',))}",
                 f"{at:,}",
                 *(seconds_text(one) if one else "" for one in seconds),
                 *((count_text(cost.parameters), bytes_text(cost.activation_bytes(at))) if wide else ()),

@@ -13,6 +13,7 @@ import typer
 
 from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading, show_places
 from dilatant.cli.plan import Page, open_problem
+from dilatant.config.degrees import AXES
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import read_text
 
@@ -137,11 +138,8 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _SimulatedRun:
         config = _with(config, "cluster", gpus_per_node=len(plan.ranks))
     if not {"plan", "plan.costs"} & keys and (costs := _costs_beside(folder, config)):
         config = _with(config, "plan", costs=costs)
-    for key, degree in (
-        ("tensor_parallel", "tp"),
-        ("context_parallel", "cp"),
-    ):  # costs are needed at these, too
-        degrees = {getattr(placed.stage, degree) for placed in plan.stages()}
+    for name, key in AXES.items():  # costs are needed at these, too
+        degrees = {getattr(placed.stage, name) for placed in plan.stages()}
         if degrees != {1} and not {"plan", f"plan.{key}"} & keys:
             config = _with(config, "plan", **{key: tuple(sorted({1, *degrees}))})
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Self
 
 AXES = {"tp": "tensor_parallel", "cp": "context_parallel"}
@@ -58,8 +58,8 @@ class Degrees(NamedTuple):
 
     @property
     def without_experts(self) -> Degrees:
-        """The degrees that also divide layers without experts. At these a cost model has a layer's costs, and from these
-        follows who has which rows."""
+        """The degrees that divide all layers. At these a cost model has a layer's costs, and they decide which rows a
+        rank has."""
         return Degrees(self.tp, self.cp)
 
     def problems(self, ranks: Sequence[int]) -> list[str]:
@@ -89,12 +89,17 @@ class Degrees(NamedTuple):
         return " ".join(f"{name}{degree}" for name, degree in zip(AXES, self.axes, strict=True))
 
     @classmethod
+    def of_axes(cls, values: Iterable[int]) -> Self:
+        """Return the degrees with these values of `AXES`."""
+        return cls(**dict(zip(AXES, values, strict=True)))
+
+    @classmethod
     def from_key(cls, text: str) -> Self:
         """Read a key of `to_key`. Raises ValueError, saying what is wrong, for any other text."""
         found = re.fullmatch(" ".join(rf"{name}([1-9]\d*)" for name in AXES), text)
         if found is None:
             raise ValueError(f"{text!r} is not of the form {ONE.to_key()!r}")
-        return cls(**dict(zip(AXES, map(int, found.groups()), strict=True)))
+        return cls.of_axes(map(int, found.groups()))
 
 
 ONE = Degrees()

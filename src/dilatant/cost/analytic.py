@@ -21,7 +21,7 @@ from typing import Any
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.cost.hardware import GroupLinks, Hardware, Link
 from dilatant.cost.layer import ZERO, LayerCost
-from dilatant.cost.model import CostModel, Degree
+from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -192,11 +192,11 @@ def analytic_cost(
 def analytic_costs(
     shapes: Mapping[str, LayerShape],
     hardware: Hardware,
-    degrees: Iterable[Degree] | Mapping[str, Iterable[Degree]] = ((1, 1),),
+    degrees: Iterable[Degrees] | Mapping[str, Iterable[Degrees]] = (ONE,),
     dtype: str = "bfloat16",
     gpus_per_node: int | None = None,
 ) -> CostModel:
-    """Return the analytic cost model of these layer types at these (tp, cp), or at each type's own. gpus_per_node: see
+    """Return the analytic cost model of these layer types at these degrees, or at each type's own. gpus_per_node: see
     `analytic_cost`. Raises UserError for an unknown dtype."""
     by_kind = degrees if isinstance(degrees, Mapping) else dict.fromkeys(shapes, tuple(degrees))
     return CostModel(
@@ -205,8 +205,8 @@ def analytic_costs(
         dtype=dtype,
         layers={
             kind: {
-                (tp, cp): analytic_cost(shape, hardware, dtype, Degrees(tp, cp), gpus_per_node)
-                for tp, cp in sorted(set(by_kind[kind]))
+                own.without_experts: analytic_cost(shape, hardware, dtype, own, gpus_per_node)
+                for own in sorted(set(by_kind[kind]))
             }
             for kind, shape in shapes.items()
         },

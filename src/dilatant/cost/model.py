@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -12,14 +11,13 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from dilatant.config.degrees import ONE, Degrees
+from dilatant.config.degrees import AXES, ONE, Degrees
 from dilatant.config.errors import UserError
 from dilatant.config.files.durable import write_named
 from dilatant.config.files.own_files import read_text
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.cost.layer import LayerCost
 
-Degree = tuple[int, int]
 _T = TypeVar("_T")
 ROUGH = 0.3
 """Relative error above which a fit is rough: the machine was busy, or the layers are too small to time."""
@@ -27,7 +25,7 @@ ROUGH = 0.3
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The costs `layers[layer type][(tp, cp)]` on `hardware`.
+    """The costs `layers[layer type][degrees]` on `hardware`, by `Degrees.without_experts`.
 
     `origin`: "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic". `note`:
     the method, and which parts of measured costs are modelled (see `cost.analytic`). `longest`: tokens of the longest
@@ -38,7 +36,7 @@ class CostModel:
     hardware: str
     origin: str
     dtype: str
-    layers: Mapping[str, Mapping[Degree, LayerCost]]
+    layers: Mapping[str, Mapping[Degrees, LayerCost]]
     note: str = ""
     longest: int = 0
     groups: Mapping[str, CostModel] = field(default_factory=dict)
@@ -79,11 +77,11 @@ class CostModel:
                 f"the cost model of {self.hardware} has no layer type {kind!r}; it has {sorted(self.layers)}. "
                 f"Run `dilatant profile` for this model."
             )
-        known, wanted = self.layers[kind], (degrees.tp, degrees.cp)
+        known, wanted = self.layers[kind], degrees.without_experts
         if wanted not in known:
             raise UserError(
-                f"the cost model of {self.hardware} has layer type {kind!r} at (tp, cp) {sorted(known)}, "
-                f"not at {wanted}. Run `dilatant profile` with these degrees."
+                f"the cost model of {self.hardware} has layer type {kind!r} at ({', '.join(AXES)}) "
+                f"{sorted(one.axes for one in known)}, not at {wanted.axes}. Run `dilatant profile` with these degrees."
             )
         return known[wanted]
 
@@ -99,8 +97,8 @@ class CostModel:
 
     def _to_document(self) -> dict[str, Any]:
         layers = {
-            kind: {f"tp{tp} cp{cp}": cost for (tp, cp), cost in sorted(degrees.items())}
-            for kind, degrees in self.layers.items()
+            kind: {degrees.to_key(): cost for degrees, cost in sorted(own.items())}
+            for kind, own in self.layers.items()
         }
         document: dict[str, Any] = msgspec.to_builtins(
             _Document(
@@ -132,10 +130,10 @@ class CostModel:
         read = _convert(document, _Document, source)
         layers = {
             kind: {
-                _degree(key, source): _layer_cost(cost, f"{source} (layers, {kind}, {key})")
-                for key, cost in degrees.items()
+                _degrees(key, source): _layer_cost(cost, f"{source} (layers, {kind}, {key})")
+                for key, cost in own.items()
             }
-            for kind, degrees in read.layers.items()
+            for kind, own in read.layers.items()
         }
         return cls(read.hardware, read.origin, read.dtype, layers, read.note or "", read.longest or 0)
 
@@ -213,8 +211,8 @@ def _layer_cost(value: Any, source: str) -> LayerCost:
     return replace(cost, dense_seconds=dense)
 
 
-def _degree(key: str, source: str) -> Degree:
-    found = re.fullmatch(r"tp([1-9]\d*) cp([1-9]\d*)", key)
-    if found is None:
-        raise UserError(f"{source} is not a cost model: {key!r} is not of the form 'tp1 cp1'")
-    return int(found[1]), int(found[2])
+def _degrees(key: str, source: str) -> Degrees:
+    try:
+        return Degrees.from_key(key)
+    except ValueError as error:
+        raise UserError(f"{source} is not a cost model: {error}") from None

@@ -19,7 +19,7 @@ from dilatant.config.errors import UserError
 from dilatant.cost.clock import Clock, deadlines, now
 from dilatant.cost.dense_probe import CallArguments, DenseProbe, dense_seconds
 from dilatant.cost.layer import ZERO, LayerCost
-from dilatant.cost.model import CostModel, Degree
+from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic, fit
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ def profile_layers(
     its `fit_error` is None. `progress` gets the name of each measurement. Raises UserError if two probes have the same
     type and degree, or if a layer's first argument or output is not a floating-point tensor.
     """
-    layers: dict[str, dict[Degree, LayerCost]] = {}
-    ratios, everything, until = dict[tuple[str, Degree], float](), _Pairs(), now() + seconds
+    layers: dict[str, dict[Degrees, LayerCost]] = {}
+    ratios, everything, until = dict[tuple[str, Degrees], float](), _Pairs(), now() + seconds
     budget = "" if math.isinf(seconds) else f" for {seconds:g} s at most"
     weights = [sum(map(probe.expected, probe.tokens or tokens)) for probe in probes]
     for number, (probe, end) in enumerate(zip(probes, deadlines(until, weights), strict=True), 1):
-        degree = probe.degrees.tp, probe.degrees.cp
-        if degree in layers.setdefault(probe.kind, {}):
+        degrees = probe.degrees.without_experts
+        if degrees in layers.setdefault(probe.kind, {}):
             raise UserError(f"layer type {probe.kind!r} at {probe.degrees} is to be measured twice")
         found, pairs = None, _Pairs()
         if now() < until:
@@ -101,10 +101,10 @@ def profile_layers(
             found = _measured(probe, tokens, repeats, (end, until), pairs, _ratio(everything))
             everything += pairs
         if found is None:
-            ratios[probe.kind, degree] = _ratio(pairs)
-        layers[probe.kind][degree] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
-    for (kind, degree), ratio in ratios.items():
-        layers[kind][degree] = layers[kind][degree].slower(ratio or _ratio(everything) or 1.0)
+            ratios[probe.kind, degrees] = _ratio(pairs)
+        layers[probe.kind][degrees] = found or probe.modelled or LayerCost(ZERO, ZERO, ZERO, ZERO)
+    for (kind, degrees), ratio in ratios.items():
+        layers[kind][degrees] = layers[kind][degrees].slower(ratio or _ratio(everything) or 1.0)
     origin, note = "measured", f"tokens {list(tokens)}, median of {repeats}{budget and ' or fewer'}"
     if probes and len(ratios) == len(probes):
         origin, note = "analytic", "from FLOPs and bytes, not measured"

@@ -80,9 +80,9 @@ def cut_by_seconds(
     def cut(name: str, spec: ParallelSpec) -> ParallelSpec:
         if spec.cuts is not None or spec.num_stages == 1:
             return spec
-        layers = units.layers(name, spec.tp, spec.cp, samples[name], ep=spec.ep).on(spec.num_stages)
+        layers = units.layers(name, spec.degrees, samples[name]).on(spec.num_stages)
         guests = [
-            units.layers(guest, own.tp, own.cp, samples[guest], ep=own.ep).on(1)
+            units.layers(guest, own.degrees, samples[guest]).on(1)
             for guest, own in specs.items()
             if colocated.get(guest) == name and own.num_stages == 1
         ]

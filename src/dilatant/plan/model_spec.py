@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 
 
@@ -37,29 +38,38 @@ class LayerSpec:
         """Trainable fraction of the parameters; assumed equal on all ranks that divide them."""
         return self.trained / max(1, self.parameters)
 
-    def held_trained(self, tp: int, ep: int = 1) -> float:
-        """Trainable parameters on one rank; arguments as for `held`."""
-        return self.held(tp, ep) * self.trained_share
+    def parts(self, degrees: Degrees) -> int:
+        """Number of parts into which the ranks of a stage divide the layer, without experts."""
+        return degrees.tp if self.divided else 1
 
-    def held(self, tp: int, ep: int = 1) -> float:
-        """Parameters on one of `tp` ranks, where `ep` ranks divide the experts."""
-        return self.held_beside_experts(tp) + self.held_of_experts(tp, ep)
+    def expert_parts(self, degrees: Degrees) -> int:
+        """Number of parts into which they divide its experts: whole experts, or without expert parallelism a part of
+        each."""
+        return degrees.ep if degrees.ep > 1 else self.parts(degrees)
 
-    def held_beside_experts(self, tp: int) -> float:
-        """Parameters on one of `tp` ranks, without experts."""
-        return (self.parameters - self.expert_parameters) / (tp if self.divided else 1)
+    def held_trained(self, degrees: Degrees) -> float:
+        """Trainable parameters on one rank."""
+        return self.held(degrees) * self.trained_share
 
-    def held_in_four_bits(self, tp: int) -> float:
-        """Four-bit parameters on one of `tp` ranks."""
-        return self.four_bit / (tp if self.divided else 1)
+    def held(self, degrees: Degrees) -> float:
+        """Parameters on one rank."""
+        return self.held_beside_experts(degrees) + self.held_of_experts(degrees)
 
-    def held_of_experts(self, tp: int, ep: int = 1) -> float:
-        """Expert parameters on one rank: whole experts, or without expert parallelism a tp-th part of each."""
-        return self.expert_parameters / (ep if ep > 1 else tp if self.divided else 1)
+    def held_beside_experts(self, degrees: Degrees) -> float:
+        """Parameters on one rank, without experts."""
+        return (self.parameters - self.expert_parameters) / self.parts(degrees)
 
-    def held_before(self, tp: int) -> float:
+    def held_in_four_bits(self, degrees: Degrees) -> float:
+        """Four-bit parameters on one rank."""
+        return self.four_bit / self.parts(degrees)
+
+    def held_of_experts(self, degrees: Degrees) -> float:
+        """Expert parameters on one rank."""
+        return self.expert_parameters / self.expert_parts(degrees)
+
+    def held_before(self, degrees: Degrees) -> float:
         """Tied parameters that a rank with the first layer already holds."""
-        return self.tied / tp if self.divided else self.tied
+        return self.tied / self.parts(degrees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
@@ -14,32 +15,33 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`replicas` copies of a chain of stages, each stage on tp * cp devices.
+    """`replicas` copies of a chain of stages, each stage on `degrees.ranks` devices.
 
     `cuts[unit]`: first layers of the unit's stages. Units in one chain are colocated: their k-th stages share devices;
     a unit with fewer stages occupies the chain's first ones. `chunks`: stages per group of devices (interleaved
-    pipeline). `recompute[unit]`: as in `UnitPlan`. `ep[unit]`: expert-parallel degree, default 1. `degrees[unit]`: tp
-    and cp of a unit that divides the shared devices differently from the chain.
+    pipeline). `recompute[unit]`: as in `UnitPlan`. `others[unit]`: degrees of a unit that divides the shared devices
+    differently from the chain.
     """
 
     replicas: int
-    tp: int
-    cp: int
+    degrees: Degrees
     cuts: Mapping[str, tuple[int, ...]]
     chunks: int = 1
     recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
-    ep: Mapping[str, int] = field(default_factory=dict)
-    degrees: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    others: Mapping[str, Degrees] = field(default_factory=dict)
+
+    def degrees_of(self, unit: str) -> Degrees:
+        return self.others.get(unit, self.degrees)
 
     @property
     def groups(self) -> int:
-        """Groups of tp * cp devices in each replica."""
+        """Groups of devices in each replica."""
         return max(len(cuts) for cuts in self.cuts.values()) // self.chunks
 
     @property
     def gpus(self) -> int:
         """Devices of all replicas."""
-        return self.replicas * self.tp * self.cp * self.groups
+        return self.replicas * self.degrees.ranks * self.groups
 
 
 class RankOrder(StrEnum):
@@ -110,13 +112,7 @@ def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) 
     return [
         Replica(
             tuple(
-                Stage(
-                    first,
-                    end,
-                    ranks[number, replica, stage % chain.groups],
-                    *chain.degrees.get(name, (chain.tp, chain.cp)),
-                    chain.ep.get(name, 1),
-                )
+                Stage.of(first, end, ranks[number, replica, stage % chain.groups], chain.degrees_of(name))
                 for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
             )
         )
@@ -131,7 +127,7 @@ def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> _Ran
     def place(number: int, stage: int, replica: int) -> tuple[int, ...]:
         chain = chains[number]
         pipeline = replica * pipelines // chain.replicas  # replicas are spread evenly over the pipelines
-        wide = -chain.tp * chain.cp  # wide stages first: no gaps
+        wide = -chain.degrees.ranks  # wide stages first: no gaps
         return {
             RankOrder.STAGES: (wide, pipeline, number, stage, replica),
             RankOrder.PIPELINES: (pipeline, number, stage, replica),
@@ -147,7 +143,7 @@ def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> _Ran
     ranks: _Ranks = {}
     following = 0
     for _, number, stage, replica in sorted(slots):
-        tp, width = chains[number].tp, chains[number].tp * chains[number].cp
+        tp, width = chains[number].degrees.tp, chains[number].degrees.ranks
         following = _aligned(following, tp, width, cluster.gpus_per_node)
         ranks[number, replica, stage] = tuple(range(following, following + width))
         following += width

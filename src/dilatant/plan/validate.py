@@ -19,7 +19,8 @@ def validate(plan: Plan, model: ModelSpec, cluster: Cluster) -> None:
 
     Every replica must hold every layer of its unit exactly once, in order. A rank belongs to one group of ranks, which
     may hold stages of several units, each with its own degrees, or several stages of one replica, which differ at most
-    in ep, but not two replicas of one unit. Ranks exist in the cluster; the tensor-parallel ranks of a stage share a node.
+    in ep, but not two replicas of one unit. Ranks exist in the cluster; the tensor-parallel ranks of a stage share a
+    node.
     """
     problems = plan_problems(plan, model, cluster)
     if problems:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import UserError
+from dilatant.config.degrees import Degrees
 from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeTrace
@@ -143,12 +144,12 @@ def _templates(problem: PlanningProblem, most_nodes: int, size: int, microbatche
     units = [unit.name for unit in problem.model.spec.units]
     known = problem.model.spec, problem.costs, problem.simulated()
     table = UnitLayers(*known, cluster.gpus_per_node, problem.target.rules)
-    widths = [tp for tp, cp in table.degrees(units) if cp == 1]
+    widths = [degrees.tp for degrees in table.degrees(units) if degrees.copies == 1]
     if not widths:
         raise UserError("templates need layer costs without context parallelism; the cost file has none")
     columns: dict[str, dict[int, NDArray[np.float64]]] = {
         name: {
-            width: np.concatenate([getattr(table.layers(unit, width, 1, size), name) for unit in units])
+            width: np.concatenate([getattr(table.layers(unit, Degrees(width), size), name) for unit in units])
             for width in widths
         }
         for name in ("seconds", "static", "kept", "transient")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
+from dilatant.config.degrees import AXES
 from dilatant.config.files.own_files import require_plain
 from dilatant.cost.memory import ZEROS
 from dilatant.plan.costs.stable_batch import sample_work
@@ -14,6 +15,7 @@ from dilatant.plan.roles import roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.why_not import AskedLayout
 from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.measuring.layer_costs import degrees_of
 from dilatant.planning.plan_advice import plan_advice
 from dilatant.planning.planning import (
     PlannedRun,
@@ -172,17 +174,16 @@ def _cost_source(problem: PlanningProblem) -> str:
 def _searched(planned: PlannedRun) -> str:
     """Describe the candidates among which the winner is the best."""
     problem, result = planned.problem, planned.result
-    degrees = sorted({degree for known in problem.costs.layers.values() for degree in known})
-    tensor, context = (sorted({degree[axis] for degree in degrees}) for axis in (0, 1))
+    tried = {name: sorted({getattr(one, name) for one in degrees_of(problem.costs)}) for name in AXES}
+    degrees = [f"{name} {_either(own)}" for name, own in tried.items() if name == "tp" or own != [1]]
     count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
     cut = f"microbatches of {_either(sizes)} samples" if count is None else counted(count, "microbatch")
     if budgets := searched_row_tokens(problem.config):
         cut += f" or of up to {_either(f'{budget:,}' for budget in budgets)} tokens"
     known = {result.winner.zero, *(group.zero for group in result.groups)}
     zeros = [zero for zero in ZEROS if zero in known]
-    wide = "" if context == [1] else f", cp {_either(context)}"
     return (
-        f"equal pipelines, tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}, "
+        f"equal pipelines, {', '.join(degrees)}, {cut}, schedule {_either(tried_schedules(problem))}, "
         f"zero {_either(zeros)}"
     )
 

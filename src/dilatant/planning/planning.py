@@ -153,9 +153,9 @@ def model_problem(
     kept = cached_costs(model, target, (), config.data.max_length) if measures else None
     measured = layer_costs(config, model, target, say, kept, measure_again)
     from_before = kept is not None and all(
-        cost == kept.layers[kind].get(degree)
-        for kind, degrees in measured.layers.items()
-        for degree, cost in degrees.items()
+        cost == kept.layers[kind].get(degrees)
+        for kind, own in measured.layers.items()
+        for degrees, cost in own.items()
     )
     units = dict.fromkeys(entry.unit for entry in model.types)
     if problems := [problem for unit in units for problem in context_problems(unit)]:
@@ -172,7 +172,7 @@ def model_problem(
 
 def _without_context(costs: CostModel) -> CostModel:
     layers = {
-        kind: {(tp, cp): cost for (tp, cp), cost in known.items() if cp == 1}
+        kind: {degrees: cost for degrees, cost in known.items() if degrees.cp == 1}
         for kind, known in costs.layers.items()
     }
     return replace(costs, layers=layers)
@@ -432,9 +432,9 @@ def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...
     """Return the ways to divide exactly these devices among the units, of one replica each."""
     sizes = [
         {
-            tp * cp * stages
-            for tp, cp in degrees_of(problem.costs)
-            for stages in range(1, min(len(unit.layers), devices // (tp * cp)) + 1)
+            degrees.ranks * stages
+            for degrees in degrees_of(problem.costs)
+            for stages in range(1, min(len(unit.layers), devices // degrees.ranks) + 1)
         }
         for unit in problem.model.spec.units
     ]

@@ -154,11 +154,11 @@ def _parameter_bytes(
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        tp, ep = placed.stage.tp, placed.stage.ep
-        weights += rules.weight * sum(layer.held(tp, ep) for layer in layers)
-        weights -= sum(rules.spared(layer.held_in_four_bits(tp)) for layer in layers)
-        gradients += rules.gradients * sum(layer.held_trained(tp, ep) for layer in layers)
-        state = [rules.shared(layer.held_trained(tp, ep), True) for layer in layers]
+        degrees = placed.stage.degrees
+        weights += rules.weight * sum(layer.held(degrees) for layer in layers)
+        weights -= sum(rules.spared(layer.held_in_four_bits(degrees)) for layer in layers)
+        gradients += rules.gradients * sum(layer.held_trained(degrees) for layer in layers)
+        state = [rules.shared(layer.held_trained(degrees), True) for layer in layers]
         optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dilatant.config import Config, UserError
+from dilatant.config.degrees import Degrees
 from dilatant.config.environment import place_from
 from dilatant.config.files.own_files import read_text
 from dilatant.config.plan import ClusterConfig
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.memory import Zero
-from dilatant.cost.model import CostModel, Degree
+from dilatant.cost.model import CostModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.unit_layers import UnitLayers
@@ -56,7 +57,7 @@ def costs_of_run(
         if tuple(bool(row.any()) for row in planned.stages.seconds[:, 1]) == trains:
             return planned
         note = "; the plan's own costs are of other frozen layers"
-    degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
+    degrees = {placed.stage.degrees.without_experts for placed in plan.stages()}
     here = local_costs(config, model, len(plan.ranks), degrees, targets, zero)
     found = described_costs(plan, here.model, here.costs, here.target)
     return replace(found, origin=f"{found.origin}{note}{here.note}")
@@ -76,11 +77,11 @@ def local_costs(
     config: Config,
     model: MultimodalModel,
     ranks: int,
-    degrees: Iterable[Degree],
+    degrees: Iterable[Degrees],
     targets: float = 1.0,
     zero: Zero | None = None,
 ) -> LocalCosts:
-    """Return the layer costs that a run on `ranks` ranks counts with, at the (tp, cp) of `degrees`; they are chosen as
+    """Return the layer costs that a run on `ranks` ranks counts with, at `degrees`; they are chosen as
     in `costs_of_run`, which explains targets and zero."""
     target = _target(config, ranks)
     target = target if zero is None else target.sharing(zero)
@@ -156,7 +157,7 @@ class Cutter:
         kept = None if self.before is None else cut_as_before(specs, plan, self.before)
         if kept is not None:
             return kept
-        degrees = {(placed.stage.tp, placed.stage.cp) for placed in plan.stages()}
+        degrees = {placed.stage.degrees.without_experts for placed in plan.stages()}
         here = local_costs(self.config, self.model, len(plan.ranks), degrees, self.targets)
         row, items = self.config.row_tokens, here.model.item_tokens
         tokens = {

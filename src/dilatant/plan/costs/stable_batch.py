@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dilatant.config.degrees import ONE
 from dilatant.cost.model import CostModel
 from dilatant.plan.costs.stage_costs import layer_table
 from dilatant.plan.costs.workload import Workload
@@ -61,15 +62,15 @@ class StableBatch:
 def sample_work(model: ModelSpec, costs: CostModel, workload: Workload) -> NDArray[np.float64]:
     """Return [samples, units] device seconds of forward plus backward under the frozen rule, units in model order.
 
-    The seconds are those at the smallest (tp, cp) with costs for the unit, times its devices, as `minimum_stable_batch`
+    The seconds are those at the smallest degrees with costs for the unit, times its devices, as `minimum_stable_batch`
     expects. Raises UserError for layer types without costs.
     """
     columns = []
     for unit in model.units:
         degrees = set.intersection(*(set(costs.layers.get(layer.kind, {})) for layer in unit.layers))
-        tp, cp = min(degrees, key=lambda degree: (degree[0] * degree[1], degree), default=(1, 1))
-        table = layer_table(unit, model.upstream_trainable(unit.name), costs, tp, cp)
-        square, linear, constant = (table.seconds[:, 0] + table.seconds[:, 1]).sum(axis=0) * tp * cp
+        least = min(degrees, key=lambda one: (one.ranks, one), default=ONE)
+        table = layer_table(unit, model.upstream_trainable(unit.name), costs, least)
+        square, linear, constant = (table.seconds[:, 0] + table.seconds[:, 1]).sum(axis=0) * least.ranks
         tokens = np.asarray(workload.tokens[unit.name], dtype=np.float64)
         squares = np.asarray(workload.squares.get(unit.name, tokens**2), dtype=np.float64)
         columns.append(np.where(tokens > 0, square * squares + linear * tokens + constant, 0.0))
@@ -77,7 +78,7 @@ def sample_work(model: ModelSpec, costs: CostModel, workload: Workload) -> NDArr
 
 
 def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[Allocation, ...]:
-    """Return all allocations of exactly `budget` devices; unit u has one of `sizes[u]` (its tp * cp * pp products).
+    """Return all allocations of exactly `budget` devices; unit u has one of `sizes[u]` (ranks of a stage * stages).
 
     Raises TooFewDevicesError when the smallest sizes exceed `budget`, PlanError when no combination adds up.
     """

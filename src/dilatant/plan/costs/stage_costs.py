@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.degrees import Degrees
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.cost.layer import frozen_work, trainable_before, with_experts_on_ranks
 from dilatant.cost.memory import BF16, ParameterBytes
@@ -54,7 +54,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
-    """Costs of one unit's layers at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]` unless noted.
+    """Costs of one unit's layers at some degrees: `seconds [layers, kinds, 3]`, bytes `[layers, 3]` unless noted.
     A stage holds `common_bytes`, a part of `kept_bytes`, only once. `static_bytes [layers]` assumes unsharded optimizer
     state, of which `shared_bytes [layers]` can be sharded; `tied_bytes`, `tied_shared_bytes [layers]`: the part that a
     holder of the first layer already has; `backward [layers]`: True if the layer or anything before it trains."""
@@ -86,28 +86,25 @@ def layer_table(
     unit: UnitSpec,
     upstream: bool,
     costs: CostModel,
-    tp: int = 1,
-    cp: int = 1,
+    degrees: Degrees = ONE,
     rules: ParameterBytes = BF16,
     recompute: Sequence[Recompute] = (),
-    ep: int = 1,
 ) -> LayerTable:
     """Build the cost table of `unit`. upstream: True if anything in the units before it trains.
 
-    recompute: by layer, default as in the unit; ep: expert-parallel degree. Raises UserError when the cost model lacks
-    a layer type or degree.
+    recompute: by layer, default as in the unit. Raises UserError when the cost model lacks a layer type or degree.
     """
     columns: dict[str, list[Any]] = {one.name: [] for one in fields(LayerTable)}
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
     for layer, before, how in zip(
         unit.layers, trainable_before(unit.trainable, upstream), again, strict=True
     ):
-        cost = costs.layer(layer.kind, Degrees(tp, cp))
+        cost = costs.layer(layer.kind, degrees)
         if layer.experts:
-            cost = with_experts_on_ranks(cost, ep)
+            cost = with_experts_on_ranks(cost, degrees.ep)
         work = frozen_work(cost, layer.trainable, before, how)
         kinds = work.forward, work.backward, work.input_gradient, work.weight_gradient
-        held, trained, tied = layer.held(tp, ep), layer.held_trained(tp, ep), layer.held_before(tp)
+        held, trained, tied = layer.held(degrees), layer.held_trained(degrees), layer.held_before(degrees)
         row = {
             "seconds": [_triple(kind) for kind in kinds],
             "kept_bytes": _triple(work.kept_bytes),
@@ -115,7 +112,7 @@ def layer_table(
             "transient_bytes": _triple(work.transient_bytes),
             "output_bytes": _triple(cost.output_bytes),
             "common_bytes": _triple(work.common_bytes),
-            "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(tp)),
+            "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(degrees)),
             "shared_bytes": rules.shared(trained, True),
             "tied_bytes": rules.of(tied, layer.trainable),
             "tied_shared_bytes": rules.shared(tied, layer.trainable),
@@ -138,17 +135,16 @@ def stage_costs(
 ) -> StageCosts:
     """Return the costs of every stage of `plan`, each on the devices of its group if `cluster` is heterogeneous.
     Raises UserError when the cost model lacks a layer type or degree."""
-    tables: dict[tuple[str, int, int, int, str], LayerTable] = {}
+    tables: dict[tuple[str, Degrees, str], LayerTable] = {}
     known: dict[tuple[object, ...], tuple[NDArray[np.float64] | float, ...]] = {}  # mostly of another replica
     rows = []
     for entry, shared_by in zip(plan.stages(), sharing(plan, model, rules)):
         stage, unit = entry.stage, model.unit(entry.unit)
         group = "" if cluster is None else cluster.at(stage.ranks[0]).name
-        key = entry.unit, stage.tp, stage.cp, stage.ep, group
+        key = entry.unit, stage.degrees, group
         if key not in tables:
             upstream, again = model.upstream_trainable(entry.unit), plan.unit(entry.unit).recompute
-            degrees = stage.tp, stage.cp, rules, again, stage.ep
-            tables[key] = layer_table(unit, upstream, costs.on(group), *degrees)
+            tables[key] = layer_table(unit, upstream, costs.on(group), stage.degrees, rules, again)
         same = *key, stage.first, stage.end, entry.is_first, shared_by.tobytes()
         if same not in known:
             replicas = len(plan.unit(entry.unit).replicas)
@@ -166,7 +162,7 @@ def _sum_stage(
     replicas: int,
 ) -> tuple[NDArray[np.float64] | float, ...]:
     """Sum the layers of one stage: the columns of `StageCosts`, in order."""
-    stage, layers = entry.stage, slice(entry.stage.first, entry.stage.end)
+    degrees, layers = entry.stage.degrees, slice(entry.stage.first, entry.stage.end)
     kept, common, output = (
         table.kept_bytes[layers],
         table.common_bytes[layers],
@@ -181,8 +177,8 @@ def _sum_stage(
         static -= table.twice(shared_by, layers).sum()
     gradients = rules.gradients * np.array(
         [
-            layer.held_trained(stage.tp, stage.ep)
-            - (layer.held_before(stage.tp) * layer.trained_share if entry.is_first else 0.0)
+            layer.held_trained(degrees)
+            - (layer.held_before(degrees) * layer.trained_share if entry.is_first else 0.0)
             if layer.trainable
             else 0.0
             for layer in unit.layers[layers]
@@ -237,22 +233,22 @@ def _summed(entry: PlacedStage, unit: UnitSpec, replicas: int) -> list[tuple[flo
     """Return for each trained layer of a stage (elements with other holders, elements of its largest such weight).
     Other holders come from replicas, context parallelism, tensor parallelism that does not divide the layer, and the
     other end of a tied weight."""
-    stage, layers = entry.stage, unit.layers
+    stage, degrees, layers = entry.stage, entry.stage.degrees, unit.layers
     found = []
     for number in range(stage.first, stage.end):
         layer = layers[number]
-        part = stage.tp if layer.divided else 1
+        parts = layer.parts(degrees)
         if not layer.trainable:
             continue
-        if replicas * stage.cp > 1 or part < stage.tp:
-            held = layer.held_beside_experts(stage.tp)
-            if replicas > 1 or stage.ep == 1:
-                held = layer.held(stage.tp, stage.ep)
-            held -= layer.held_before(stage.tp) if entry.is_first else 0.0
-            found.append((held * layer.trained_share, layer.largest / part))
+        if replicas * degrees.ranks > parts:
+            held = layer.held_beside_experts(degrees)
+            if replicas > 1 or degrees.ep == 1:
+                held = layer.held(degrees)
+            held -= layer.held_before(degrees) if entry.is_first else 0.0
+            found.append((held * layer.trained_share, layer.largest / parts))
         elif number == 0 or not entry.is_first:
             ends = layers[stage.end :] if number == 0 else (layer,)
-            tied = max((end.tied for end in ends), default=0) / part
+            tied = max((end.tied for end in ends), default=0) / parts
             found.append((tied, tied))
     return found
 

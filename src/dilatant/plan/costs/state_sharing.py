@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan.model_spec import LayerSpec, ModelSpec
 from dilatant.plan.plan import PlacedStage, Plan
@@ -32,7 +33,7 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
         stage, layers = entry.stage, model.unit(entry.unit).layers
         key = _alike(entry)
         if key not in parts:
-            parts[key] = parts_of_a_rank(layers[stage.first : stage.end], stage.tp, stage.ep)
+            parts[key] = parts_of_a_rank(layers[stage.first : stage.end], stage.degrees)
         for node, count in by_node.items():
             on_node = held.setdefault((entry.unit, node), np.zeros((2, len(layers))))
             on_node[:, stage.first : stage.end] += count * parts[key]
@@ -43,7 +44,7 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
         key = *_alike(entry), least.tobytes()
         if key not in together:
             own = model.unit(entry.unit).layers[stage.first : stage.end]
-            together[key] = ranks_together(own, stage.tp, stage.ep, *np.maximum(1.0, least))
+            together[key] = ranks_together(own, stage.degrees, *np.maximum(1.0, least))
         result.append(together[key])
     return tuple(result)
 
@@ -51,7 +52,7 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
 def _alike(entry: PlacedStage) -> tuple[object, ...]:
     """Return a key that is equal for the same stage of other replicas."""
     stage = entry.stage
-    return entry.unit, stage.first, stage.end, stage.tp, stage.ep
+    return entry.unit, stage.first, stage.end, stage.degrees
 
 
 def sharing_node(rank: int, rules: ParameterBytes) -> int:
@@ -59,22 +60,21 @@ def sharing_node(rank: int, rules: ParameterBytes) -> int:
     return 0 if rules.zero == "all" or rules.ranks_per_node is None else rank // rules.ranks_per_node
 
 
-def parts_of_a_rank(layers: Sequence[LayerSpec], tp: int, ep: int) -> NDArray[np.float64]:
+def parts_of_a_rank(layers: Sequence[LayerSpec], degrees: Degrees) -> NDArray[np.float64]:
     """Return the fraction of each layer that a rank holds, without experts and of experts: [2, layers]."""
-    beside = np.array([1.0 / tp if layer.divided else 1.0 for layer in layers])
-    return np.stack([beside, beside if ep == 1 else np.full(len(layers), 1.0 / ep)])
+    parts = [[layer.parts(degrees) for layer in layers], [layer.expert_parts(degrees) for layer in layers]]
+    return 1.0 / np.array(parts, dtype=np.float64)
 
 
 def ranks_together(
     layers: Sequence[LayerSpec],
-    tp: int,
-    ep: int,
+    degrees: Degrees,
     beside: NDArray[np.float64],
     of_experts: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Return [layers]: the number of ranks that would divide all of a layer's state to the same size per rank, if
     `beside` ranks shard the state outside experts and `of_experts` ranks that of experts."""
-    outer = np.array([layer.held_beside_experts(tp) for layer in layers])
-    inner = np.array([layer.held_of_experts(tp, ep) for layer in layers])
+    outer = np.array([layer.held_beside_experts(degrees) for layer in layers])
+    inner = np.array([layer.held_of_experts(degrees) for layer in layers])
     share = outer / beside + inner / of_experts
     return np.where(inner == 0.0, beside, (outer + inner) / np.where(share == 0.0, 1.0, share))

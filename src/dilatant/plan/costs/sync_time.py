@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.state_sharing import sharing_node
@@ -151,9 +152,9 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
         holders = [stage for stage in stages if stage.first <= first < stage.end]
         finest = max(stage.tp for stage in holders)
         layers = [layer for layer in spec.layers[first:end] if layer.trainable]
-        apart = any(stage.ep > 1 for stage in holders)
+        apart, divided = any(stage.ep > 1 for stage in holders), Degrees(finest)
         held = [
-            (layer.held_beside_experts(finest) if apart else layer.held(finest)) * layer.trained_share
+            (layer.held_beside_experts(divided) if apart else layer.held(divided)) * layer.trained_share
             for layer in layers
         ]
         for part in range(finest):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
@@ -23,7 +24,7 @@ LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeanCosts:
-    """Costs of the mean microbatch per layer of a unit at one (tp, cp), or per stage: arrays [layers] or [stages].
+    """Costs of the mean microbatch per layer of a unit at some degrees, or per stage: arrays [layers] or [stages].
 
     `seconds`: forward plus backward; `backward`: its backward part; `work`: lower bound of `seconds` for any grouping
     of samples, and `forward` its forward part; `lightest`, `heaviest`: seconds of the lightest and of the heaviest
@@ -117,9 +118,9 @@ class UnitLayers:
         self._batch = global_batch
         self._sharing = sharing
         self._by_tokens = by_tokens
-        self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
-        self._layers: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
-        self._unshared: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
+        self._tables: dict[tuple[str, Degrees, Recompute], LayerTable] = {}
+        self._layers: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
+        self._unshared: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
         self._free = {unit.name: unit.recompute is None for unit in model.units}
         self._experts = {
             unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units
@@ -139,9 +140,9 @@ class UnitLayers:
             other._unshared = self._unshared
         return other
 
-    def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """Return the (tp, cp) with costs for all layer types of `units` and with tensor groups inside a node."""
-        shared: set[tuple[int, int]] | None = None
+    def degrees(self, units: Sequence[str]) -> tuple[Degrees, ...]:
+        """Return the degrees with costs for all layer types of `units` and with tensor groups inside a node."""
+        shared: set[Degrees] | None = None
         for unit in units:
             for kind in {layer.kind for layer in self.model.unit(unit).layers}:
                 own = set(self._costs.layers.get(kind, {}))
@@ -150,7 +151,7 @@ class UnitLayers:
             for unit in units:
                 for layer in self.model.unit(unit).layers:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
-        return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self.gpus_per_node))
+        return tuple(sorted(one for one in shared or () if one.tp <= self.gpus_per_node))
 
     def is_free(self, unit: str) -> bool:
         """Return True if the model lets the plan choose what is recomputed."""
@@ -160,37 +161,40 @@ class UnitLayers:
         """Return the recomputation levels to try for `units`, fastest first; only "none" if the model fixes all."""
         return LEVELS if any(map(self._free.__getitem__, units)) else LEVELS[:1]
 
-    def expert_degrees(self, unit: str, tp: int, cp: int) -> tuple[int, ...]:
-        """Return the values of `ep` that may pay off for a unit on tp * cp ranks. These are 1 and, inside a node and if
-        costs include links, degrees that divide experts further than tp divides features."""
+    def with_experts(self, unit: str, degrees: Degrees) -> tuple[Degrees, ...]:
+        """Return these degrees with each `ep` that may pay off for a unit. These are 1 and, inside a node and if costs
+        include links, those that divide experts further than tp divides features."""
         counts = self._experts[unit]
-        if not counts or tp * cp > self.gpus_per_node:
-            return (1,)
-        wide = range(2 * tp, tp * cp + 1, tp)
-        return (1, *(ep for ep in wide if tp * cp % ep == 0 and not any(count % ep for count in counts)))
+        if not counts or degrees.ranks > self.gpus_per_node:
+            return (degrees,)
+        wide = [ep for ep in degrees.expert_degrees if ep > degrees.tp and not any(n % ep for n in counts)]
+        return (degrees, *(degrees._replace(ep=ep) for ep in wide))
 
-    def layers(
-        self, unit: str, tp: int, cp: int, samples: float, level: Recompute = "none", ep: int = 1
-    ) -> MeanCosts:
+    def all_degrees(self, units: Sequence[str]) -> Iterator[Degrees]:
+        """Yield `degrees` of these units, with each `ep` that may pay off for the last of them."""
+        for degrees in self.degrees(units):
+            yield from self.with_experts(units[-1], degrees)
+
+    def layers(self, unit: str, degrees: Degrees, samples: float, level: Recompute = "none") -> MeanCosts:
         """Return the costs of one unit for the mean microbatch of `samples` samples.
         `level` applies only if the model leaves recomputation open."""
         spec = self.model.unit(unit)
         level = spec.recompute or level
-        key = unit, tp, cp, samples, level, ep
+        key = unit, degrees, samples, level
         if key not in self._layers:
-            table = self._table(unit, tp, cp, level, ep)
-            ranks = self._ranks_sharing(unit, tp, cp, ep)
-            known = self._of_mean(unit, tp, cp, samples, level, ep)
+            table = self._table(unit, degrees, level)
+            ranks = self._ranks_sharing(unit, degrees)
+            known = self._of_mean(unit, degrees, samples, level)
             self._layers[key] = replace(known, static=table.static_shared_by(ranks), twice=table.twice(ranks))
         return self._layers[key]
 
-    def _of_mean(self, unit: str, tp: int, cp: int, samples: float, level: Recompute, ep: int) -> MeanCosts:
+    def _of_mean(self, unit: str, degrees: Degrees, samples: float, level: Recompute) -> MeanCosts:
         """Return the costs without sharded optimizer state."""
-        key = unit, tp, cp, samples, level, ep
+        key = unit, degrees, samples, level
         if key not in self._unshared:
-            spec, table = self.model.unit(unit), self._table(unit, tp, cp, level, ep)
-            free = self._table(unit, tp, cp, spec.recompute or "none", ep)
-            row = self._workload.mean_row(unit, samples) * self._unevenness(unit, cp, samples)
+            spec, table = self.model.unit(unit), self._table(unit, degrees, level)
+            free = self._table(unit, degrees, spec.recompute or "none")
+            row = self._workload.mean_row(unit, samples) * self._unevenness(unit, degrees.row_parts, samples)
             least = self._workload.least_row(unit, samples, self._by_tokens)
             lightest, heaviest = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
@@ -208,23 +212,23 @@ class UnitLayers:
                 twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
-                gradient=np.array([self.rules.summed * layer.held_trained(tp, ep) for layer in spec.layers]),
+                gradient=np.array([self.rules.summed * layer.held_trained(degrees) for layer in spec.layers]),
             )
         return self._unshared[key]
 
-    def _unevenness(self, unit: str, cp: int, samples: float) -> NDArray[np.float64]:
+    def _unevenness(self, unit: str, parts: int, samples: float) -> NDArray[np.float64]:
         """Return the fullest context-parallel rank's row as a multiple of an even part of the mean microbatch: [3]."""
         each = self.model.unit(unit).items_per_token
-        if cp == 1 or each == 1.0:
+        if parts == 1 or each == 1.0:
             return np.ones(3)
         _, tokens, present = self._workload.mean(unit)
         items = max(1.0, samples * (tokens * each if each else present))
-        times = cp * math.ceil(items / cp) / items
+        times = parts * math.ceil(items / parts) / items
         return np.array([times, times, 1.0])
 
-    def of_samples(self, unit: str, tp: int, cp: int) -> NDArray[np.float64]:
+    def of_samples(self, unit: str, degrees: Degrees) -> NDArray[np.float64]:
         """Return the seconds of each sample in all layers of a unit, without costs per call: [samples]."""
-        square, linear, _ = self._table(unit, tp, cp, "none").seconds[:, :2].sum(axis=(0, 1))
+        square, linear, _ = self._table(unit, degrees, "none").seconds[:, :2].sum(axis=(0, 1))
         squares, tokens = self._workload.of_samples(unit)
         return np.asarray(square * squares + linear * tokens)
 
@@ -235,8 +239,8 @@ class UnitLayers:
 
     def recomputable(self, unit: str) -> NDArray[np.bool_]:
         """Return a mask of the layers that keep less under recomputation, at the smallest degrees with costs."""
-        tp, cp = self.degrees([unit])[0]
-        none, block = (self._table(unit, tp, cp, level).kept_bytes for level in ("none", "block"))
+        least = self.degrees([unit])[0]
+        none, block = (self._table(unit, least, level).kept_bytes for level in ("none", "block"))
         return np.asarray((none - block)[:, :2].sum(axis=1) > 0.0)
 
     def recomputed(
@@ -247,20 +251,20 @@ class UnitLayers:
             return ()
         return tuple(level if there else "none" for there in self.recomputable(unit) & where)
 
-    def _ranks_sharing(self, unit: str, tp: int, cp: int, ep: int) -> NDArray[np.float64]:
+    def _ranks_sharing(self, unit: str, degrees: Degrees) -> NDArray[np.float64]:
         """Return [layers]: the number of ranks that shard the optimizer state of one rank's layers (see `shared_by`),
         including the ranks of its stage with the same parameters."""
         layers = self.model.unit(unit).layers
         if self.rules.zero == "none":
             return np.ones(len(layers))
-        beside = tp * cp if self.rules.zero == "all" else min(tp * cp, self.gpus_per_node)
-        parts = self._sharing * beside * parts_of_a_rank(layers, tp, ep)
-        return ranks_together(layers, tp, ep, *np.maximum(1.0, parts))
+        beside = degrees.ranks if self.rules.zero == "all" else min(degrees.ranks, self.gpus_per_node)
+        parts = self._sharing * beside * parts_of_a_rank(layers, degrees)
+        return ranks_together(layers, degrees, *np.maximum(1.0, parts))
 
-    def _table(self, unit: str, tp: int, cp: int, level: Recompute, ep: int = 1) -> LayerTable:
-        key = unit, tp, cp, level, ep
+    def _table(self, unit: str, degrees: Degrees, level: Recompute) -> LayerTable:
+        key = unit, degrees, level
         if key not in self._tables:
             spec, upstream = self.model.unit(unit), self.model.upstream_trainable(unit)
             again = (level,) * len(spec.layers)
-            self._tables[key] = layer_table(spec, upstream, self._costs, tp, cp, self.rules, again, ep)
+            self._tables[key] = layer_table(spec, upstream, self._costs, degrees, self.rules, again)
         return self._tables[key]

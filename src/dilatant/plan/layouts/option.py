@@ -30,7 +30,7 @@ class Option:
 
     @cached_property
     def gpus(self) -> int:
-        return self.chain.tp * self.chain.cp * (self.stages // self.chain.chunks)
+        return self.chain.degrees.ranks * (self.stages // self.chain.chunks)
 
     @cached_property
     def slowest(self) -> float:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.costs.partition import missing_bytes, partition_layers, partition_layers_in_memory
@@ -19,7 +20,7 @@ from dilatant.plan.rank_mapping import Chain
 
 
 class ChainRequest(NamedTuple):
-    """A chain to lay out: `unit` in `stages` stages on tp * cp devices each, `chunks` stages per group of devices.
+    """A chain to lay out: `unit` in `stages` stages with these degrees each, `chunks` stages per group of devices.
 
     `samples` is the mean of a microbatch, `microbatches` their number. The units `extra` run in the first stage; with
     `whole_items` each rank runs whole items of theirs instead of a part of every layer. `level`: recomputation, where
@@ -27,21 +28,18 @@ class ChainRequest(NamedTuple):
     """
 
     unit: str
-    tp: int
-    cp: int
+    degrees: Degrees
     stages: int
     samples: float
     microbatches: int
     extra: tuple[str, ...] = ()
     chunks: int = 1
-    ep: int = 1
     whole_items: bool = False
     level: Recompute = "none"
 
     @property
-    def degrees_of_extra(self) -> tuple[int, int]:
-        """(tp, cp) of the extra units."""
-        return (1, self.tp * self.cp) if self.whole_items else (self.tp, self.cp)
+    def degrees_of_extra(self) -> Degrees:
+        return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.without_experts
 
 
 class OptionTable:
@@ -165,7 +163,7 @@ class OptionTable:
         """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""
         request = request._replace(
             level=self.units.levels([request.unit, *request.extra])[-1],
-            ep=self.units.expert_degrees(request.unit, request.tp, request.cp)[-1],
+            degrees=self.units.with_experts(request.unit, request.degrees)[-1],
         )
         layers = self.layers(request)
         if request.stages > len(layers.seconds):
@@ -180,20 +178,20 @@ class OptionTable:
         return layers.static, layers.kept, in_flight, self._capacity - float(layers.transient.max())
 
     def colocated(
-        self, units: Sequence[str], tp: int, cp: int, stages: int, samples: float, microbatches: int
+        self, units: Sequence[str], degrees: Degrees, stages: int, samples: float, microbatches: int
     ) -> Option | None:
         """Lay out several units in the same `stages` stages, each cut evenly on its own (Cornstarch v3 4.2)."""
         for level in self.units.levels(units):
-            key = tuple(units), tp, cp, stages, samples, microbatches, level
+            key = tuple(units), degrees, stages, samples, microbatches, level
             if key not in self._options:
-                each = [self.units.layers(unit, tp, cp, samples, level).on(stages) for unit in units]
+                each = [self.units.layers(unit, degrees, samples, level).on(stages) for unit in units]
                 if min(len(layers.seconds) for layers in each) < stages:
                     return None
                 cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
                 first, *others = [layers.by_stage(cuts[unit]) for unit, layers in zip(units, each)]
                 again = {unit: self.units.recomputed(unit, level) for unit in units if level != "none"}
                 again = {unit: how for unit, how in again.items() if how}
-                costs = _ChainCosts.of(Chain(1, tp, cp, cuts, recompute=again), first.beside(others))
+                costs = _ChainCosts.of(Chain(1, degrees, cuts, recompute=again), first.beside(others))
                 self._options[key] = costs.option(microbatches, self._capacity)
             option = self._options[key]
             if option is not None and option.headroom >= 0:
@@ -202,15 +200,15 @@ class OptionTable:
 
     def layers(self, request: ChainRequest) -> MeanCosts:
         """Return the layers of the unit, the first of which includes all layers of the extra units."""
-        degrees = request.tp, request.cp, request.samples, request.level
-        own = self.units.layers(request.unit, *degrees, request.ep).on(request.stages)
+        mean = request.samples, request.level
+        own = self.units.layers(request.unit, request.degrees, *mean).on(request.stages)
         if not request.extra:
             return own
         alone, more = request.stages == 1, request.microbatches > request.stages
         key = request._replace(stages=int(alone), microbatches=int(more), chunks=1)
         if key not in self._joined:
-            theirs = *request.degrees_of_extra, request.samples, request.level
-            others = [self.units.layers(other, *theirs).on(1) for other in request.extra]
+            theirs = request.degrees_of_extra
+            others = [self.units.layers(other, theirs, *mean).on(1) for other in request.extra]
             self._joined[key] = own.ahead_of(others, more)
         return self._joined[key]
 
@@ -224,13 +222,11 @@ class OptionTable:
         again = {unit: self.units.recomputed(unit, request.level) for unit in units}
         chain = Chain(
             1,
-            request.tp,
-            request.cp,
+            request.degrees,
             {**dict.fromkeys(request.extra, (0,)), request.unit: cuts},
             request.chunks,
             {unit: how for unit, how in again.items() if how},
-            {request.unit: request.ep},
-            dict.fromkeys(request.extra, request.degrees_of_extra) if request.whole_items else {},
+            dict.fromkeys(request.extra, request.degrees_of_extra),
         )
         return _ChainCosts.of(chain, stages)
 

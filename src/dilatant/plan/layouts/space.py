@@ -184,8 +184,8 @@ class Space:
 
     def _loads(self, unit: str) -> NDArray[np.float64]:
         """Return the loads of all samples in a unit: [steps, samples]."""
-        tp, cp = self.table.units.degrees([unit])[0]
-        return self.table.units.of_samples(unit, tp, cp).reshape(-1, self.global_batch)
+        least = self.table.units.degrees([unit])[0]
+        return self.table.units.of_samples(unit, least).reshape(-1, self.global_batch)
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[ParallelChains]]:
         """Return [devices]: the Pareto-optimal combinations of one option of each list on at most that many devices."""

@@ -44,12 +44,13 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
     from dilatant.plan.layouts._chain_kernel import chain_times as kernel
 
     chain, costs, cluster = option.chain, option.costs, space.cluster
-    holders = replicas * chain.cp
+    degrees = chain.degrees
+    holders = replicas * degrees.copies
     ring = 2 * (holders - 1) / holders
     waits = chain.chunks == 1
     sums = (
-        _ring_bandwidth(cluster, holders, chain.tp),
-        *least_sync(holders, chain.tp, cluster, space.table.units.rules),
+        _ring_bandwidth(cluster, holders, degrees.tp),
+        *least_sync(holders, degrees.tp, cluster, space.table.units.rules),
     )
 
     def times(
@@ -59,7 +60,7 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
             costs.work, costs.forward, lightest, costs.gradient, costs.backward, microbatches, waits,
             ring, *sums, float(BUCKET_BYTES), sync_at_end,
         )  # fmt: skip
-        if max(chain.ep.values(), default=1) > 1:  # experts may have no other holder
+        if degrees.ep > 1:  # experts may have no other holder
             return busiest, heaviest, exposed
         return longest, heaviest + last, exposed
 

@@ -39,8 +39,8 @@ def _heaviest(spaces: Sequence[Space]) -> float:
         min(
             float((layers.heaviest_split if space.settings.splits_backward else layers.heaviest).sum())
             for space in spaces
-            for tp, cp in space.table.units.degrees([unit])
-            for layers in [space.table.units.layers(unit, tp, cp, 1)]
+            for degrees in space.table.units.degrees([unit])
+            for layers in [space.table.units.layers(unit, degrees, 1)]
         )
         for unit in spaces[0].roles.units
     )
@@ -82,7 +82,7 @@ def _device_seconds(space: Space) -> NDArray[np.float64]:
     return np.concatenate(
         [
             min(1.0, units.least_dense(unit))
-            * np.min([tp * cp * units.of_samples(unit, tp, cp) for tp, cp in units.degrees([unit])], axis=0)
+            * np.min([one.ranks * units.of_samples(unit, one) for one in units.degrees([unit])], axis=0)
             for unit in space.roles.units
         ]
     )

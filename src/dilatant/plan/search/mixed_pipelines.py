@@ -129,7 +129,7 @@ def _sum_between_groups(options: Sequence[Option], groups: Sequence[int], spaces
     slowest = 0.0
     for option, group in zip(options, groups, strict=True):
         cluster = spaces[group].cluster
-        parts = min(cluster.gpus_per_node, option.chain.tp * option.stages)
+        parts = min(cluster.gpus_per_node, option.chain.degrees.tp * option.stages)
         sums = 2 * parts * option.costs.gradient / cluster.between.bandwidth
         slowest = max(slowest, exposed_seconds(option, sums))
     return slowest

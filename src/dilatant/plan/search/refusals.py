@@ -43,7 +43,7 @@ def check_devices(space: Space) -> None:
     roles = space.roles
 
     def least(units: Sequence[str]) -> int:
-        return min((tp * cp for tp, cp in space.table.units.degrees(units)), default=1 << 30)
+        return min((degrees.ranks for degrees in space.table.units.degrees(units)), default=1 << 30)
 
     generators = sum(least([unit]) for unit in roles.generators)
     together = least([*roles.encoders, roles.language])
@@ -84,7 +84,7 @@ def excess_by_unit(space: Space, samples: int, microbatches: int) -> dict[str, f
     The largest possible number of stages is tried, then half as many, and so on.
     """
     table, roles = space.table, space.roles
-    least = {unit: min(tp * cp for tp, cp in table.units.degrees([unit])) for unit in roles.units}
+    least = {unit: min(degrees.ranks for degrees in table.units.degrees([unit])) for unit in roles.units}
     excess = {}
     for unit in roles.units:
         extra = roles.encoders if unit == roles.language else ()
@@ -92,11 +92,11 @@ def excess_by_unit(space: Space, samples: int, microbatches: int) -> dict[str, f
         behind = (unit in roles.encoders) + (unit not in roles.generators and bool(roles.generators))
         excess[unit] = min(
             (
-                table.excess(ChainRequest(unit, tp, cp, stages, samples, microbatches, extra), behind)
-                for tp, cp in table.units.degrees([unit, *extra])
+                table.excess(ChainRequest(unit, degrees, stages, samples, microbatches, extra), behind)
+                for degrees in table.units.degrees([unit, *extra])
                 for stages in _halving(
                     min(
-                        (space.cluster.num_devices - others) // (tp * cp),
+                        (space.cluster.num_devices - others) // degrees.ranks,
                         space.model.unit(unit).most_stages,
                     )
                 )

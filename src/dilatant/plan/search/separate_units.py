@@ -204,10 +204,9 @@ class SeparateUnits:
             table = table.shared_by(count, budget) if budget else table
             samples = space.global_batch / microbatches
             found = (
-                table.chain(ChainRequest(unit, tp, cp, stages, samples / count, microbatches, ep=ep), behind)
-                for tp, cp in table.units.degrees([unit])
-                for ep in table.units.expert_degrees(unit, tp, cp)
-                for stages in range(1, min(most, budget // (tp * cp)) + 1)
+                table.chain(ChainRequest(unit, degrees, stages, samples / count, microbatches), behind)
+                for degrees in table.units.all_degrees([unit])
+                for stages in range(1, min(most, budget // degrees.ranks) + 1)
             )
             self._known_chains[key] = [option for option in found if option is not None]
         return self._known_chains[key]

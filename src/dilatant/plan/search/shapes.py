@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dilatant.config.degrees import Degrees
 from dilatant.plan.layouts.option import UNLIMITED, Option
 from dilatant.plan.layouts.option_table import ChainRequest, OptionTable
 from dilatant.plan.layouts.parallel_chains import ParallelChains
@@ -70,44 +71,40 @@ class _Shape:
         These ranks divide the encoders' layers as they do the language model's, or the encoders' items."""
         roles, units = self.space.roles, self.table.units
         alone = set(units.degrees(roles.encoders))
-        degrees = [(tp, cp, False) for tp, cp in units.degrees([*roles.encoders, roles.language])]
-        degrees += [
-            (tp, cp, True) for tp, cp in units.degrees([roles.language]) if tp > 1 and (1, tp * cp) in alone
+        ways = [(degrees, False) for degrees in units.all_degrees([*roles.encoders, roles.language])]
+        ways += [
+            (degrees, True)
+            for degrees in units.all_degrees([roles.language])
+            if degrees.tp > 1 and Degrees(cp=degrees.ranks) in alone
         ]
         for after in self._after(budget):
-            for tp, cp, whole_items in degrees:
-                for ep in units.expert_degrees(roles.language, tp, cp):
-                    for stages in self._numbers_of_stages(roles.language, tp, cp, ep, budget - after.gpus):
-                        shape = roles.language, tp, cp, stages, self.samples, self.microbatches
-                        request = ChainRequest(*shape, roles.encoders, ep=ep, whole_items=whole_items)
-                        option = self.table.chain(request, after.stages)
-                        if option is not None:
-                            yield self._candidate(
-                                EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after
-                            )
+            for degrees, whole_items in ways:
+                for stages in self._numbers_of_stages(roles.language, degrees, budget - after.gpus):
+                    shape = roles.language, degrees, stages, self.samples, self.microbatches
+                    request = ChainRequest(*shape, roles.encoders, whole_items=whole_items)
+                    option = self.table.chain(request, after.stages)
+                    if option is not None:
+                        yield self._candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
         """Return the options of a unit on at most `budget` devices whose memory allows `behind` stages after them."""
         key = unit, budget, behind
         if key not in self._known:
             found = [
-                self.table.chain(
-                    ChainRequest(unit, tp, cp, stages, self.samples, self.microbatches, ep=ep), behind
-                )
-                for tp, cp in self.table.units.degrees([unit])
-                for ep in self.table.units.expert_degrees(unit, tp, cp)
-                for stages in self._numbers_of_stages(unit, tp, cp, ep, budget)
+                self.table.chain(ChainRequest(unit, degrees, stages, self.samples, self.microbatches), behind)
+                for degrees in self.table.units.all_degrees([unit])
+                for stages in self._numbers_of_stages(unit, degrees, budget)
             ]
             self._known[key] = [option for option in found if option is not None]
         return self._known[key]
 
-    def _numbers_of_stages(self, unit: str, tp: int, cp: int, ep: int, budget: int) -> range:
+    def _numbers_of_stages(self, unit: str, degrees: Degrees, budget: int) -> range:
         """Return a unit's numbers of stages on at most `budget` devices, without those that surely take too long."""
         fewest = 1
         if 0.0 < self.most_seconds < math.inf:
-            layers = self.table.units.layers(unit, tp, cp, self.samples, ep=ep)
+            layers = self.table.units.layers(unit, degrees, self.samples)
             fewest = max(1, math.ceil(self.microbatches * float(layers.work.sum()) / self.most_seconds))
-        return range(fewest, min(self.space.model.unit(unit).most_stages, budget // (tp * cp)) + 1)
+        return range(fewest, min(self.space.model.unit(unit).most_stages, budget // degrees.ranks) + 1)
 
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Return the language model's options, with interleaved chunks where these may pay off."""
@@ -126,9 +123,8 @@ class _Shape:
                 groups = one.stages
                 if groups == 1 or groups * chunks > most or saved < NOTABLE * self.microbatches * one.slowest:
                     continue
-                shape = name, one.chain.tp, one.chain.cp, groups * chunks, self.samples, self.microbatches
-                request = ChainRequest(*shape, chunks=chunks, ep=one.chain.ep[name])
-                option = self.table.chain(request, behind)
+                shape = name, one.chain.degrees, groups * chunks, self.samples, self.microbatches
+                option = self.table.chain(ChainRequest(*shape, chunks=chunks), behind)
                 if option is not None:
                     found.append(option)
         return found
@@ -156,9 +152,9 @@ class _Shape:
             return [self._chains(unit, budget, behind) for unit in encoders]
         most = min(self.space.model.unit(unit).most_stages for unit in encoders)
         options = [
-            self.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
-            for tp, cp in self.table.units.degrees(encoders)
-            for stages in range(1, min(most, budget // (tp * cp)) + 1)
+            self.table.colocated(encoders, degrees, stages, self.samples, self.microbatches)
+            for degrees in self.table.units.degrees(encoders)
+            for stages in range(1, min(most, budget // degrees.ranks) + 1)
         ]
         return [[option for option in options if option is not None and option.headroom >= behind]]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import MAX_EXTENDED_CANDIDATES
 from dilatant.plan.plan import Plan, Replica, Stage
+from dilatant.plan.rank_mapping import Chain
 from dilatant.plan.search.candidates import PlanCandidate
 
 
@@ -37,14 +38,14 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
     if roles.generators:
         return
     idle = sorted({*range(cluster.num_devices)} - {*plan.ranks})
-    for tp, cp in space.table.units.degrees([*roles.encoders, roles.language]):
-        groups = _groups(idle, tp * cp, cluster.gpus_per_node)
+    for degrees in space.table.units.degrees([*roles.encoders, roles.language]):
+        groups = _groups(idle, degrees.ranks, cluster.gpus_per_node)
         groups = groups[: space.model.unit(roles.language).most_stages]
-        share = len(groups) * tp * cp / cluster.num_devices
+        share = len(groups) * degrees.ranks / cluster.num_devices
         if not groups or share * space.global_batch < 1:
             continue
         samples = max(1, round(share * space.global_batch / candidate.num_microbatches))
-        shape = roles.language, tp, cp, len(groups), samples, candidate.num_microbatches
+        shape = roles.language, degrees, len(groups), samples, candidate.num_microbatches
         option = space.table.chain(ChainRequest(*shape, roles.encoders), 0)
         if option is not None:
             yield Plan(
@@ -53,7 +54,7 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
                         unit,
                         replicas=(
                             *unit.replicas,
-                            _replica(unit.name, option.chain.cuts, groups, tp, cp, space),
+                            _replica(unit.name, option.chain, groups, space),
                         ),
                     )
                     for unit in plan.units
@@ -61,17 +62,11 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
             )
 
 
-def _replica(
-    unit: str,
-    cuts: Mapping[str, tuple[int, ...]],
-    groups: list[tuple[int, ...]],
-    tp: int,
-    cp: int,
-    space: Space,
-) -> Replica:
-    ends = (*cuts[unit][1:], len(space.model.unit(unit).layers))
+def _replica(unit: str, chain: Chain, groups: list[tuple[int, ...]], space: Space) -> Replica:
+    cuts, degrees = chain.cuts[unit], chain.degrees_of(unit)
+    ends = (*cuts[1:], len(space.model.unit(unit).layers))
     return Replica(
-        tuple(Stage(first, end, ranks, tp, cp) for first, end, ranks in zip(cuts[unit], ends, groups))
+        tuple(Stage.of(first, end, ranks, degrees) for first, end, ranks in zip(cuts, ends, groups))
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from dilatant.config.degrees import AXES
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.yaml_text import read_yaml
 from dilatant.cost.memory import ZEROS, Zero
@@ -160,8 +161,8 @@ def _like(spaces: Sequence[Space], cluster: Cluster, asked: AskedLayout) -> list
 def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
     chain, stages = option.chain, len(option.chain.cuts[unit])
     chunks = chain.chunks if stages == option.stages else 1
-    tp, cp = chain.degrees.get(unit, (chain.tp, chain.cp))
-    return {"replicas": count, "tp": tp, "cp": cp, "pp": stages // chunks, "chunks": chunks}
+    degrees = chain.degrees_of(unit)
+    return {"replicas": count, **degrees._asdict(), "pp": stages // chunks, "chunks": chunks}
 
 
 def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
@@ -174,7 +175,7 @@ def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
         homes = {cluster.at(one.stages[0].ranks[0]).name for one in replicas}
         own = {
             GROUP: homes.pop() if len(homes) == 1 else "",
-            "replicas": len(replicas), "tp": stages[0].tp, "cp": stages[0].cp, "pp": groups,
+            "replicas": len(replicas), **stages[0].degrees._asdict(), "pp": groups,
             "chunks": len(stages) // groups,
         }  # fmt: skip
         if not own.items() >= wanted.items():
@@ -194,13 +195,12 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
             there = f"they are {', '.join(names)}" if names else "there are none"
             problems.append(f"{unit}: group {wanted[GROUP]!r} is none of cluster.groups; {there}")
         degrees = space.table.units.degrees([unit])
-        for axis, key in enumerate(("tp", "cp")):
-            offered = sorted({degree[axis] for degree in degrees})
+        for key, name in AXES.items():
+            offered = sorted({getattr(one, key) for one in degrees})
             if key in wanted and wanted[key] not in offered:
-                name = {"tp": "tensor", "cp": "context"}[key]
                 problems.append(
                     f"{unit}: {key} {wanted[key]} was not offered; {key} {_either(offered)} was "
-                    f"(plan.{name}_parallel, or the degrees of the cost file, that its layers and a node of "
+                    f"(plan.{name}, or the degrees of the cost file, that its layers and a node of "
                     f"{space.cluster.gpus_per_node} take)"
                 )
         layers = space.model.unit(unit).most_stages
@@ -239,7 +239,7 @@ def _nowhere(space: Space, asked: AskedLayout) -> str:
             )
     taken = {unit: math.prod(wanted.get(key, 1) for key in KEYS[:4]) for unit, wanted in asked.units.items()}
     least = sum(
-        taken.get(unit) or min((tp * cp for tp, cp in space.table.units.degrees([unit])), default=1)
+        taken.get(unit) or min((one.ranks for one in space.table.units.degrees([unit])), default=1)
         for unit in space.roles.units
     )
     if least > space.cluster.num_devices:

@@ -9,11 +9,12 @@ from hashlib import sha256
 from pathlib import Path
 
 from dilatant.config import UserError
+from dilatant.config.degrees import Degrees
 from dilatant.config.environment import cache_folder
 from dilatant.config.files.durable import write_durably
 from dilatant.config.files.own_files import is_trusted_cache_file
 from dilatant.cost.layer import LayerCost
-from dilatant.cost.model import CostModel, Degree, load_costs
+from dilatant.cost.model import CostModel, load_costs
 from dilatant.planning.measuring.layer_costs import misfits
 from dilatant.planning.problem.describe_model import ModelDescription
 from dilatant.planning.problem.layer_shards import degrees_by_kind
@@ -39,7 +40,7 @@ def store_costs(costs: CostModel, model: ModelDescription, known: CostModel | No
 
 
 def cached_costs(
-    model: ModelDescription, target: Target, degrees: Iterable[Degree], longest: int
+    model: ModelDescription, target: Target, degrees: Iterable[Degrees], longest: int
 ) -> CostModel | None:
     """Return the costs kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows not
     much shorter than `longest` tokens; else None."""

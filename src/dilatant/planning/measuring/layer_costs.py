@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
-from dilatant.config.degrees import Degrees
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs, group_cost
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
-from dilatant.cost.model import CostModel, Degree, load_costs
+from dilatant.cost.model import CostModel, load_costs
 from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.cost.quadratic import Quadratic
 from dilatant.models.core.parallel_linear import ParallelLinear
@@ -135,12 +135,12 @@ def measure_layers(
     tokens: Sequence[int],
     repeats: int = 7,
     say: Say = lambda text: None,
-    degrees: Iterable[Degree] = ((1, 1),),
+    degrees: Iterable[Degrees] = (ONE,),
     seconds: float = math.inf,
     known: CostModel | None = None,
     again: bool = True,
 ) -> CostModel:
-    """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
+    """Measure every layer type on one device of this machine, at `degrees`.
 
     The computation of one tensor-parallel rank alone is measured: the layer with its share of heads, feed-forward and
     vocabulary. Collectives, and the part of a row that context parallelism leaves (`cost.analytic`), are modelled from
@@ -160,10 +160,10 @@ def measure_layers(
     probes: list[tuple[bool, float, LayerProbe]] = []
     for entry in model.types:
         own = by_kind[entry.kind]
-        shares = sorted({tp for tp, _ in own}) if entry.is_divided else [own[0][0]]
+        shares = sorted({one.tp for one in own}) if entry.is_divided else [own[0].tp]
         for tp in shares:
-            served = [degree for degree in own if not entry.is_divided or degree[0] == tp]
-            lacks = any(degree not in before.get(entry.kind, ()) for degree in served)
+            served = [one for one in own if not entry.is_divided or one.tp == tp]
+            lacks = any(one not in before.get(entry.kind, ()) for one in served)
             if not (lacks or again):
                 continue
             share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
@@ -179,22 +179,22 @@ def measure_layers(
     with _threads(min(target.threads, threads) if pick_device().type == "cpu" else threads):
         found = profile_layers(ordered, target.hardware.name, target.dtype, tokens, repeats, say, seconds)
     found = replace(found, layers={kind: found.layers[kind] for kind in by_kind if kind in found.layers})
-    if any(own != [(1, 1)] for own in by_kind.values()):
+    if any(own != [ONE] for own in by_kind.values()):
         found = _on_groups(found, model, target, shapes, by_kind)
     return found if known is None else _completed(found, known, by_kind)
 
 
-def _measured_of(costs: Mapping[Degree, LayerCost]) -> dict[Degree, LayerCost]:
-    return {degree: cost for degree, cost in costs.items() if cost.fit_error is not None}
+def _measured_of(costs: Mapping[Degrees, LayerCost]) -> dict[Degrees, LayerCost]:
+    return {degrees: cost for degrees, cost in costs.items() if cost.fit_error is not None}
 
 
-def _completed(found: CostModel, known: CostModel, degrees: Mapping[str, Sequence[Degree]]) -> CostModel:
+def _completed(found: CostModel, known: CostModel, degrees: Mapping[str, Sequence[Degrees]]) -> CostModel:
     """Return the costs found now, completed by those `known` before for what was not measured now."""
-    layers: dict[str, dict[Degree, LayerCost]] = {}
+    layers: dict[str, dict[Degrees, LayerCost]] = {}
     for kind, own in degrees.items():
         now = found.layers.get(kind, {})
         best = {**now, **_measured_of(known.layers.get(kind, {})), **_measured_of(now)}
-        layers[kind] = {degree: best[degree] for degree in own}
+        layers[kind] = {one: best[one] for one in own}
     is_used = any(
         _measured_of(own) != _measured_of(found.layers.get(kind, {})) for kind, own in layers.items()
     )
@@ -213,18 +213,19 @@ def _on_groups(
     model: ModelDescription,
     target: Target,
     shapes: Mapping[str, LayerShape],
-    degrees: Mapping[str, Sequence[Degree]],
+    degrees: Mapping[str, Sequence[Degrees]],
 ) -> CostModel:
-    """Return the costs at (tp, cp) by layer type, from those at (tp, 1); undivided layers cost the same at every tp."""
-    layers: dict[str, dict[Degree, LayerCost]] = {}
+    """Return the costs at `degrees` by layer type, from those of one tensor-parallel rank alone; undivided layers cost
+    the same at every tp."""
+    layers: dict[str, dict[Degrees, LayerCost]] = {}
     divided = {entry.kind for entry in model.types if entry.is_divided}
     for kind, shares in measured.layers.items():
         whole = None if kind in divided else next(iter(shares.values()))
-        for degree in degrees[kind]:
-            links = target.hardware.group_links(Degrees(*degree), target.cluster.gpus_per_node)
-            if (share := shares.get((degree[0], 1), whole)) is not None:
-                cost = group_cost(share, shapes[kind], links, target.dtype, Degrees(*degree))
-                layers.setdefault(kind, {})[degree] = cost
+        for own in degrees[kind]:
+            links = target.hardware.group_links(own, target.cluster.gpus_per_node)
+            if (share := shares.get(Degrees(own.tp), whole)) is not None:
+                cost = group_cost(share, shapes[kind], links, target.dtype, own)
+                layers.setdefault(kind, {})[own] = cost
     source = target.hardware.source or target.hardware.name
     note = (
         f"one tp rank's share measured; cp's part of a row modelled, and collectives, from links of: {source}"
@@ -264,8 +265,8 @@ def costs_in_use(
     return replace(
         costs,
         layers={
-            kind: {degree: used(kind, cost) for degree, cost in degrees.items()}
-            for kind, degrees in costs.layers.items()
+            kind: {degrees: used(kind, cost) for degrees, cost in own.items()}
+            for kind, own in costs.layers.items()
         },
     )
 
@@ -350,12 +351,12 @@ def misfits(costs: CostModel, model: ModelDescription) -> list[str]:
     parameters = {layer.kind: layer.parameters for unit in model.spec.units for layer in unit.layers}
     problems = []
     for kind, count in parameters.items():
-        degrees = costs.layers.get(kind)
-        if not degrees:
+        own = costs.layers.get(kind)
+        if not own:
             problems.append(f"it has no layer type {kind!r}")
             continue
-        (tp, _), cost = next(iter(degrees.items()))
-        there = cost.parameters
+        degrees, cost = next(iter(own.items()))
+        there, tp = cost.parameters, degrees.tp
         if not count <= there * tp <= count * tp and costs.origin != "synthetic":
             problems.append(f"{kind!r} has {there:,} parameters there, {count:,} in this model")
     return problems
@@ -371,6 +372,6 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def degrees_of(costs: CostModel) -> Iterable[tuple[int, int]]:
-    """Return all (tp, cp) that any layer type has costs for."""
-    return sorted({degree for degrees in costs.layers.values() for degree in degrees})
+def degrees_of(costs: CostModel) -> list[Degrees]:
+    """Return all degrees that any layer type has costs for."""
+    return sorted({degrees for own in costs.layers.values() for degrees in own})

@@ -46,8 +46,8 @@ def is_assumed(model: ModelDescription, costs: CostModel) -> bool:
 def _measured(model: ModelDescription, unit: str, costs: CostModel) -> DenseRows | None:
     """Return the measured factors, or None. They multiply the squares of all the unit's layers, so what blocks took
     longer is spread over those squares."""
-    by_degree = [costs.layers[layer.kind] for layer in model.spec.unit(unit).layers]
-    layers = [degrees[min(degrees, key=lambda one: (one[0] * one[1], one))] for degrees in by_degree]
+    by_degrees = [costs.layers[layer.kind] for layer in model.spec.unit(unit).layers]
+    layers = [own[min(own, key=lambda one: (one.ranks, one))] for own in by_degrees]
     blocks = {entry.kind for entry in model.types if entry.role == BLOCK}
     of_blocks = [
         dict(cost.dense_seconds)

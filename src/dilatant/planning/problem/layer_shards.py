@@ -12,19 +12,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dilatant.config import list_problems
-from dilatant.cost.model import Degree
+from dilatant.config.degrees import Degrees
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.tensor_parallel import set_local_heads, with_weights
 from dilatant.models.parallel.tensor_plan import TensorPlan, degree_problems, tensor_plan
 from dilatant.planning.problem.describe_model import ModelDescription
 
 
-def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degree]) -> dict[str, list[Degree]]:
-    """Return layer type → those (tp, cp) of `degrees` at which ranks can share its unit, also in training; tp 1 for a
-    unit that takes no other. Raises UserError, naming units and the degrees that they take, for a tp that none does."""
+def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degrees]) -> dict[str, list[Degrees]]:
+    """Return layer type → those of `degrees` at which ranks can share its unit, also in training; tp 1 for a unit that
+    takes no other. Raises UserError, naming units and the degrees that they take, for a tp that none does."""
     wanted = sorted(set(degrees))
-    found: dict[str, list[Degree]] = {}
-    problems: dict[int, list[str]] = {tp: [] for tp, _ in wanted if tp > 1}
+    found: dict[str, list[Degrees]] = {}
+    problems: dict[int, list[str]] = {one.tp: [] for one in wanted if one.tp > 1}
     taken: set[int] = set()
     for unit in dict.fromkeys(entry.unit for entry in model.types):
         plan = tensor_plan(unit)
@@ -32,8 +32,8 @@ def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degree]) -> dict[
         for tp, why in refused.items():
             problems[tp] += why
             taken |= {tp} - {tp if why else 0}
-        own = [(tp, cp) for tp, cp in wanted if not refused.get(tp)]
-        own = own or sorted({(1, cp) for _, cp in wanted})
+        own = [one for one in wanted if not refused.get(one.tp)]
+        own = own or sorted({one._replace(tp=1) for one in wanted})
         found |= {entry.kind: own for entry in model.types if entry.unit is unit}
     if nobody := [problem for tp in problems if tp not in taken for problem in problems[tp]]:
         raise list_problems(

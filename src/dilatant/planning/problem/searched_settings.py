@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 from dataclasses import dataclass
 
 from dilatant.config import Config, PlanConfig, UserError
+from dilatant.config.degrees import AXES, Degrees
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
-from dilatant.cost.model import Degree
 from dilatant.plan.limits import SMALL_CLUSTER
 from dilatant.plan.search.why_not import AskedLayout
 from dilatant.planning.problem.describe_model import ModelDescription
@@ -16,16 +16,17 @@ from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.layouts import context_problems
 
 
-def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degree]:
-    """Return the (tp, cp) that the config names, else, on GPUs, the powers of two that fit a node and that training can
-    do for some unit of the model. Processes of a CPU share its memory: there both are 1."""
+def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degrees]:
+    """Return the degrees that the config names, else, on GPUs, the powers of two that fit a node and that training can
+    do for some unit of the model. Processes of a CPU share its memory: there all are 1."""
     node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
     powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
-    tensor: Iterable[int] = plan.tensor_parallel or [tp for tp in powers if _divides(model, tp)]
     splits = not any(context_problems(unit) for unit in {entry.unit: None for entry in model.types})
-    context: Iterable[int] = plan.context_parallel or (powers if splits else [1])
-    asked = plan.tensor_parallel is not None and plan.context_parallel is not None
-    return [(tp, cp) for tp in tensor for cp in context if asked or tp * cp <= node or cp == 1 or tp == 1]
+    takes = {"tp": lambda tp: _divides(model, tp), "cp": lambda cp: splits or cp == 1}
+    named = {name: getattr(plan, key) for name, key in AXES.items()}
+    tried = [named[name] or [power for power in powers if takes[name](power)] for name in AXES]
+    asked, found = None not in named.values(), map(Degrees.of_axes, itertools.product(*tried))
+    return [one for one in found if asked or one.ranks <= max(node, *one)]
 
 
 def with_requested_degrees(
@@ -33,17 +34,17 @@ def with_requested_degrees(
 ) -> Config:
     """Return a config whose plans may also have the degrees that a layout asks for; a cost file may still lack them."""
     offered = planned_degrees(config.plan, model, target)
-    wanted = {(own.get("tp", 1), own.get("cp", 1)) for own in asked.units.values()}
+    wanted = {Degrees.of_axes([own.get(name, 1) for name in AXES]) for own in asked.units.values()}
     if wanted <= {*offered}:
         return config
-    tensor, context = (tuple(sorted({*axis})) for axis in zip(*offered, *wanted))
-    degrees = {"tensor_parallel": tensor, "context_parallel": context}
+    axes = zip(*(one.axes for one in (*offered, *wanted)))
+    degrees = {key: tuple(sorted({*values})) for key, values in zip(AXES.values(), axes)}
     return config.model_copy(update={"plan": config.plan.model_copy(update=degrees)})
 
 
 def _divides(model: ModelDescription, tp: int) -> bool:
     try:
-        degrees_by_kind(model, [(tp, 1)])
+        degrees_by_kind(model, [Degrees(tp)])
     except UserError:
         return False
     return True
