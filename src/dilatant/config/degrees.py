@@ -29,6 +29,10 @@ class Degrees(NamedTuple):
         return self.ranks // self.tp
 
     @property
+    def divides_weights(self) -> bool:
+        return max(self.tp, self.ep) > 1
+
+    @property
     def row_parts(self) -> int:
         """Number of parts into which a stage's ranks divide a packed row, or the items of a microbatch."""
         return self.cp
@@ -37,11 +41,11 @@ class Degrees(NamedTuple):
         """Return the part of a row that the stage's rank at index `place` has."""
         return place // self.tp
 
-    def ranks_of(self, ranks: Sequence[int], part: int) -> Sequence[int]:
+    def ranks_of(self, ranks: tuple[int, ...], part: int) -> tuple[int, ...]:
         """Return the tensor-parallel ranks, of a stage's `ranks`, that have this part of a row."""
         return ranks[part * self.tp : (part + 1) * self.tp]
 
-    def ranks_with(self, ranks: Sequence[int], place: int) -> Sequence[int]:
+    def ranks_with(self, ranks: tuple[int, ...], place: int) -> tuple[int, ...]:
         """Return the ranks, of a stage's `ranks`, that hold the weights of that at index `place`: one of each part."""
         return ranks[place % self.tp :: self.tp]
 

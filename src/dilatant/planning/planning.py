@@ -172,7 +172,7 @@ def model_problem(
 
 def _without_context(costs: CostModel) -> CostModel:
     layers = {
-        kind: {degrees: cost for degrees, cost in known.items() if degrees.cp == 1}
+        kind: {degrees: cost for degrees, cost in known.items() if degrees.row_parts == 1}
         for kind, known in costs.layers.items()
     }
     return replace(costs, layers=layers)

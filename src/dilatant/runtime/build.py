@@ -65,7 +65,7 @@ def build_stages(
     shared = {
         placed.unit: ShardedUnit(model.units[placed.unit], comm, placed.stage, boxes)
         for placed in own
-        if max(placed.stage.tp, placed.stage.ep) > 1 and model.units[placed.unit].structure is not None
+        if placed.stage.degrees.divides_weights and model.units[placed.unit].structure is not None
     }
     for placed in own:
         first, end = placed.stage.first, placed.stage.end
@@ -102,14 +102,14 @@ def build_stages(
 
 def _share_rows(stage: Stage, placed: PlacedStage, comm: Comm) -> None:
     """Give `stage` its place among the context-parallel ranks, if there are several."""
-    ranks, tp, cp = placed.stage.ranks, placed.stage.tp, placed.stage.cp
-    if cp == 1:
+    ranks, degrees = placed.stage.ranks, placed.stage.degrees
+    if degrees.row_parts == 1:
         return
     place = ranks.index(comm.rank)
-    stage.context = Context(place // tp, cp)
+    stage.context = Context(degrees.row_part(place), degrees.row_parts)
     if isinstance(stage, LanguageStage):
         assert stage.row_attention is not None
-        together = ranks[place % tp :: tp]
+        together = degrees.ranks_with(ranks, place)
         group = comm.group("context/" + "-".join(map(str, together)), together)
         stage.extensions.insert(0, ContextParallel(group, stage.row_attention.placement))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dilatant.attention.hook import why_not
+from dilatant.config.degrees import AXES
 from dilatant.config.errors import list_problems
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language import LanguageUnit
@@ -23,14 +24,14 @@ def require_trainable(plan: Plan, units: Mapping[str, Unit]) -> None:
 def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
     """Return the problems that `require_trainable` reports."""
     problems = [
-        f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}, but tp {p.stage.tp} and cp "
-        f"{p.stage.cp}"
+        f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}, but "
+        + p.stage.degrees.without_experts.text(" and ", AXES)
         for p in plan.stages()
-        if len(p.stage.ranks) != p.stage.tp * p.stage.cp
+        if len(p.stage.ranks) != p.stage.degrees.ranks
     ]
     problems += [
         problem
-        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.cp > 1)
+        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.degrees.row_parts > 1)
         for problem in context_problems(units[name])
     ]
     for name in dict.fromkeys(p.unit for p in plan.stages() if not (p.is_first and p.is_last)):
@@ -40,16 +41,11 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
                 f"{name}: cut into stages, it would train another model (on a small copy, {cut.uncut}); give it pp: 1, "
                 "and more replicas or tp"
             )
-    degrees: dict[str, set[int]] = {}
-    for placed in plan.stages():
-        if placed.stage.tp > 1:
-            degrees.setdefault(placed.unit, set()).add(placed.stage.tp)
-    shapes = sorted({(p.unit, p.stage.tp, p.stage.cp, p.stage.ep) for p in plan.stages()})
     for name, own in tensor_plans(plan, units).items():
-        wide = sorted(degrees.get(name, ()))
+        each = sorted({p.stage.degrees for p in plan.stages() if p.unit == name})
+        wide = dict.fromkeys(degrees.tp for degrees in each if degrees.tp > 1)
         found = [problem for tp in wide for problem in degree_problems(units[name], own, tp)]
-        for unit, *degree in shapes:
-            found += expert_problems(units[name], own, *degree) if unit == name else []
+        found += [problem for degrees in each for problem in expert_problems(units[name], own, degrees)]
         problems += dict.fromkeys(found)
     return problems
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.plan import PlacedStage, Plan, Stage
+from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.schedule.dependencies import Message, shared_samples
 from dilatant.schedule.schedule import Action, ActionKind
 from dilatant.schedule.simulator.graph import ScheduleError, ScheduleGraph, message_order
@@ -104,7 +104,9 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
         giving, taking = stages[producer.stage], stages[consumer.stage]
         one_row = samples[producer] == samples[consumer]
         for part, place in context_parallel_pairs(giving, taking, one_row):
-            for giver, taker in transfer_pairs(ranks_in(giving.stage, part), ranks_in(taking.stage, place)):
+            having = giving.stage.degrees.ranks_of(giving.stage.ranks, part)
+            takers = taking.stage.degrees.ranks_of(taking.stage.ranks, place)
+            for giver, taker in transfer_pairs(having, takers):
                 link = giving.index, taking.index, giver, taker
                 if giver == rank:
                     outgoing[link].append(message)
@@ -118,17 +120,14 @@ def context_parallel_pairs(
 ) -> Iterator[tuple[int, int]]:
     """Yield (producer, consumer) pairs of context-parallel indices between which rows of a message may be sent.
 
-    one_row: both stages pack the same samples into one row; stages of one unit with equal cp then split it identically.
+    one_row: both stages pack the same samples into one row; stages of one unit with as many parts then split it
+    identically.
     """
-    alike = one_row and giving.unit == taking.unit and giving.stage.cp == taking.stage.cp
-    for place in range(taking.stage.cp):
-        for part in (place,) if alike else range(giving.stage.cp):
+    parts, places = giving.stage.degrees.row_parts, taking.stage.degrees.row_parts
+    alike = one_row and giving.unit == taking.unit and parts == places
+    for place in range(places):
+        for part in (place,) if alike else range(parts):
             yield part, place
-
-
-def ranks_in(stage: Stage, place: int) -> tuple[int, ...]:
-    """Return the tensor-parallel ranks of a stage at one context-parallel index."""
-    return stage.ranks[place * stage.tp : (place + 1) * stage.tp]
 
 
 def transfer_pairs(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from dilatant.config.degrees import AXES, Degrees
 from dilatant.models.adapters.four_bit import BLOCK
 from dilatant.models.adapters.lora import (
     adapted_key,
@@ -73,16 +74,17 @@ class TensorPlan:
     problems: tuple[str, ...] = ()
 
     def held(
-        self, name: str, shape: tuple[int, ...], tp: int, index: int, ep: int = 1, expert_index: int = 0
+        self, name: str, shape: tuple[int, ...], degrees: Degrees, place: int
     ) -> tuple[ShardIntervals | None, bool]:
-        """Return the intervals of a weight on rank `index` of `tp` and `expert_index` of `ep` (None for the whole
-        weight), and True if the rank's gradient is a summand rather than a copy of the other ranks' gradient."""
+        """Return the intervals of a weight on the rank at index `place` of a stage (None for the whole weight), and
+        True if the rank's gradient is a summand rather than a copy of the other ranks' gradient."""
+        tp, ep = degrees.tp, degrees.ep
         if ep > 1 and name in self.of_experts:
-            return SplitDimension(0, (SplitPart(shape[0]),)).intervals(shape, ep, expert_index), True
+            return SplitDimension(0, (SplitPart(shape[0]),)).intervals(shape, ep, place % ep), True
         cut = self.cuts.get(name)
         if tp == 1 or cut is None:
             return None, name in self.partial
-        return cut.intervals(shape, tp, index), True
+        return cut.intervals(shape, tp, place % tp), True
 
 
 def tensor_plan(unit: Unit) -> TensorPlan:
@@ -199,7 +201,7 @@ def _four_bit_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
 
 def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: int, index: int) -> bool:
     """Return True if a rank's shard of a weight [out, in] has the same bits quantised before or after sharding."""
-    intervals, _ = plan.held(name, shape, tp, index)
+    intervals, _ = plan.held(name, shape, Degrees(tp), index)
     if intervals is None:
         return True
     (rows, columns), width = intervals, shape[1]
@@ -208,25 +210,20 @@ def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: i
     return width % BLOCK == 0 and all(border % BLOCK == 0 for span in columns for border in span)
 
 
-def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> list[str]:
-    """Return why a stage of `tp * cp` ranks cannot divide experts among `ep` ranks, with the degrees that work."""
-    counts = sorted({experts.count for of_block in plan.experts for experts in of_block})
+def expert_problems(unit: Unit, plan: TensorPlan, degrees: Degrees) -> list[str]:
+    """Return why a stage with these degrees cannot divide experts among `ep` ranks, with the degrees that work."""
+    counts, ep = sorted({experts.count for of_block in plan.experts for experts in of_block}), degrees.ep
     if ep == 1:
         return []
     if not counts:
         return [f"{unit.unit}: ep is {ep}, but it has no experts that ranks could divide; leave ep out"]
-    working = [
-        degree
-        for degree in range(tp, tp * cp + 1, tp)
-        if tp * cp % degree == 0 and all(count % degree == 0 for count in counts)
-    ]
+    working = [one for one in degrees.expert_degrees if not any(count % one for count in counts)]
     if ep in working:
         return []
-    experts = " and ".join(map(str, counts))
-    takes = ", ".join(map(str, dict.fromkeys((1, *working))))
+    experts, stages = " and ".join(map(str, counts)), degrees.without_experts.text(" and ", AXES)
     return [
-        f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of tp {tp} and cp {cp}; it takes ep "
-        f"{takes} there (ep is a multiple of tp, and divides tp x cp and the experts)"
+        f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of {stages}; it takes ep "
+        f"{', '.join(map(str, working))} there (ep is a multiple of tp, and divides tp x cp and the experts)"
     ]
 
 

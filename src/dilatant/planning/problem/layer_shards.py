@@ -74,7 +74,7 @@ def tensor_shard(unit: Unit, degree: int) -> Unit:
 
 
 def _share(plan: TensorPlan, name: str, whole: nn.Parameter, degree: int) -> nn.Parameter:
-    intervals, _ = plan.held(name, tuple(whole.shape), degree, degree - 1)
+    intervals, _ = plan.held(name, tuple(whole.shape), Degrees(degree), degree - 1)
     shape = (
         whole.shape
         if intervals is None

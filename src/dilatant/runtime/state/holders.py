@@ -35,15 +35,14 @@ def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
         own = plans.get(weight.name.partition(".")[0])
         if own is None:
             return None, False
-        # tp varies fastest
-        return own.held(weight.name, weight.shape, stage.tp, place % stage.tp, stage.ep, place % stage.ep)
+        return own.held(weight.name, weight.shape, stage.degrees, place)
 
     return holdings(plan, {name: unit.layers for name, unit in units.items()}, weights, split)
 
 
 def tensor_plans(plan: Plan, units: Mapping[str, Unit]) -> dict[str, TensorPlan]:
     """Return the tensor plans of the units that have a stage with tensor or expert parallelism."""
-    wide = dict.fromkeys(p.unit for p in plan.stages() if p.stage.tp > 1 or p.stage.ep > 1)
+    wide = dict.fromkeys(p.unit for p in plan.stages() if p.stage.degrees.divides_weights)
     return {name: tensor_plan(units[name]) for name in wide}
 
 

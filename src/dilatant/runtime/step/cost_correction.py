@@ -79,7 +79,8 @@ class CostCorrection:
         self._enabled = enabled
         shares_items = origin.stages.items_per_token < 1
         self.slowness = Slowness(
-            plan, [one.stage.ranks for one in plan.stages() if one.stage.cp > 1 and shares_items[one.index]]
+            plan,
+            [p.stage.ranks for p in plan.stages() if p.stage.degrees.row_parts > 1 and shares_items[p.index]],
         )
         self._slow: dict[int, NDArray[np.float64]] = {0: self.slowness.factors}
         self._sums = np.zeros((2 * len(self._units), _SUMS))

@@ -23,7 +23,6 @@ from dilatant.runtime.routes import (
     boundary_of,
     context_parallel_pairs,
     divide_rows,
-    ranks_in,
 )
 from dilatant.schedule.dependencies import Message
 
@@ -68,9 +67,9 @@ class RowOwners:
         """Return, for each of `samples` (one microbatch of the stage), the number of its rows on `rank` at the boundary
         to or from the unit `other`."""
         own = self._placed[stage].stage
-        if own.cp == 1:
+        if own.degrees.row_parts == 1:
             return [boundary.rows_of(self._data.samples[sample]) for sample in samples]
-        place = own.ranks.index(rank) // own.tp
+        place = own.degrees.row_part(own.ranks.index(rank))
         return [
             int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other, boundary)
         ]
@@ -87,9 +86,9 @@ class RowOwners:
         own = self._placed[message.consumer.stage].stage
         if own.tp == 1:
             return None
-        place = own.ranks.index(rank) // own.tp
+        place = own.degrees.row_part(own.ranks.index(rank))
         target = self._rows_at(message, message.consumer.stage, message.producer.stage, place)
-        sent = [self._sent_to(message, place, taker) for taker in ranks_in(own, place)]
+        sent = [self._sent_to(message, place, taker) for taker in own.degrees.ranks_of(own.ranks, place)]
         if all(len(rows) == len(target) for rows in sent):
             return None
         return tuple(np.searchsorted(target, rows) for rows in sent)
@@ -99,7 +98,8 @@ class RowOwners:
         made, taken = (self._placed[stage].stage for stage in link[:2])
         if len(made.ranks) == len(taken.ranks) == 1:
             return MessageSlice(self._count(message), boundary.width, boundary.dtype)
-        part, place = made.ranks.index(link[2]) // made.tp, taken.ranks.index(link[3]) // taken.tp
+        ends = zip((made, taken), link[2:])
+        part, place = (stage.degrees.row_part(stage.ranks.index(rank)) for stage, rank in ends)
         rows = self._crossing(message, place)[link[2:]]
         source = self._rows_at(message, link[0], link[1], part)
         target = self._sent_to(message, place, link[3])
@@ -119,7 +119,8 @@ class RowOwners:
                     continue
                 rows = self._rows_at(message, giving.index, taking.index, part)
                 rows = np.intersect1d(rows, target, assume_unique=True)
-                having, takers = ranks_in(giving.stage, part), ranks_in(taking.stage, place)
+                having = giving.stage.degrees.ranks_of(giving.stage.ranks, part)
+                takers = taking.stage.degrees.ranks_of(taking.stage.ranks, place)
                 found |= divide_rows(rows, having, takers)
         return self._crossings[message, place]
 
@@ -140,7 +141,7 @@ class RowOwners:
 
     def _rows_at(self, message: Message, stage: int, other: int, place: int) -> Rows:
         """Return the rows of a message that ranks at a context-parallel index of one of its stages hold."""
-        if self._placed[stage].stage.cp == 1:
+        if self._placed[stage].stage.degrees.row_parts == 1:
             return np.arange(self._count(message))
         action = message.producer if message.producer.stage == stage else message.consumer
         row = self._routes.samples[action]
@@ -158,9 +159,9 @@ class RowOwners:
     ) -> list[NDArray[np.integer]]:
         placed = self._placed[stage]
         unit = self._units[placed.unit]
-        key = placed.unit, placed.stage.cp, row
+        key = placed.unit, placed.stage.degrees.row_parts, row
         if key not in self._of_elements:
-            self._of_elements[key] = unit.owners(self._data, row, placed.stage.cp)
+            self._of_elements[key] = unit.owners(self._data, row, key[1])
         of_row = dict(zip(row, self._of_elements[key], strict=True))
         given = [(s, self._data.samples[s]) for s in samples]
         return [of_row[s][unit.element_of_row(other, each, boundary.rows_of(each))] for s, each in given]

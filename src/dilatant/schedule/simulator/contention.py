@@ -37,12 +37,14 @@ def travel(
         graph.stage[source] * np.int64(len(placed)) + graph.stage[target], return_inverse=True
     )
     ways = _ways(graph.arrays, tuple(pairs.tolist()), cluster)
-    tp, cp, latency, bandwidth = _stages(graph.arrays, cluster)
+    tp, parts, latency, bandwidth = _stages(graph.arrays, cluster)
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     taker = graph.stage[target]
-    whole = size * cp[maker]
-    gathered = whole / cp[taker] * (1 - 1 / tp[taker]) / bandwidth[taker]
-    swapped = np.where(ways.swaps[pair], whole / cp[taker] * (1 - 1 / cp[taker]) / bandwidth[taker], 0.0)
+    whole = size * parts[maker]
+    gathered = whole / parts[taker] * (1 - 1 / tp[taker]) / bandwidth[taker]
+    swapped = np.where(
+        ways.swaps[pair], whole / parts[taker] * (1 - 1 / parts[taker]) / bandwidth[taker], 0.0
+    )
     rest = ways.latency[pair] + np.where(tp[taker] > 1, latency[taker] + gathered, swapped)
     stays = ~ways.moves[pair] | (size == 0)
     # By source, then by target: the order in which messages are sent.
@@ -57,10 +59,10 @@ def travel(
 
 @lru_cache(maxsize=1)  # many schedules share one plan
 def _stages(arrays: PlanArrays, cluster: Cluster) -> tuple[NDArray[np.float64], ...]:
-    """Return each stage's tensor and context degrees, and latency and bandwidth inside its node, [stages] each."""
+    """Return each stage's tp and parts of a row, and latency and bandwidth inside its node, [stages] each."""
     links = [cluster.at(entry.stage.ranks[0]).inside for entry in arrays.placed]
     own = [
-        (entry.stage.tp, entry.stage.cp, link.latency, link.bandwidth)
+        (entry.stage.tp, entry.stage.degrees.row_parts, link.latency, link.bandwidth)
         for entry, link in zip(arrays.placed, links, strict=True)
     ]
     return tuple(np.asarray(own, dtype=np.float64).reshape(-1, 4).T)
@@ -108,7 +110,8 @@ def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways
     codes, at = np.unique(np.concatenate([pair * count + out, pair * count + into]), return_inverse=True)
     ends_of_pair = [(placed[a].stage, placed[b].stage) for a, b in zip(source, target)]
     same = np.asarray([one.ranks == other.ranks for one, other in ends_of_pair], dtype=bool)
-    alike = np.asarray([(one.tp, one.cp) == (other.tp, other.cp) for one, other in ends_of_pair], dtype=bool)
+    rows = [[end.degrees.without_experts for end in ends] for ends in ends_of_pair]
+    alike = np.asarray([one == other for one, other in rows], dtype=bool)
     latency = np.zeros(len(source))
     np.maximum.at(latency, pair, np.maximum(ends.latency[crosses, sender], ends.latency[crosses, receiver]))
     return _Ways(

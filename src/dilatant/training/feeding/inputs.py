@@ -41,8 +41,9 @@ class DecodeRequirements:
                 read = model.units[placed.unit].reads(placed.stage.first, placed.stage.end)
                 chain = placed.unit, placed.replica
                 parts[chain] = parts.get(chain, frozenset()) | read
-                if placed.stage.cp > 1 and placed.unit in read:
-                    self._divided[chain] = placed, placed.stage.ranks.index(rank) // placed.stage.tp
+                degrees, place = placed.stage.degrees, placed.stage.ranks.index(rank)
+                if degrees.row_parts > 1 and placed.unit in read:
+                    self._divided[chain] = placed, degrees.row_part(place)
                 rows |= _exchanged_with(model, plan, placed)
         self._parts = {chain: read for chain, read in parts.items() if read}
         self._own = tuple(parts)
@@ -92,7 +93,7 @@ class DecodeRequirements:
                 continue
             samples = step.routes.samples[action]
             sizes = [{placed.unit: step.tokens[placed.unit][sample]} for sample in samples]
-            owners = self._units[placed.unit].item_owners(sizes, placed.stage.cp)
+            owners = self._units[placed.unit].item_owners(sizes, placed.stage.degrees.row_parts)
             own = [
                 sample for sample, of_items in zip(samples, owners, strict=True) if (of_items == place).any()
             ]
@@ -107,7 +108,7 @@ def _exchanged_with(model: MultimodalModel, plan: Plan, own: PlacedStage) -> set
     return {
         (placed.unit, placed.replica)
         for placed in plan.stages()
-        if placed.unit == model.graph.anchor and placed.stage.cp > 1
+        if placed.unit == model.graph.anchor and placed.stage.degrees.row_parts > 1
         if (gives and placed.is_first) or (takes and placed.is_last)
     }
 
