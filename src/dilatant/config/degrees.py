@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Self
 
 AXES = {"tp": "tensor_parallel", "cp": "context_parallel"}
-"""Degrees at which layers have costs of their own → key of the config's `plan` that lists them."""
+"""First fields of `Degrees`, at which layers have costs of their own → key that lists them in the config's `plan`."""
 
 
 class Degrees(NamedTuple):
@@ -58,31 +58,32 @@ class Degrees(NamedTuple):
     @property
     def axes(self) -> tuple[int, ...]:
         """The degrees of `AXES`."""
-        return tuple(getattr(self, name) for name in AXES)
+        return self[: len(AXES)]
 
     @property
     def without_experts(self) -> Degrees:
         """The degrees that divide all layers. At these a cost model has a layer's costs, and they decide which rows a
         rank has."""
-        return Degrees(self.tp, self.cp)
+        return Degrees(*self.axes)
 
     def problems(self, ranks: Sequence[int]) -> list[str]:
         """Return why a stage with these ranks cannot have these degrees."""
         found = []
         if min(self.axes) < 1 or len(ranks) != self.ranks:
-            wanted = self.without_experts.text(" times ", AXES)
-            found.append(f"has ranks {list(ranks)}, but {wanted} ranks are needed")
+            found.append(f"has ranks {list(ranks)}, but {self.grid(' times ')} ranks are needed")
         if self.ep not in self.expert_degrees:
             takes = ", ".join(map(str, self.expert_degrees))
-            found.append(
-                f"has ep {self.ep}; with {self.without_experts.text(' and ', AXES)} it takes ep {takes}"
-            )
+            found.append(f"has ep {self.ep}; with {self.grid(' and ')} it takes ep {takes}")
         return found
 
     def text(self, separator: str = " ", always: Collection[str] = ()) -> str:
         """Return `tp 2 cp 4` with this separator, without degrees of 1 that are not `always` named."""
         named = self._asdict().items()
         return separator.join(f"{name} {degree}" for name, degree in named if degree != 1 or name in always)
+
+    def grid(self, separator: str) -> str:
+        """Return `tp 2 cp 1` with this separator: what the number of ranks follows from."""
+        return self.without_experts.text(separator, AXES)
 
     def __str__(self) -> str:
         """Return `tp 2, cp 2`; an expert-parallel degree of 1 is left out."""
@@ -93,17 +94,12 @@ class Degrees(NamedTuple):
         return " ".join(f"{name}{degree}" for name, degree in zip(AXES, self.axes, strict=True))
 
     @classmethod
-    def of_axes(cls, values: Iterable[int]) -> Self:
-        """Return the degrees with these values of `AXES`."""
-        return cls(**dict(zip(AXES, values, strict=True)))
-
-    @classmethod
     def from_key(cls, text: str) -> Self:
         """Read a key of `to_key`. Raises ValueError, saying what is wrong, for any other text."""
         found = re.fullmatch(" ".join(rf"{name}([1-9]\d*)" for name in AXES), text)
         if found is None:
             raise ValueError(f"{text!r} is not of the form {ONE.to_key()!r}")
-        return cls.of_axes(map(int, found.groups()))
+        return cls(*map(int, found.groups()))
 
 
 ONE = Degrees()

@@ -75,6 +75,11 @@ class Replica:
 
     stages: tuple[Stage, ...]
 
+    @property
+    def shape(self) -> tuple[tuple[int, int, Degrees], ...]:
+        """Layers and degrees of each stage."""
+        return tuple((stage.first, stage.end, stage.degrees) for stage in self.stages)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:

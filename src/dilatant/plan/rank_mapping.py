@@ -68,7 +68,7 @@ def map_ranks(
     may hold one unit: its replicas are concatenated, and each layer recomputes the most that any of the chains does. No
     tensor-parallel group crosses a node. Raises PlanError when the chains do not fit the cluster in this order.
     """
-    found: _Ranks = {}
+    found: GroupRanks = {}
     for group, (own, first) in enumerate(zip(cluster.groups, cluster.firsts)):
         here = [number for number in range(len(chains)) if not groups or groups[number] == group]
         placed = _placed([chains[number] for number in here], own, order)
@@ -86,7 +86,7 @@ def map_ranks(
                     replica
                     for number, chain in enumerate(chains)
                     if name in chain.cuts
-                    for replica in _replicas(name, chain, count, number, found)
+                    for replica in replicas_of(name, chain, count, number, found)
                 ),
                 tuple(feeds.get(name, ())),
                 _most_recomputed([chain.recompute.get(name, ()) for chain in chains if name in chain.cuts]),
@@ -96,7 +96,7 @@ def map_ranks(
     )
 
 
-_Ranks = dict[tuple[int, int, int], tuple[int, ...]]
+GroupRanks = dict[tuple[int, int, int], tuple[int, ...]]
 """(chain, replica, index of the device group in the chain) → ranks."""
 _FRUGAL: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
 
@@ -106,8 +106,8 @@ def _most_recomputed(each: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, 
     return tuple(max(layer, key=_FRUGAL.index) for layer in zip(*decided, strict=True))
 
 
-def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) -> list[Replica]:
-    """Return the replicas of one unit in a chain."""
+def replicas_of(name: str, chain: Chain, layers: int, number: int, ranks: GroupRanks) -> list[Replica]:
+    """Return the replicas of one unit, which has so many layers, in the chain with this number."""
     ends = (*chain.cuts[name][1:], layers)
     return [
         Replica(
@@ -120,7 +120,7 @@ def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) 
     ]
 
 
-def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> _Ranks:
+def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> GroupRanks:
     """Assign ranks of a homogeneous cluster, counted from 0, to every device group of these chains."""
     pipelines = max((chain.replicas for chain in chains), default=1)
 
@@ -140,7 +140,7 @@ def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> _Ran
         for replica in range(chain.replicas)
         for stage in range(chain.groups)
     ]
-    ranks: _Ranks = {}
+    ranks: GroupRanks = {}
     following = 0
     for _, number, stage, replica in sorted(slots):
         tp, width = chains[number].degrees.tp, chains[number].degrees.ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dilatant.attention.hook import why_not
-from dilatant.config.degrees import AXES
 from dilatant.config.errors import list_problems
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language import LanguageUnit
@@ -25,7 +24,7 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
     """Return the problems that `require_trainable` reports."""
     problems = [
         f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}, but "
-        + p.stage.degrees.without_experts.text(" and ", AXES)
+        + p.stage.degrees.grid(" and ")
         for p in plan.stages()
         if len(p.stage.ranks) != p.stage.degrees.ranks
     ]

@@ -103,9 +103,7 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
             received[consumer].append(message)
         giving, taking = stages[producer.stage], stages[consumer.stage]
         one_row = samples[producer] == samples[consumer]
-        for part, place in context_parallel_pairs(giving, taking, one_row):
-            having = giving.stage.degrees.ranks_of(giving.stage.ranks, part)
-            takers = taking.stage.degrees.ranks_of(taking.stage.ranks, place)
+        for _, having, _, takers in row_part_pairs(giving, taking, one_row):
             for giver, taker in transfer_pairs(having, takers):
                 link = giving.index, taking.index, giver, taker
                 if giver == rank:
@@ -115,19 +113,21 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn)
 
 
-def context_parallel_pairs(
+def row_part_pairs(
     giving: PlacedStage, taking: PlacedStage, one_row: bool
-) -> Iterator[tuple[int, int]]:
-    """Yield (producer, consumer) pairs of context-parallel indices between which rows of a message may be sent.
+) -> Iterator[tuple[int, tuple[int, ...], int, tuple[int, ...]]]:
+    """Yield (part, its ranks, part, its ranks) of the producer's and the consumer's rows between which rows of a
+    message may be sent.
 
     one_row: both stages pack the same samples into one row; stages of one unit with as many parts then split it
     identically.
     """
-    parts, places = giving.stage.degrees.row_parts, taking.stage.degrees.row_parts
-    alike = one_row and giving.unit == taking.unit and parts == places
-    for place in range(places):
-        for part in (place,) if alike else range(parts):
-            yield part, place
+    one, other = giving.stage.degrees, taking.stage.degrees
+    alike = one_row and giving.unit == taking.unit and one.row_parts == other.row_parts
+    for place in range(other.row_parts):
+        takers = other.ranks_of(taking.stage.ranks, place)
+        for part in (place,) if alike else range(one.row_parts):
+            yield part, one.ranks_of(giving.stage.ranks, part), place, takers
 
 
 def transfer_pairs(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[int, int]]:

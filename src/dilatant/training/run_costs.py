@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dilatant.config import Config, UserError
-from dilatant.config.degrees import Degrees
 from dilatant.config.environment import place_from
 from dilatant.config.files.own_files import read_text
 from dilatant.config.plan import ClusterConfig
@@ -57,8 +56,7 @@ def costs_of_run(
         if tuple(bool(row.any()) for row in planned.stages.seconds[:, 1]) == trains:
             return planned
         note = "; the plan's own costs are of other frozen layers"
-    degrees = {placed.stage.degrees.without_experts for placed in plan.stages()}
-    here = local_costs(config, model, len(plan.ranks), degrees, targets, zero)
+    here = local_costs(config, model, plan, targets, zero)
     found = described_costs(plan, here.model, here.costs, here.target)
     return replace(found, origin=f"{found.origin}{note}{here.note}")
 
@@ -76,17 +74,16 @@ class LocalCosts:
 def local_costs(
     config: Config,
     model: MultimodalModel,
-    ranks: int,
-    degrees: Iterable[Degrees],
+    plan: Plan,
     targets: float = 1.0,
     zero: Zero | None = None,
 ) -> LocalCosts:
-    """Return the layer costs that a run on `ranks` ranks counts with, at `degrees`; they are chosen as
-    in `costs_of_run`, which explains targets and zero."""
-    target = _target(config, ranks)
+    """Return the layer costs with which a run on the ranks of `plan` counts, at its degrees; they are chosen as in
+    `costs_of_run`, which explains targets and zero."""
+    target = _target(config, len(plan.ranks))
     target = target if zero is None else target.sharing(zero)
     described = describe_model(model, recompute_by_unit(config, model.units))
-    degrees = sorted(degrees)
+    degrees = sorted({placed.stage.degrees.without_experts for placed in plan.stages()})
     costs, note = _named_costs(config, described, target)
     if costs is None and target.is_local:
         costs = cached_costs(described, target, degrees, config.data.max_length)
@@ -157,8 +154,7 @@ class Cutter:
         kept = None if self.before is None else cut_as_before(specs, plan, self.before)
         if kept is not None:
             return kept
-        degrees = {placed.stage.degrees.without_experts for placed in plan.stages()}
-        here = local_costs(self.config, self.model, len(plan.ranks), degrees, self.targets)
+        here = local_costs(self.config, self.model, plan, self.targets)
         row, items = self.config.row_tokens, here.model.item_tokens
         tokens = {
             name: np.asarray(self.tokens.get(name, [items.get(name, row)]), dtype=np.float64)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from dilatant.config.degrees import AXES, Degrees
+from dilatant.config.degrees import Degrees
 from dilatant.models.adapters.four_bit import BLOCK
 from dilatant.models.adapters.lora import (
     adapted_key,
@@ -220,7 +220,7 @@ def expert_problems(unit: Unit, plan: TensorPlan, degrees: Degrees) -> list[str]
     working = [one for one in degrees.expert_degrees if not any(count % one for count in counts)]
     if ep in working:
         return []
-    experts, stages = " and ".join(map(str, counts)), degrees.without_experts.text(" and ", AXES)
+    experts, stages = " and ".join(map(str, counts)), degrees.grid(" and ")
     return [
         f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of {stages}; it takes ep "
         f"{', '.join(map(str, working))} there (ep is a multiple of tp, and divides tp x cp and the experts)"

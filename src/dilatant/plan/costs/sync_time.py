@@ -150,32 +150,22 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
     borders = sorted({layer for stage in stages for layer in (stage.first, stage.end)})
     for first, end in itertools.pairwise(borders):
         holders = [stage for stage in stages if stage.first <= first < stage.end]
-        finest = max(stage.tp for stage in holders)
         layers = [layer for layer in spec.layers[first:end] if layer.trainable]
-        apart, divided = any(stage.ep > 1 for stage in holders), Degrees(finest)
+        apart, parts = any(stage.ep > 1 for stage in holders), [stage.tp for stage in holders]
+        finest = Degrees(max(parts))
         held = [
-            (layer.held_beside_experts(divided) if apart else layer.held(divided)) * layer.trained_share
+            (layer.held_beside_experts(finest) if apart else layer.held(finest)) * layer.trained_share
             for layer in layers
         ]
-        for part in range(finest):
-            yield (
-                rules.summed * sum(held),
-                [rank for stage in holders for rank in _holding(stage.ranks, stage.tp, part, finest)],
-            )
-        if not apart:
-            continue
-        degrees = [stage.ep if stage.ep > 1 else stage.tp for stage in holders]
-        finest = max(degrees)
-        for part in range(finest):
-            yield (
-                rules.summed
-                * sum(layer.expert_parameters * layer.trained_share / finest for layer in layers),
-                [
-                    rank
-                    for stage, degree in zip(holders, degrees)
-                    for rank in _holding(stage.ranks, degree, part, finest)
-                ],
-            )
+        sums = [(parts, held)]
+        if apart:
+            parts = [stage.ep if stage.ep > 1 else stage.tp for stage in holders]
+            share = [layer.expert_parameters * layer.trained_share / max(parts) for layer in layers]
+            sums.append((parts, share))
+        for parts, held in sums:
+            for part in range(max(parts)):
+                ranks = [_holding(one.ranks, own, part, max(parts)) for one, own in zip(holders, parts)]
+                yield rules.summed * sum(held), [*itertools.chain(*ranks)]
 
 
 def _holding(ranks: Sequence[int], degree: int, part: int, parts: int) -> Sequence[int]:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import MAX_EXTENDED_CANDIDATES
-from dilatant.plan.plan import Plan, Replica, Stage
-from dilatant.plan.rank_mapping import Chain
+from dilatant.plan.plan import Plan
+from dilatant.plan.rank_mapping import replicas_of
 from dilatant.plan.search.candidates import PlanCandidate
 
 
@@ -48,26 +48,14 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
         shape = roles.language, degrees, len(groups), samples, candidate.num_microbatches
         option = space.table.chain(ChainRequest(*shape, roles.encoders), 0)
         if option is not None:
+            ranks = {(0, 0, number): group for number, group in enumerate(groups)}
+            added = {
+                unit.name: replicas_of(unit.name, option.chain, len(unit.layers), 0, ranks)
+                for unit in space.model.units
+            }
             yield Plan(
-                tuple(
-                    replace(
-                        unit,
-                        replicas=(
-                            *unit.replicas,
-                            _replica(unit.name, option.chain, groups, space),
-                        ),
-                    )
-                    for unit in plan.units
-                )
+                tuple(replace(unit, replicas=(*unit.replicas, *added[unit.name])) for unit in plan.units)
             )
-
-
-def _replica(unit: str, chain: Chain, groups: list[tuple[int, ...]], space: Space) -> Replica:
-    cuts, degrees = chain.cuts[unit], chain.degrees_of(unit)
-    ends = (*cuts[1:], len(space.model.unit(unit).layers))
-    return Replica(
-        tuple(Stage.of(first, end, ranks, degrees) for first, end, ranks in zip(cuts, ends, groups))
-    )
 
 
 def _groups(idle: list[int], width: int, per_node: int) -> list[tuple[int, ...]]:

@@ -25,7 +25,7 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
     takes = {"tp": lambda tp: _divides(model, tp), "cp": lambda cp: splits or cp == 1}
     named = {name: getattr(plan, key) for name, key in AXES.items()}
     tried = [named[name] or [power for power in powers if takes[name](power)] for name in AXES]
-    asked, found = None not in named.values(), map(Degrees.of_axes, itertools.product(*tried))
+    asked, found = None not in named.values(), itertools.starmap(Degrees, itertools.product(*tried))
     return [one for one in found if asked or one.ranks <= max(node, *one)]
 
 
@@ -34,7 +34,7 @@ def with_requested_degrees(
 ) -> Config:
     """Return a config whose plans may also have the degrees that a layout asks for; a cost file may still lack them."""
     offered = planned_degrees(config.plan, model, target)
-    wanted = {Degrees.of_axes([own.get(name, 1) for name in AXES]) for own in asked.units.values()}
+    wanted = {Degrees(*(own.get(name, 1) for name in AXES)) for own in asked.units.values()}
     if wanted <= {*offered}:
         return config
     axes = zip(*(one.axes for one in (*offered, *wanted)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dilatant.config.degrees import Degrees
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
 from dilatant.report.step_comparison import OTHER_WORK, work_by_unit
@@ -30,12 +31,8 @@ def losses(timeline: GanttChart, plan: Plan) -> str:
 def work_of(plan: Plan) -> tuple[str, ...]:
     """Return the verbs for what busy devices do: compute, and exchange inside groups of ranks if stages have such
     groups. The costs of layers include these exchanges."""
-    degrees = {
-        name
-        for placed in plan.stages()
-        for name, degree in placed.stage.degrees._asdict().items()
-        if degree > 1
-    }
+    stages = [placed.stage for placed in plan.stages()]
+    degrees = [name for name in Degrees._fields if any(getattr(stage, name) > 1 for stage in stages)]
     inside = f"exchange inside {'/'.join(sorted(degrees, reverse=True))} groups"
     return ("compute", inside) if degrees else ("compute",)
 

@@ -112,11 +112,7 @@ def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
 
 def _is_unlike(plan: Plan) -> bool:
     """Return True if a unit's replicas differ in cuts or degrees."""
-    return any(
-        len({tuple((stage.first, stage.degrees) for stage in replica.stages) for replica in unit.replicas})
-        > 1
-        for unit in plan.units
-    )
+    return any(len({replica.shape for replica in unit.replicas}) > 1 for unit in plan.units)
 
 
 def _shares(one: RankedPlan) -> list[str]:

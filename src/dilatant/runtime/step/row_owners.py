@@ -21,8 +21,8 @@ from dilatant.runtime.routes import (
     RouteLink,
     Routes,
     boundary_of,
-    context_parallel_pairs,
     divide_rows,
+    row_part_pairs,
 )
 from dilatant.schedule.dependencies import Message
 
@@ -114,13 +114,11 @@ class RowOwners:
             samples = [self._routes.samples[end] for end in (message.producer, message.consumer)]
             target = self._rows_at(message, taking.index, giving.index, place)
             found = self._crossings[message, place] = {}
-            for part, at in context_parallel_pairs(giving, taking, samples[0] == samples[1]):
+            for part, having, at, takers in row_part_pairs(giving, taking, samples[0] == samples[1]):
                 if at != place:
                     continue
                 rows = self._rows_at(message, giving.index, taking.index, part)
                 rows = np.intersect1d(rows, target, assume_unique=True)
-                having = giving.stage.degrees.ranks_of(giving.stage.ranks, part)
-                takers = taking.stage.degrees.ranks_of(taking.stage.ranks, place)
                 found |= divide_rows(rows, having, takers)
         return self._crossings[message, place]
 

@@ -110,8 +110,7 @@ def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways
     codes, at = np.unique(np.concatenate([pair * count + out, pair * count + into]), return_inverse=True)
     ends_of_pair = [(placed[a].stage, placed[b].stage) for a, b in zip(source, target)]
     same = np.asarray([one.ranks == other.ranks for one, other in ends_of_pair], dtype=bool)
-    rows = [[end.degrees.without_experts for end in ends] for ends in ends_of_pair]
-    alike = np.asarray([one == other for one, other in rows], dtype=bool)
+    alike = np.asarray([one.degrees.axes == other.degrees.axes for one, other in ends_of_pair], dtype=bool)
     latency = np.zeros(len(source))
     np.maximum.at(latency, pair, np.maximum(ends.latency[crosses, sender], ends.latency[crosses, receiver]))
     return _Ways(

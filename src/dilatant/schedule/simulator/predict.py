@@ -294,18 +294,16 @@ def unevenness(
     times = np.ones(graph.num_ops)
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
     for stage, (placed, items) in enumerate(zip(arrays.placed, items_per_token.tolist(), strict=True)):
-        if (ranks := placed.stage.degrees.row_parts) == 1 or items >= 1.0:
+        if (wide := placed.stage.degrees.row_parts) == 1 or items >= 1.0:
             continue
         chain = int(arrays.chain[stage])
         first, end = pieces.first[chain : chain + 2]
-        if (chain, ranks) not in known:
+        if (chain, wide) not in known:
             own = tokens[arrays.unit_of[chain]]
             parts = np.split(pieces.samples, pieces.offsets[first : end + 1])[1:-1]
-            known[chain, ranks] = np.asarray(
-                [fullest_share(own[part], items, ranks) * ranks for part in parts]
-            )
+            known[chain, wide] = np.asarray([fullest_share(own[part], items, wide) * wide for part in parts])
         ops = np.flatnonzero(graph.stage == stage)
-        times[ops] = known[chain, ranks][graph.piece[ops] - first]
+        times[ops] = known[chain, wide][graph.piece[ops] - first]
     return times
 
 
