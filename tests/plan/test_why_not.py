@@ -93,6 +93,7 @@ def test_what_does_not_fit_memory_names_the_rank_and_the_bytes():
     ("asked", "said"),
     [
         ("language: {tp: 4}", "language: tp 4 was not offered; tp 1 or 2 was"),
+        ("language: {ep: 2}", "language: ep 2 was not offered; ep 1 was"),
         ("vision: {pp: 4}", "vision has 3 layers, which 4 stages cannot share"),
         ("vision: {pp: 3}, language: {pp: 3, tp: 2}", "it takes 6 devices, and there are 4"),
         ("language: {replicas: 3}", "a global batch of 8 does not divide among 3 replicas"),
@@ -110,7 +111,7 @@ def test_what_cannot_be_says_why(asked, said):
 
 @pytest.mark.parametrize(
     "text", ["", "language", "language: 2", "text: {pp: 2}", "language: {pp: zwei}", "language: {pp: 0}",
-             "language: {ep: 2}", "language: {pp: true}", "{language: {pp: 2}", "[1]", "&a [*a]",
+             "language: {fsdp: 2}", "language: {pp: true}", "{language: {pp: 2}", "[1]", "&a [*a]",
              "microbatch_tokens: 0", "microbatch_tokens: many", "microbatch_tokens: {pp: 1}"]
 )  # fmt: skip
 def test_what_is_no_layout_is_refused(text):

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dilatant.config.degrees import AXES
+from dilatant.config.degrees import AXES, Degrees
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.yaml_text import read_yaml
 from dilatant.cost.memory import ZEROS, Zero
@@ -23,7 +23,7 @@ from dilatant.plan.search.enumeration import all_candidates
 from dilatant.plan.search.finals import Finals, RankedPlan
 from dilatant.plan.search.search_result import SearchResult
 
-KEYS = ("replicas", "tp", "cp", "pp", "chunks")
+KEYS = ("replicas", *Degrees._fields, "pp", "chunks")
 """Keys that a user may set for a unit; as in `ParallelSpec`."""
 GROUP = "group"
 """Key for the name of the device group that the unit runs on."""
@@ -194,14 +194,16 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
         if wanted.get(GROUP, "") not in ("", *names):
             there = f"they are {', '.join(names)}" if names else "there are none"
             problems.append(f"{unit}: group {wanted[GROUP]!r} is none of cluster.groups; {there}")
-        degrees = space.table.units.degrees([unit])
-        for key, name in AXES.items():
+        degrees = [*space.table.units.all_degrees([unit])]
+        for key in Degrees._fields:
             offered = sorted({getattr(one, key) for one in degrees})
             if key in wanted and wanted[key] not in offered:
+                source = "those that its experts"
+                if key in AXES:
+                    source = f"plan.{AXES[key]}, or the degrees of the cost file, that its layers"
                 problems.append(
                     f"{unit}: {key} {wanted[key]} was not offered; {key} {_either(offered)} was "
-                    f"(plan.{name}, or the degrees of the cost file, that its layers and a node of "
-                    f"{space.cluster.gpus_per_node} take)"
+                    f"({source} and a node of {space.cluster.gpus_per_node} take)"
                 )
         layers = space.model.unit(unit).most_stages
         stages = wanted.get("pp", 1) * wanted.get("chunks", 1)
@@ -214,16 +216,18 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
             problems.append(
                 f"{unit}: chunks {wanted['chunks']} were not tried (plan.chunks, for the language model)"
             )
-    devices = sum(math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.units.values())
+    taken = _devices(asked).values()
     shared = {space.roles.language, *space.roles.encoders} >= asked.units.keys()
-    most = max(
-        (math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.units.values()), default=0
-    )
-    if (most if shared else devices) > space.cluster.num_devices:
-        problems.append(
-            f"it takes {most if shared else devices} devices, and there are {space.cluster.num_devices}"
-        )
+    devices = max(taken, default=0) if shared else sum(taken)
+    if devices > space.cluster.num_devices:
+        problems.append(f"it takes {devices} devices, and there are {space.cluster.num_devices}")
     return problems
+
+
+def _devices(asked: AskedLayout) -> dict[str, int]:
+    """Return unit → the fewest devices that its layout takes."""
+    keys = ("replicas", *AXES, "pp")
+    return {unit: math.prod(wanted.get(key, 1) for key in keys) for unit, wanted in asked.units.items()}
 
 
 def _nowhere(space: Space, asked: AskedLayout) -> str:
@@ -237,7 +241,7 @@ def _nowhere(space: Space, asked: AskedLayout) -> str:
                 f"a global batch of {space.global_batch} does not divide among {count} replicas into microbatches of "
                 f"{_either(sizes)}"
             )
-    taken = {unit: math.prod(wanted.get(key, 1) for key in KEYS[:4]) for unit, wanted in asked.units.items()}
+    taken = _devices(asked)
     least = sum(
         taken.get(unit) or min((one.ranks for one in space.table.units.degrees([unit])), default=1)
         for unit in space.roles.units
