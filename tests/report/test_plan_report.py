@@ -16,7 +16,9 @@ from rich.console import Console
 
 from cases.example_reports import large_report, small_report
 from dilatant.plan import Plan
+from dilatant.plan.plan import Replica, Stage, UnitPlan
 from dilatant.report.pages import page
+from dilatant.report.pages.model_graph import model_graph
 from dilatant.report.pages.plan_page import print_plan, render_plan_page
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.text.gantt_tables import cause_tones
@@ -105,6 +107,14 @@ def test_page_needs_nothing_from_outside():
     page = render_plan_page(small_report())
     assert not re.findall(r"""(?:src|href)\s*=|url\((?!#)|@import|https?://(?!www\.w3\.org)""", page)
     assert "default-src 'none'" in page
+
+
+def test_replicas_that_divide_experts_differently_are_drawn_apart():
+    replicas = [Replica((Stage(0, 1, (first, first + 1), 2, 1, ep),)) for first, ep in ((0, 2), (2, 1))]
+    plan = Plan((UnitPlan("language", tuple(replicas)),))
+    (card,) = model_graph(dataclasses.replace(small_report(), plan=plan)).cards
+    assert card.layout == "2 replicas, 1 stage, tp 2, ep 1–2, 4 ranks"
+    assert [text for _, _, text in card.badges] == ["× 1", "× 1"]
 
 
 def test_page_escapes_what_users_write():

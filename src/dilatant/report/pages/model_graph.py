@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from dilatant.plan import Plan, Replica, UnitPlan
+from dilatant.config.degrees import Degrees
+from dilatant.plan import Plan, UnitPlan
 from dilatant.report.plan_report import PlanReport, UnitFacts
 from dilatant.report.text.wording import count_text, counted, layers_text, percent_text, ranks_text
 
@@ -127,13 +128,9 @@ def _busy_by_stage(report: PlanReport) -> dict[int, float]:
     return {stage: seconds / (report.timeline.seconds or 1.0) for stage, seconds in load.items()}
 
 
-def _alike(unit: UnitPlan) -> Counter[tuple[tuple[int, ...], ...]]:
+def _alike(unit: UnitPlan) -> Counter[tuple[tuple[int, int, Degrees], ...]]:
     """Return the distinct kinds of replica, by cuts and degrees, with their numbers."""
-    return Counter(map(_shape, unit.replicas))
-
-
-def _shape(replica: Replica) -> tuple[tuple[int, ...], ...]:
-    return tuple((stage.first, stage.end, stage.tp, stage.cp) for stage in replica.stages)
+    return Counter(replica.shape for replica in unit.replicas)
 
 
 def _height(shapes: int) -> float:
@@ -148,7 +145,7 @@ def _boxes(
     place = {(placed.unit, placed.replica, placed.position): placed.index for placed in stages}
     boxes, badges = [], []
     for row, (shape, copies) in enumerate(list(_alike(unit).items())[:_SHAPES_SHOWN]):
-        first = next(i for i, replica in enumerate(unit.replicas) if _shape(replica) == shape)
+        first = next(i for i, replica in enumerate(unit.replicas) if replica.shape == shape)
         top = y + _HEADER + row * _ROW
         wide = (width - 2 * _PADDING - _BADGE) / len(shape)
         for position, stage in enumerate(unit.replicas[first].stages):
@@ -178,7 +175,7 @@ def _layout(unit: UnitPlan) -> str:
     ranks = {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
     depths = {len(replica.stages) for replica in unit.replicas}
     stages = "1 stage" if depths == {1} else f"{_span(depths)} stages"
-    for name in ("tp", "cp"):
+    for name in Degrees._fields:
         degrees = {getattr(stage, name) for replica in unit.replicas for stage in replica.stages}
         stages += "" if degrees == {1} else f", {name} {_span(degrees)}"
     return f"{counted(len(unit.replicas), 'replica')}, {stages}, {counted(len(ranks), 'rank')}"
