@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from dilatant.config.degrees import Degrees
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -129,3 +130,16 @@ def test_no_unit_is_left_with_one_copy_that_had_two(name: str) -> None:
         new = replan(plan, "language", dict(zip(left, range(size - 1))), (), 1, 8)
         for unit in plan.units:
             assert len(new.unit(unit.name).replicas) >= min(2, len(unit.replicas)), (lost, unit.name)
+
+
+def test_a_unit_on_the_ranks_of_another_divides_them_in_its_own_way() -> None:
+    plan = plan_of(ParallelSpec(replicas=2, cp=2), ParallelSpec(replicas=2, pp=2, tp=2), colocated=True)
+    lost = plan.unit("vision").replicas[1].stages[0].ranks
+    left = [rank for rank in plan.ranks if rank not in lost]
+    new = replan(plan, "language", dict(zip(left, range(len(left)))), (), 1, 8)
+    require_valid(new, len(left))
+    degrees = {
+        unit.name: {stage.degrees for replica in unit.replicas for stage in replica.stages}
+        for unit in new.units
+    }
+    assert degrees == {"vision": {Degrees(cp=2)}, "language": {Degrees(tp=2)}}

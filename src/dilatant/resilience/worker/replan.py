@@ -181,7 +181,8 @@ class _Change:
         return replace(unit, replicas=tuple(replicas))
 
     def _place_on_host(self, unit: UnitPlan, host: UnitPlan) -> UnitPlan:
-        """Place a unit on the ranks of another, replica by replica, stage by stage."""
+        """Place a unit on the ranks of another, replica by replica, stage by stage. New stages divide the ranks as the
+        unit did before, or if their number differs, as the host does."""
         count = min(len(host.replicas), max(len(unit.replicas), 1))
         if len(unit.replicas) >= len(self.plan.unit(host.name).replicas):
             count = len(host.replicas)
@@ -190,7 +191,7 @@ class _Change:
             for replica in unit.replicas
             if self._is_alive(ranks := _ranks(replica))
         }
-        num_layers = _num_layers(unit)
+        num_layers, own = _num_layers(unit), unit.replicas[0].stages[0].degrees
         most = max(len(_groups(replica)) for replica in unit.replicas)
         replicas = []
         for replica in host.replicas[:count]:
@@ -202,14 +203,11 @@ class _Change:
             stages = list({stage.ranks: stage for stage in replica.stages}.values())[: min(most, num_layers)]
             template = _templates(tuple(self.layer_seconds[unit.name]), len(stages), num_layers)[len(stages)]
             cuts = [*(first for first, _, _ in template.stages), num_layers]
-            replicas.append(
-                Replica(
-                    tuple(
-                        Stage.of(first, end, stage.ranks, stage.degrees.without_experts)
-                        for stage, first, end in zip(stages, cuts, cuts[1:])
-                    )
-                )
-            )
+            ranks = [stage.ranks for stage in stages]
+            degrees = [
+                own if own.ranks == len(stage.ranks) else stage.degrees.without_experts for stage in stages
+            ]
+            replicas.append(Replica(tuple(map(Stage.of, cuts, cuts[1:], ranks, degrees))))
         return replace(unit, replicas=tuple(replicas))
 
 
