@@ -100,10 +100,7 @@ def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelS
 
     def shape(one: Plan) -> list[object]:
         return [
-            (
-                unit.name,
-                [[(own.ranks, own.degrees) for own in each.stages] for each in unit.replicas],
-            )
+            (unit.name, [[(own.ranks, own.degrees) for own in each.stages] for each in unit.replicas])
             for unit in one.units
         ]
 

@@ -72,11 +72,7 @@ class LocalCosts:
 
 
 def local_costs(
-    config: Config,
-    model: MultimodalModel,
-    plan: Plan,
-    targets: float = 1.0,
-    zero: Zero | None = None,
+    config: Config, model: MultimodalModel, plan: Plan, targets: float = 1.0, zero: Zero | None = None
 ) -> LocalCosts:
     """Return the layer costs with which a run on the ranks of `plan` counts, at its degrees; they are chosen as in
     `costs_of_run`, which explains targets and zero."""

@@ -80,11 +80,7 @@ def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
     texts = []
     for unit in plan.units:
         alike = Counter(
-            (
-                len(replica.stages),
-                tuple(sorted({stage.degrees for stage in replica.stages})),
-                group(replica),
-            )
+            (len(replica.stages), tuple(sorted({stage.degrees for stage in replica.stages})), group(replica))
             for replica in unit.replicas
         )
         shapes = [

@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 from dilatant.models.core.stage import Boundary, StepData
 from dilatant.models.core.unit import Unit
 from dilatant.plan.plan import PlacedStage
-from dilatant.runtime.routes import (
-    RouteLink,
-    Routes,
-    boundary_of,
-    divide_rows,
-    row_part_pairs,
-)
+from dilatant.runtime.routes import RouteLink, Routes, boundary_of, divide_rows, row_part_pairs
 from dilatant.schedule.dependencies import Message
 
 Rows = NDArray[np.int64]
