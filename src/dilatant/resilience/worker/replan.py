@@ -203,11 +203,11 @@ class _Change:
             stages = list({stage.ranks: stage for stage in replica.stages}.values())[: min(most, num_layers)]
             template = _templates(tuple(self.layer_seconds[unit.name]), len(stages), num_layers)[len(stages)]
             cuts = [*(first for first, _, _ in template.stages), num_layers]
-            ranks = [stage.ranks for stage in stages]
+            placed = [stage.ranks for stage in stages]
             degrees = [
                 own if own.ranks == len(stage.ranks) else stage.degrees.without_experts for stage in stages
             ]
-            replicas.append(Replica(tuple(map(Stage.of, cuts, cuts[1:], ranks, degrees))))
+            replicas.append(Replica(tuple(map(Stage.of, cuts, cuts[1:], placed, degrees))))
         return replace(unit, replicas=tuple(replicas))
 
 
