@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cases.model_cases import cluster, cost_model
-from cases.search_cases import find
+from cases.search_cases import find, search
 from dilatant.config.degrees import Degrees
 from dilatant.cost.layer import LayerCost, with_experts_on_ranks
 from dilatant.cost.memory import ParameterBytes
@@ -25,6 +25,7 @@ from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.shapes import shapes
+from dilatant.schedule.plan_scorer import PlanSimulator
 
 MIXTURE = LayerSpec("language.0", "language", 10_000, experts=4, expert_parameters=8_000)
 MODEL = ModelSpec((UnitSpec("language", (MIXTURE,)),))
@@ -38,6 +39,12 @@ def _costs(exchange: float = 0.0):
         for degree, cost in plain.layers["language"].items()
     }
     return replace(plain, layers={"language": layers})
+
+
+def _without_tp(exchange: float):
+    every = _costs(exchange)
+    few = {degrees: every.layers["language"][degrees] for degrees in (Degrees(), Degrees(cp=2))}
+    return replace(every, layers={"language": few})
 
 
 def _plan(*stages: Stage) -> Plan:
@@ -80,13 +87,21 @@ def test_tokens_pay_for_their_way_once_a_pass() -> None:
 )
 def test_experts_are_divided_where_memory_asks_for_it(capacity: float, exchange: float, ep: int) -> None:
     """One layer, which only context parallelism divides: 40,000 bytes with all experts, 24,000 with half of them."""
-    every = _costs(exchange)
-    few = {degrees: every.layers["language"][degrees] for degrees in (Degrees(), Degrees(cp=2))}
-    costs = replace(every, layers={"language": few})
+    costs = _without_tp(exchange)
     rules = ParameterBytes(1.0, 1.0, 2.0)
     found = find(MODEL, costs, {"language": 8}, 2, 2, machine=cluster(1, 2, capacity), rules=rules)
     stages = [stage for one in found.winner.plan.units[0].replicas for stage in one.stages]
     assert {stage.ep for stage in stages} == {ep}
+
+
+def test_a_pipeline_on_idle_devices_divides_experts_where_memory_asks_for_it() -> None:
+    """Two pipelines of two ranks each: three divide the batch into no microbatches of one or two samples."""
+    costs, rules, machine = _without_tp(0.05), ParameterBytes(1.0, 1.0, 2.0), cluster(1, 6, 27_000)
+    workload = Workload({"language": np.full(8, 8.0)})
+    scorer = PlanSimulator(MODEL, costs, machine, workload, 8, rules=rules)
+    found = search(MODEL, costs, machine, workload, 8, scorer, (1, 2), rules, fills_idle=True)
+    (unit,) = found.winner.plan.units
+    assert [[stage.degrees for stage in one.stages] for one in unit.replicas] == [[Degrees(cp=2, ep=2)]] * 3
 
 
 def test_gradients_that_nobody_else_has_can_make_it_faster() -> None:

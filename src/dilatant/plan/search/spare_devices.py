@@ -38,7 +38,7 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
     if roles.generators:
         return
     idle = sorted({*range(cluster.num_devices)} - {*plan.ranks})
-    for degrees in space.table.units.degrees([*roles.encoders, roles.language]):
+    for degrees in space.table.units.all_degrees([*roles.encoders, roles.language]):
         groups = _groups(idle, degrees.ranks, cluster.gpus_per_node)
         groups = groups[: space.model.unit(roles.language).most_stages]
         share = len(groups) * degrees.ranks / cluster.num_devices
