@@ -53,7 +53,7 @@ def shape(one):
     chains = ((o.chain, o.headroom) for o in one.options)
     return (
         one.encoders_at, one.replicas, one.num_microbatches, one.row_tokens, one.counts, one.estimate, one.bound,
-        tuple((c.tp, c.cp, *c.ep.values(), c.chunks, room, *sorted(c.cuts.items())) for c, room in chains),
+        tuple((c.degrees, *c.others.values(), c.chunks, room, *sorted(c.cuts.items())) for c, room in chains),
     )  # fmt: skip
 
 

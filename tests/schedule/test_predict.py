@@ -56,7 +56,7 @@ def random_costs(rng: np.random.Generator, kinds: int) -> CostModel:
 
     layers = {
         f"kind{index}": {
-            (tp, 1): LayerCost(
+            Degrees(tp): LayerCost(
                 *(quadratic() for _ in range(4)),
                 recompute=quadratic(),
                 attention=quadratic(),
@@ -189,7 +189,7 @@ def test_the_fullest_rank_decides_where_ranks_share_items(items_per_token, fulle
         *(Quadratic(b=0.5, c=7.0) for _ in range(4)),
         activation_bytes=Quadratic(b=0.5),
     )
-    costs = CostModel("synthetic", "synthetic", "float32", {"block": {(1, 2): halved}})
+    costs = CostModel("synthetic", "synthetic", "float32", {"block": {Degrees(cp=2): halved}})
     layer = LayerSpec("vision", "block", 0)
     model = ModelSpec((UnitSpec("vision", (layer,), items_per_token=items_per_token),))
     table = stage_costs(plan, model, costs)
