@@ -127,7 +127,6 @@ def attend(
     attention_mask: torch.Tensor | AttentionPlan | ContextParallelRow | None,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -151,7 +150,7 @@ def attend(
     problems = [f"{name} ({what})" for name, what in _UNSUPPORTED.items() if kwargs.get(name) is not None]
     if isinstance(attention_mask, torch.Tensor):
         problems.append("an attention_mask beside the plan, which says everything")
-    if dropout:
+    if dropout := kwargs.get("dropout"):
         problems.append(f"dropout of {dropout} in attention (set attention_dropout to 0)")
     if kwargs.get("output_attentions"):
         problems.append("output_attentions (the weights are never held)")

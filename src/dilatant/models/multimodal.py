@@ -207,8 +207,7 @@ class MultimodalModel(nn.Module):
         sample_ids: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
         attention_kwargs: Mapping[str, Any] | None = None,
-        num_items_in_batch: float | Tensor | None = None,
-        **unknown: Any,
+        **others: Any,
     ) -> MultimodalOutput:
         """Compute loss and logits of a packed row or of a padded batch, through the encoders and the language model.
 
@@ -221,10 +220,12 @@ class MultimodalModel(nn.Module):
         if absent.
 
         If an encoder has merge "prepend" and the batch has no placeholders, an equal number of placeholders is inserted
-        before every text, and logits include them. num_items_in_batch: `loss_denominator` under the name in
+        before every text, and logits include them. others: num_items_in_batch, `loss_denominator` under the name in
         transformers' Trainer. Raises UserError if rows and placeholders do not match, and for unknown keywords.
         """
-        self._refuse_keywords(unknown)
+        if (items := others.pop("num_items_in_batch", None)) is not None and loss_denominator is None:
+            loss_denominator = items
+        self._refuse_keywords(others)
         if self.language.crossing is not None and encoder_inputs:
             raise UserError(
                 f"{self.language.crossing.unit}: its rows go to blocks of the language model, sample by sample, which "
@@ -243,7 +244,7 @@ class MultimodalModel(nn.Module):
             position_ids=position_ids,
             attention_mask=attention_mask,
             labels=labels,
-            loss_denominator=num_items_in_batch if loss_denominator is None else loss_denominator,
+            loss_denominator=loss_denominator,
             return_logits=return_logits,
             lengths=lengths,
             sample_ids=sample_ids,
@@ -427,7 +428,7 @@ class MultimodalModel(nn.Module):
 
     def _refuse_keywords(self, keywords: Mapping[str, Any]) -> None:
         problems = []
-        known = [*signature(self.forward).parameters][:-2]  # without transformers' alias, and unknown ones
+        known = [*signature(self.forward).parameters][:-1]  # without **others
         for keyword in keywords:
             takers = [n for n in self.encoders if self[n].geometry.input_name == keyword]
             if takers:
