@@ -34,7 +34,7 @@ class ExpertGroup:
 
         rows: [sum of sent, hidden], ordered by target rank. sent, received: number of rows to and from each rank.
         """
-        return _Exchange.apply(rows, self, tuple(sent), tuple(received))
+        return _RowExchange.apply(rows, self, tuple(sent), tuple(received))
 
     def _move(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], what: str) -> Tensor:
         width = rows.shape[1]
@@ -49,7 +49,7 @@ class ExpertGroup:
         return arrived
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, ranks: ExpertGroup, sent: tuple[int, ...], received: tuple[int, ...]

@@ -101,7 +101,7 @@ class CostModel:
             for kind, own in self.layers.items()
         }
         document: dict[str, Any] = msgspec.to_builtins(
-            _Document(
+            _CostFile(
                 hardware=self.hardware,
                 origin=self.origin,
                 dtype=self.dtype,
@@ -127,7 +127,7 @@ class CostModel:
 
     @classmethod
     def _from_document(cls, document: Any, source: str) -> CostModel:
-        read = _convert(document, _Document, source)
+        read = _convert(document, _CostFile, source)
         layers = {
             kind: {
                 _degrees(key, source): _layer_cost(cost, f"{source} (layers, {kind}, {key})")
@@ -138,7 +138,7 @@ class CostModel:
         return cls(read.hardware, read.origin, read.dtype, layers, read.note or "", read.longest or 0)
 
 
-class _Document(msgspec.Struct, kw_only=True):
+class _CostFile(msgspec.Struct, kw_only=True):
     """Keys of a cost file, or of one of its groups."""
 
     hardware: str

@@ -41,7 +41,7 @@ class DataWait(msgspec.Struct, frozen=True, array_like=True):
     slowest: tuple[tuple[str, float], ...] = ()
 
 
-class _Document(msgspec.Struct):
+class _StepFile(msgspec.Struct):
     """The JSON document of a `MeasuredStep`; actions and waits are rows."""
 
     assignment: dict[str, tuple[tuple[tuple[Count, ...], ...], ...]]
@@ -64,7 +64,7 @@ class MeasuredStep:
 
     def to_json(self) -> str:
         """Return a JSON document that `from_json` reads back to an equal value."""
-        document = _Document(
+        document = _StepFile(
             self.assignment.microbatches,
             dict(self.schedule.actions),
             dict(self.tokens),
@@ -77,7 +77,7 @@ class MeasuredStep:
     def from_json(cls, text: str) -> MeasuredStep:
         """Read what `to_json` wrote. Raises ValueError for anything else."""
         try:
-            read = msgspec.json.decode(text, type=_Document)
+            read = msgspec.json.decode(text, type=_StepFile)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not a measured step: {error}") from error
         return cls(

@@ -13,7 +13,7 @@ from dilatant.data.media.pixels import EncoderInput, as_array, concatenate_input
 from dilatant.data.media_units.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
 from dilatant.data.sample import EncodedSample, Media, Sample, content_digest
 from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
-from dilatant.data.text.token_layout import Item, Layout, lay_out, place_media
+from dilatant.data.text.token_layout import Item, TokenLayout, lay_out, place_media
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +141,14 @@ def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Med
         at += item.merged_tokens
 
 
-def _refusals(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[SampleError]:
+def _refusals(sample: Sample, encoding: Encoding, layout: TokenLayout) -> Iterator[SampleError]:
     """Yield the errors of a sample whose parts are all readable."""
     if encoding.max_length is not None and len(layout.ids) > encoding.max_length:
         yield too_long(sample.id, len(layout.ids), encoding.max_length)
     yield from _nothing_to_learn(sample, encoding, layout)
 
 
-def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[SampleError]:
+def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: TokenLayout) -> Iterator[SampleError]:
     answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
     reads = encoding.chat.template.reads
     calls = any(reads(key) for turn in sample.turns if turn.role == "assistant" for key, _ in turn.extras)
@@ -170,7 +170,7 @@ def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Ite
 
 
 def _encoded(
-    sample: Sample, encoding: Encoding, layout: Layout, parts: frozenset[str] | None = None
+    sample: Sample, encoding: Encoding, layout: TokenLayout, parts: frozenset[str] | None = None
 ) -> EncodedSample:
     media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
@@ -207,7 +207,7 @@ def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int
     return answer
 
 
-def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> Layout:
+def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> TokenLayout:
     """Lay out a sample; if it is held out, its question must have a layout, too. Raises SampleError."""
     if encoding.held_out:
         lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True)

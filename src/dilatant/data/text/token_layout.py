@@ -203,7 +203,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TokenLayout:
     """Token ids of a sample and its media items, in order. targets: tokens that carry loss. is_cut: the sample was
     cut."""
 
@@ -224,7 +224,7 @@ class Layout:
         return sizes
 
 
-def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> Layout:
+def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> TokenLayout:
     """Compute token ids with every media item expanded, from sizes alone."""
     unheard = [turn.role for turn in sample.turns if turn.role != "assistant" and not turn.carries_loss]
     if unheard and encoding.train_on == "all":
@@ -275,11 +275,13 @@ def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) ->
     targets = np.concatenate([np.zeros(len(ids) - repeats.sum(), bool), np.repeat(targets, repeats)])
     targets[:1] = False  # no token precedes it to predict it
     if for_generation or encoding.cuts_at is None or len(ids) <= encoding.cuts_at:
-        return Layout(ids, targets, items)
+        return TokenLayout(ids, targets, items)
     return _cut(ids, targets, items, encoding.cuts_at)
 
 
-def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, ...], length: int) -> Layout:
+def _cut(
+    ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, ...], length: int
+) -> TokenLayout:
     """Cut to the first `length` tokens, or fewer so that no media item is split."""
     at = kept = 0
     for item in items:
@@ -289,7 +291,7 @@ def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, 
             break
         at += item.merged_tokens
         kept += 1
-    return Layout(ids[:length], targets[:length], items[:kept], is_cut=True)
+    return TokenLayout(ids[:length], targets[:length], items[:kept], is_cut=True)
 
 
 def _sized(

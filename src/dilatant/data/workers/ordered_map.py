@@ -74,7 +74,7 @@ def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
 
 
 @dataclass(eq=False)
-class _Worker(Generic[T]):
+class _RunningWorker(Generic[T]):
     """A worker process. tasks: those that it holds; since: `time.monotonic` when it began the first of them."""
 
     shown: str
@@ -107,7 +107,7 @@ class WorkerPool(Generic[T, R]):
     ) -> None:
         self._named = named
         self._task_seconds = task_seconds
-        self._workers: list[_Worker[T]] = []
+        self._workers: list[_RunningWorker[T]] = []
         self.close = util.Finalize(self, _end, (self._workers,), exitpriority=0)
         """Kill the worker processes. Idempotent."""
         context = multiprocessing.get_context("forkserver")
@@ -124,7 +124,7 @@ class WorkerPool(Generic[T, R]):
             process.start()
             theirs.close()
             shown = f"data worker {number} (process {process.pid})"
-            self._workers.append(_Worker(shown, process, ours))
+            self._workers.append(_RunningWorker(shown, process, ours))
 
     def map(self, tasks: Iterable[T], ahead: int) -> Iterator[R]:
         """Yield the result of every task, in order. Raises the UserError of a job in its place.
@@ -159,7 +159,7 @@ class WorkerPool(Generic[T, R]):
             for number, *result in self._receive():
                 done[number] = result
 
-    def _send(self, worker: _Worker[T], number: int, task: T) -> None:
+    def _send(self, worker: _RunningWorker[T], number: int, task: T) -> None:
         if not worker.tasks:
             worker.since = time.monotonic()
         worker.tasks.append(task)
@@ -196,7 +196,7 @@ def how_ended(code: int | None) -> str:
     return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
-def _end(workers: list[_Worker[Any]]) -> None:
+def _end(workers: list[_RunningWorker[Any]]) -> None:
     for worker in workers:
         worker.process.kill()
     for worker in workers:
