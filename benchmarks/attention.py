@@ -33,6 +33,7 @@ from attention_suite.kernels import Shape, measure_rates
 from attention_suite.rows import KINDS
 from attention_suite.shares import fit_block_cost, measure_shares, measure_splitting
 from machine import machine
+from torch._functorch import config as functorch_config
 
 RESULTS = Path(__file__).parent / "results"
 GPU_SECTIONS = ("rates", "shares", "splitting", "planning", "memory")
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     for section in settings.sections:
         print(f"\n== {section}", flush=True)
-        SECTIONS[section](settings, device, report)
+        # A backward pass is timed again and again over one graph, whose buffers FlexAttention would give away.
+        with functorch_config.patch(donated_buffer=False):
+            SECTIONS[section](settings, device, report)
         if settings.out:  # kept as it grows: a long run that is cut off leaves what it had
             settings.out.parent.mkdir(parents=True, exist_ok=True)
             settings.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """Fine-tuning a small whole vision-language model on one device, against transformers' Trainer.
 
-Both train all weights of the same LLaVA (random, saved once in the hub's layout) in fp32, on the same samples in the
-same order, with AdamW. (a) is `dilatant train` with its defaults; (b) is `Trainer` with the model's own class, of which
-each way gets its turn:
+Both train all weights of the same LLaVA (random, saved once in the hub's layout), in fp32 or bf16, on the same samples
+in the same order, with AdamW. (a) is `dilatant train` with its defaults; (b) is `Trainer` with the model's own class,
+of which each way gets its turn:
 
     padded     samples as they come, `--padded-batch` at a time, padded to the longest
     by length  the samples of a step sorted by length first, which is what its `group_by_length` is for
@@ -26,33 +26,60 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import machine
-from one_device import AGREEMENT, BARS, Step, cases
+from one_device import AGREEMENT as FP32_AGREEMENT
+from one_device import BARS, Step, cases
 from torch import nn
 
-IMAGE, WIDTH = 128, 256
 BAR = 1.3
 """Wanted against `padded`; against the other ways nothing below 1."""
 WAYS = ("padded", "by length", "packed")
+AGREEMENT = {"fp32": FP32_AGREEMENT, "bf16": 2e-2}
+"""bf16 has 8 bits: one rounding of a logit changes a loss by parts of 2**-8, and the two round in different places
+(weights in bf16 with fp32 masters here, fp32 weights under autocast there)."""
 
 
-def save_model(folder: Path) -> None:
-    """A LLaVA of 128 x 128 pixels, 64 tokens an image, with a tokenizer of bytes."""
+@dataclass(frozen=True)
+class Size:
+    """Widths of the LLaVA that is trained; a head has 64 numbers but in `small`."""
+
+    image: int
+    patch: int
+    vision: int
+    vision_layers: int
+    text: int
+    text_layers: int
+    feed_forward: int
+    heads: tuple[int, int]
+
+
+SIZES = {
+    "small": Size(128, 16, 128, 4, 256, 4, 704, (4, 2)),
+    # The width of SigLIP so400m and of Qwen2.5-1.5B, about half as deep: two copies train in 80 GB.
+    "1b": Size(336, 14, 1152, 12, 1536, 14, 8960, (12, 2)),
+}
+
+
+def save_model(folder: Path, size: Size) -> None:
+    """A LLaVA with a tokenizer of bytes; an image is (image / patch)² tokens."""
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from dilatant.data.text.tokenizer import load_tokenizer
 
-    block = {"num_hidden_layers": 4, "num_attention_heads": 4}
     settings = {
-        "vision_config": {"model_type": "siglip_vision_model", "image_size": IMAGE, "patch_size": 16,
-                          "hidden_size": WIDTH // 2, "intermediate_size": 2 * WIDTH, "vision_use_head": False, **block},
-        "text_config": {"model_type": "llama", "vocab_size": 300, "hidden_size": WIDTH, "num_key_value_heads": 2,
-                        "intermediate_size": WIDTH * 11 // 4, "max_position_embeddings": 4096, **block},
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": size.image, "patch_size": size.patch,
+                          "hidden_size": size.vision, "intermediate_size": 4 * size.vision, "vision_use_head": False,
+                          "num_hidden_layers": size.vision_layers, "num_attention_heads": max(4, size.vision // 72)},
+        "text_config": {"model_type": "llama", "vocab_size": 300, "hidden_size": size.text,
+                        "intermediate_size": size.feed_forward, "num_hidden_layers": size.text_layers,
+                        "num_attention_heads": size.heads[0], "num_key_value_heads": size.heads[1],
+                        "max_position_embeddings": 4096},
         "image_token_id": 299,
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
@@ -60,7 +87,7 @@ def save_model(folder: Path) -> None:
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(CONFIG_MAPPING["llava"](**settings)).save_pretrained(folder)
     load_tokenizer("bytes").save_pretrained(str(folder))
-    processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": IMAGE, "width": IMAGE},
+    processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": size.image, "width": size.image},
                  "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
@@ -77,7 +104,7 @@ def tree(model: Path, data: Path, output: Path, settings: argparse.Namespace) ->
             "schedule": {"kind": "constant"},
             "save_steps": None,
             "report_to": [],
-            "precision": "fp32",
+            "precision": settings.precision,
         },
     }
 
@@ -200,7 +227,7 @@ def train_with_trainer(
             gradient_accumulation_steps=settings.batch // size, learning_rate=1e-4, lr_scheduler_type="constant",
             adam_beta2=0.95, weight_decay=0.01, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to=[],
             dataloader_num_workers=settings.workers, disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
-            remove_unused_columns=False,
+            remove_unused_columns=False, bf16=settings.precision == "bf16",
         )  # fmt: skip
         turns.begin()
         try:
@@ -277,7 +304,7 @@ def compare(
         f"bar {bar}x; losses differ by {max(differences):.1e}",
         flush=True,
     )
-    if max(differences) > AGREEMENT:
+    if max(differences) > AGREEMENT[settings.precision]:
         raise SystemExit(f"{name}, {way}: the losses differ, so the ratio means nothing: {differences}")
     return {
         "dilatant_samples_per_second": speeds[0],
@@ -298,6 +325,10 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
     parser.add_argument("--padded-batch", type=int, default=8, help="samples that the Trainer runs at once")
+    parser.add_argument(
+        "--size", choices=SIZES, default="small", help="of the model; 1b needs a GPU of 80 GB"
+    )
+    parser.add_argument("--precision", choices=AGREEMENT, default="fp32")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--again", action="store_true", help="also what the file has already")
@@ -310,7 +341,7 @@ def main() -> None:
     results = report["cases"]
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        save_model(scratch / "model")
+        save_model(scratch / "model", SIZES[settings.size])
         for name, data in cases(settings.data, scratch / "charts"):
             for way in WAYS:
                 if name not in (settings.case or BARS) or way not in (settings.way or WAYS):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -236,12 +237,11 @@ def _varlen(problem: Problem) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     borders, longest = _borders(problem)
+    # Without this parameter (torch 2.11) it takes fewer key heads as they are.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        output = varlen_attn(
-            q, k, v, borders, borders, longest, longest, window_size=(-1, 0), enable_gqa=grouped
-        )
+        output = varlen_attn(q, k, v, borders, borders, longest, longest, window_size=(-1, 0), **grouped)
         assert isinstance(output, Tensor)
         return output
 

@@ -43,7 +43,8 @@ def request(**changes) -> AttentionCall:
     ("asked", "machine", "chosen"),
     [
         (request(), HOPPER, "triton"),
-        (request(not_plain=None), HOPPER, "sdpa"),
+        (request(not_plain=None), HOPPER, "triton"),
+        (request(not_plain=None), MachineCapabilities(triton=True, capability=(7, 5)), "sdpa"),
         (request(not_plain=None, softcap=True), HOPPER, "triton"),
         (request(not_plain=None, sinks=True), HOPPER, "triton"),
         (request(head_dim=320, value_dim=320), HOPPER, "blockwise"),

@@ -40,7 +40,7 @@ def opened(family: str, weights: Mapping[str, torch.Tensor] | None = None, **opt
 
 def losses_of(model: MultimodalModel, samples: list[EncodedSample], cut: bool) -> torch.Tensor:
     """The loss of all samples in one microbatch, of whole units or of a stage for every layer."""
-    data = StepData.of(samples, model.graph.losses)
+    data = StepData.of(samples, model.graph.losses, device=next(model.parameters()).device)
     numbers = tuple(range(len(samples)))
     inbound: dict[str, torch.Tensor] = {}
     for name, unit in model.units.items():

@@ -228,6 +228,8 @@ def worker_here(
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, torch.cuda.device_count(), started_here))
         torch.cuda.set_device(device)
+        # It plans anew, for 50 ms and more, for every new shape, and rows rarely have the shape of another.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         device = torch.device("cpu")
         if not chooses_threads():

@@ -7,7 +7,6 @@ and of single-layer stages. Proofs are cached in the cache folder, by settings a
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.utils import logging as transformers_logging
 
+from dilatant import __version__
 from dilatant.config.environment import cache_folder
 from dilatant.config.files.durable import write_durably
 from dilatant.data.sample import EncodedSample
@@ -212,7 +212,7 @@ def _differ(
 
 
 def _path(unit: LanguageUnit, settings: Mapping[str, Any], how: str) -> Path:
-    about = [type(unit.model).__qualname__, how, _attention(unit), importlib.metadata.version("dilatant")]
+    about = [type(unit.model).__qualname__, how, _attention(unit), __version__]
     about += [transformers.__version__, torch.__version__, json.dumps(settings, sort_keys=True, default=str)]
     return cache_folder() / "proofs" / f"{sha256(repr(about).encode()).hexdigest()[:24]}.json"
 

@@ -24,6 +24,7 @@ from dilatant.models.core.weights import Weight, name_weights
 from dilatant.models.language.cross_attention import CrossAttention
 from dilatant.models.language.extension import Extension, StageSpan, TextLayout
 from dilatant.models.language.language_stage import BeforeLanguageModel, LanguageStage
+from dilatant.models.language.merge import without_placeholders
 from dilatant.models.language.packed_row import PackedRow, Positions, token_places
 from dilatant.models.language.proven_traits import Proof
 from dilatant.models.language.queries import Queries
@@ -128,6 +129,7 @@ class LanguageUnit(Unit, LanguageStage):
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         ids = torch.arange(tokens, device=device)[None] % self.config.vocab_size
+        ids = without_placeholders(ids, [*self.text.placeholder_ids.values()])
         positions = torch.arange(tokens, device=device)[None]
         given = {"position_ids": positions, **self.attention_of([ids[0].cpu().numpy()])}
         if layer == 0:
