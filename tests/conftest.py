@@ -9,10 +9,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from harness.kernels import compile_kernels
+
 # Tiny models on a few cores: more threads wait for each other than work. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from harness.worker_pool import WorkerPool  # torch reads the variable above when it is imported
+# torch reads the variable above when it is imported.
+from harness.fork_server import start_fork_server
+from harness.worker_pool import WorkerPool
 
 # What these compare is shown where it differs, as in test files.
 pytest.register_assert_rewrite("cases", "harness.checked_steps", "harness.refused")
@@ -30,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("repeatable", derandomize=True, deadline=None)
     settings.register_profile("searching", deadline=None)
     settings.load_profile("repeatable" if config.option.markexpr == "not slow" else "searching")
+    if hasattr(config, "workerinput"):
+        start_fork_server()
+    is_first_of_several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if is_first_of_several and not config.option.collectonly:
+        compile_kernels()
 
 
 @pytest.fixture(scope="session")

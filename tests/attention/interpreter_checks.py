@@ -173,7 +173,7 @@ def test_expanded_gradients_equal_dense_attention() -> None:
 @pytest.mark.parametrize(
     "heads_per_gather", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, None))]
 )
-@pytest.mark.parametrize("kind", ["document_causal", "embedded"])
+@pytest.mark.parametrize("kind", [pytest.param("document_causal", marks=pytest.mark.slow), "embedded"])
 def test_head_groups_gathered_in_turn_equal_dense_gradients(kind: str, heads_per_gather: int | None) -> None:
     """Each group's output is a view of some heads of all; one rank is enough to take them in turn."""
     mask = mask_kinds.build_mask(LONG_ROW, kind)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.fork_server import start_fork_server
+
 SIZES = (1, 2, 3, 4)
 
 
@@ -58,7 +60,7 @@ class RankPool:
 
     def __init__(self, ranks: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "dilatant.attention.context_parallel"])
+        start_fork_server()
         self._folder = tempfile.TemporaryDirectory()
         store = f"{self._folder.name}/store"
         pairs = [context.Pipe() for _ in range(ranks)]

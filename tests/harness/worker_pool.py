@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from harness.fork_server import start_fork_server
 from harness.patience import HANG_SECONDS
 
 TOKEN = b"of the tests"
@@ -48,12 +49,10 @@ class WorkerPool:
     """Runs `function(worker, *args)` on n ranks at once. `close()` ends the processes."""
 
     def __init__(self) -> None:
-        from dilatant.comm.fork_server import RANK_PRELOAD
         from dilatant.comm.store.server import StoreServer
 
+        start_fork_server()  # what ranks and tests import is most of their start; the server does it once
         self._context = multiprocessing.get_context("forkserver")
-        # What ranks and tests import is most of their start; the server does it once.
-        self._context.set_forkserver_preload([*RANK_PRELOAD, "pytest", "hypothesis"])
         self._members: list[tuple[Any, Connection]] = []
         self._server = StoreServer("127.0.0.1", 0, TOKEN)
         self._runs = 0

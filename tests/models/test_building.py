@@ -109,7 +109,10 @@ def compare_spread(plain: nn.Module, ours: nn.Module) -> None:
         assert torch.equal(buffers[name], buffer), name
 
 
-@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow if n % 2 else ()) for n, name in enumerate(LANGUAGE_MODELS)],
+)
 def test_a_process_that_holds_some_layers_draws_the_same_weights(family: str) -> None:
     whole = vision_language(family, seed=5)
     for name, spans in (("language", [(0, 2), (2, 4), (6, 7)]), ("vision", [(0, 1), (3, 6), (6, 7)])):

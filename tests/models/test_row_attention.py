@@ -104,8 +104,17 @@ def test_every_encoder_family_packs_without_changing_loss(encoder: str) -> None:
     check("llama", encoder, "causal", None)
 
 
-@pytest.mark.parametrize("media", ["bidirectional", "embedded", "modality"])
-@pytest.mark.parametrize("language", ["llama", "qwen3", "phi3"])
+MEDIA = ("bidirectional", "embedded", "modality")
+
+
+@pytest.mark.parametrize(
+    ("language", "media"),
+    [
+        pytest.param(language, media, marks=() if n == m else pytest.mark.slow)
+        for n, language in enumerate(("llama", "qwen3", "phi3"))
+        for m, media in enumerate(MEDIA)
+    ],
+)
 def test_media_see_each_other_as_the_config_says(language: str, media: str) -> None:
     """Families without windows: transformers takes one dense mask for all of their layers."""
     check(language, "siglip", media, lambda sample: seen_in(sample, media))
@@ -121,8 +130,14 @@ def seen_in(sample: EncodedSample, media: str) -> np.ndarray:
     return matrix(tokens_of([segments]), rule)
 
 
-@pytest.mark.parametrize("language", ["llama", "gemma2", "gemma3_text"])
-@pytest.mark.parametrize("media", ["causal", "bidirectional", "embedded"])
+@pytest.mark.parametrize(
+    ("language", "media"),
+    [
+        pytest.param(language, media, marks=pytest.mark.slow if (n + m) % 2 else ())
+        for n, language in enumerate(("llama", "gemma2", "gemma3_text"))
+        for m, media in enumerate(("causal", "bidirectional", "embedded"))
+    ],
+)
 def test_what_is_generated_is_what_the_training_mask_predicts(language: str, media: str) -> None:
     """With a cache, prompts of unlike lengths padded on the left, windows shorter than the prompts."""
     model = vision_language(language, "siglip")

@@ -25,8 +25,14 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-@pytest.mark.parametrize("language", LANGUAGE_MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("language", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if often else pytest.mark.slow)
+        for n, name in enumerate(LANGUAGE_MODELS)
+        for dtype, often in ((torch.float32, n % 2), (torch.bfloat16, not n % 2))
+    ],
+)
 def test_language_models_round_trip_and_load_in_transformers(
     language: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -37,8 +43,14 @@ def test_language_models_round_trip_and_load_in_transformers(
     assert same_weights(plain, mllm.language.model)
 
 
-@pytest.mark.parametrize("projector", ["linear", "mlp"])
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize(
+    ("encoder", "projector"),
+    [
+        pytest.param(name, projector, marks=() if often else pytest.mark.slow)
+        for n, name in enumerate(ENCODERS)
+        for projector, often in (("linear", n % 2), ("mlp", not n % 2))
+    ],
+)
 def test_encoders_round_trip_and_load_in_transformers(encoder: str, projector: str, tmp_path: Path) -> None:
     mllm = vision_language(encoder=encoder, projector=projector, features="patch", merge="prepend").eval()
     mllm.save_pretrained(tmp_path)

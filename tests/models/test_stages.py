@@ -48,7 +48,7 @@ def chain_encoder(unit: EncoderUnit, spans: list[tuple[int, int]], inputs):
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
-@settings(max_examples=3, deadline=None, print_blob=True)
+@settings(max_examples=2, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_language_stages_chain_to_the_whole(family: str, data: st.DataObject) -> None:
     mllm = vision_language(family)
@@ -75,7 +75,7 @@ def test_language_stages_chain_to_the_whole(family: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-@settings(max_examples=3, deadline=None, print_blob=True)
+@settings(max_examples=2, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_encoder_stages_chain_to_the_whole(family: str, data: st.DataObject) -> None:
     unit = vision_language(encoder=family)["vision"]

@@ -103,7 +103,9 @@ def consecutive(counts):
     return {n: Template((), 1.0 / n, 1.0 / n, num_microbatches=1) for n in counts}
 
 
-@pytest.mark.parametrize("num_nodes", range(1, 41))
+@pytest.mark.parametrize(
+    "num_nodes", [*range(1, 25), *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in range(25, 41))]
+)
 def test_every_cluster_down_to_the_guarantee_has_a_composition(num_nodes):
     """Theorem 1 of App. A with the number of replicas that its proof leaves out; Theorem 2 with >=."""
     for smallest in range(1, num_nodes + 1):

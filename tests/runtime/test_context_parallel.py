@@ -77,7 +77,7 @@ def test_rows_pass_between_any_degrees(workers: WorkerPool) -> None:
     check_case(workers, case_of(plan, attention="embedded", recompute="block_keep_attention"), "none", 1)
 
 
-@pytest.mark.parametrize("zero", ["none", "all"])
+@pytest.mark.parametrize("zero", [pytest.param("none", marks=pytest.mark.slow), "all"])
 def test_encoder_items_and_tokens_are_shared_by_the_same_ranks(workers: WorkerPool, zero: Any) -> None:
     plan = plan_of((Stage(0, 2, (0, 1, 2), cp=3), Stage(2, 5, (3,))), (Stage(0, 4, (0, 1, 2), cp=3),))
     texts = ((3, (3,)), (2, (0,)), (9, (1,)), (2, (0,)), (2, (0,)), (5, (2,)))

@@ -21,7 +21,7 @@ NODES = st.sampled_from([1, 2, 3])
 SHARING: Any = st.sampled_from(["none", "node", "all"])
 
 
-@settings(max_examples=3, **COMMON)
+@settings(max_examples=2, **COMMON)
 @given(case=cases(dtype=torch.bfloat16), zero=SHARING, nodes=NODES)
 def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
@@ -29,7 +29,7 @@ def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     check_case(workers, case, zero, nodes)
 
 
-@settings(max_examples=4, **COMMON)
+@settings(max_examples=3, **COMMON)
 @given(case=cases(), zero=SHARING, nodes=NODES)
 def test_any_step_matches_loss_and_gradients_of_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int

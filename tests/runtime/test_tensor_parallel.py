@@ -130,7 +130,7 @@ def test_more_ranks_than_key_value_heads(workers: WorkerPool, language: str) -> 
     check_case(workers, case_of(plan, language=language, settings=settings), "all", 1)
 
 
-@pytest.mark.parametrize("zero", ["none", "node", "all"])
+@pytest.mark.parametrize("zero", ["none", pytest.param("node", marks=pytest.mark.slow), "all"])
 def test_replicas_of_unlike_degrees(workers: WorkerPool, zero: Any) -> None:
     replicas = (
         (Stage(0, 4, (1,)),),

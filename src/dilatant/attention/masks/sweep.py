@@ -10,7 +10,8 @@ constant per query block. Intervals of tokens are pairs (start, end), end exclus
 (start, length, kind).
 
 Compiled functions that call each other share this long file, because numba's cache checks for changes only in the file
-of the function called, not in the files of its callees.
+of the function called, not in the files of its callees. Counters that these are given begin as `np.int64(0)`: for a
+literal 0 numba compiles the callee once more.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ def _sweep_run(piece, causal, window, stretches, bounds, buffers, filled, sizes,
         position += piece_end - token
         token = piece_end
         if token == (block + 1) * size or token == query_tokens:
-            first = used if store else 0
+            first = used if store else np.int64(0)
             used, full, partial = _emit(
                 some, num_some, every, num_every, key_block, key_tokens, intervals, first
             )
@@ -352,8 +353,7 @@ def sweep(
     sample_of = (field >> _SAMPLE_SHIFT) & _SAMPLES
     instance_of = (field >> _INSTANCE_SHIFT) & _INSTANCES
     attendable = np.flatnonzero(field & _OWN)
-    num_instances = 1
-    num_samples = 1
+    num_instances = num_samples = np.int64(1)
     for key_run in attendable:
         num_instances = max(num_instances, instance_of[key_run] + 1)
         num_samples = max(num_samples, sample_of[key_run] + 1)
@@ -364,7 +364,7 @@ def sweep(
     # Stretches per (sample, attended modalities) are built once and looked up in a list per sample; those of a single
     # instance are rebuilt after them.
     stretches = np.empty((4 * by_sample.shape[0] + 16, 3), np.int64)
-    used_stretches = 0
+    used_stretches = np.int64(0)
     newest_view = np.full(num_samples, -1, np.int64)
     views = np.empty((16, 4), np.int64)  # attended, first stretch, end stretch, next older view
     used_views = 0
@@ -373,14 +373,14 @@ def sweep(
     offsets = np.zeros(num_blocks + 1, np.int64)
     counts = np.zeros((num_blocks, 2), np.int64)
     intervals = np.empty((4 * num_blocks + 16 if store else 64, 3), np.int32)
-    used = 0
+    used = np.int64(0)
     exact = True
     some = np.empty((16, 2), np.int64)
     every = np.empty((16, 2), np.int64)
     seen = np.empty((16, 2), np.int64)
     seen_own = np.empty((16, 2), np.int64)
     room = np.empty((16, 2), np.int64)
-    num_some = num_every = 0
+    num_some = num_every = np.int64(0)
     found_low = found_high = 0
     steps = 0
 
@@ -491,7 +491,7 @@ def join_nearest(offsets, intervals, most):
     """Return offsets and intervals with at most `most` intervals per row, and whether nothing had to be joined."""
     result = intervals.copy()
     new_offsets = np.zeros_like(offsets)
-    used = 0
+    used = np.int64(0)
     exact = True
     for row in range(offsets.shape[0] - 1):
         first = used

@@ -55,7 +55,7 @@ def min_max_cuts(costs, num_stages):
         limit = low + (high - low) / 2
         if limit >= high:
             limit = low
-        first = 0
+        first = np.int64(0)  # a literal 0 would compile `_reach` once more
         length = layers // num_stages
         slowest = 0.0
         overflow = np.inf

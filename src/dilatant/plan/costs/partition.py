@@ -62,7 +62,7 @@ def partition_layers_in_memory(
         raise PlanError(
             f"costs, state and activation bytes describe {time.size}, {state.size} and {activation.size} layers"
         )
-    capacity = np.ascontiguousarray(np.broadcast_to(np.asarray(capacity_bytes, dtype=np.float64), held.shape))
+    capacity = np.broadcast_to(np.asarray(capacity_bytes, dtype=np.float64), held.shape).copy()
     return tuple(min_max_cuts_in_memory(time, state, activation, held, capacity).tolist()) or None
 
 

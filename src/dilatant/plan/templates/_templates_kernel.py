@@ -120,17 +120,17 @@ def _chain(prefix, widths, fits, node, gpus, low, high, after, tau, best, choice
                 head = w * (layers + 1)
                 tail = (widths.size + w) * (layers + 1)
                 behind = _extend(
-                    best[1, level - step, until], lowest[1, level - step, until], prefix[w], 2, -tau,
+                    best[1, level - step, until], lowest[1, level - step, until], prefix[w], np.int64(2), -tau,
                     one, until_after[w, level], top, best[1, level, r], choice[1, level, r], tail,
                     queue_end, queue_cost,
                 )  # fmt: skip
                 at = _extend(
-                    best[1, level - step, until], lowest[1, level - step, until], prefix[w], 2, -tau,
+                    best[1, level - step, until], lowest[1, level - step, until], prefix[w], np.int64(2), -tau,
                     from_low[w], until_high[w, level], top, best[0, level, r], choice[0, level, r], tail,
                     queue_end, queue_cost,
                 )  # fmt: skip
                 ahead = _extend(
-                    best[0, level - step, until], lowest[0, level - step, until], prefix[w], 1, np.int64(0),
+                    best[0, level - step, until], lowest[0, level - step, until], prefix[w], np.int64(1), np.int64(0),
                     one, until_high[w, level], top, best[0, level, r], choice[0, level, r], head,
                     queue_end, queue_cost,
                 )  # fmt: skip
@@ -230,7 +230,7 @@ def search(prefix, widths, fits, node, node_counts, num_microbatches, candidates
         depth -= 1
         low = interval[depth, 0]
         high = interval[depth, 1]
-        gpus = 0
+        gpus = np.int64(0)  # a literal 0 would compile the callee once more
         for n in range(num_counts):
             if bound[depth, n] < best_cost[n]:
                 gpus = max(gpus, node_counts[n] * node)
@@ -259,7 +259,7 @@ def search(prefix, widths, fits, node, node_counts, num_microbatches, candidates
             tables += 1
             for n in range(num_counts):
                 own = node_counts[n] * node
-                level = 0
+                level = np.int64(0)
                 for k in range(1, levels):
                     if table[0, k, own, 0] < table[0, level, own, 0]:
                         level = k

@@ -197,7 +197,7 @@ def _balanced(problem: MicrobatchProblem) -> NDArray[np.int64]:
         total = table.sum(axis=1)
         share = np.ascontiguousarray(table * (count / np.where(total > 0, total, 1.0))[:, None])
         limit = (1 + EVEN) * np.maximum(1.0, share.max(axis=1))
-        kernels.even_out(share, problem.weight, problem.capacity, slot_of, count, limit, SWAPS_TRIED)
+        kernels.even_out(share, problem.weight, float(problem.capacity), slot_of, count, limit, SWAPS_TRIED)
     return slot_of
 
 
@@ -218,11 +218,11 @@ def _greedy(problem: MicrobatchProblem) -> NDArray[np.int64]:
         kernels.place_two_units(order, share[0], share[1], slot_of, problem.num_microbatches)
         return slot_of
     count = problem.num_microbatches
-    room = np.full(count, problem.capacity)
+    room = np.full(count, float(problem.capacity))
     refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
     if refused >= 0:
         # Retry by weight: heaviest first fits more often than costliest first.
-        room = np.full(count, problem.capacity)
+        room = np.full(count, float(problem.capacity))
         order = _descending(problem.weight)
         refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
     if refused >= 0:

@@ -246,15 +246,15 @@ def anneal(
     end = np.zeros(num_ops + 1)
     saved = np.empty(num_ops)
     column = np.empty((num_units, 2))
-    now = step_time(0, before, cost_of, share, last, cost, end)
+    now = step_time(np.int64(0), before, cost_of, share, last, cost, end)
     best = now
     best_slot = np.empty(num_samples, dtype=np.int64)
-    _copy(slot_of, best_slot, 0, num_samples)
-    _copy(position, best_position, 0, num_slots)
+    _copy(slot_of, best_slot, np.int64(0), num_samples)
+    _copy(position, best_position, np.int64(0), num_slots)
     first_threshold = start_threshold * now
     for step in range(evaluations):
         threshold = first_threshold * (1.0 - step / evaluations)
-        draw = _draw(state, 4) if membership else _EXCHANGE_SLOTS
+        draw = _draw(state, np.int64(4)) if membership else _EXCHANGE_SLOTS
         one, other = -1, -1  # samples that change slots; -1: none
         if draw == _EXCHANGE_SLOTS:
             a, b = _draw(state, num_slots), _draw(state, num_slots)
@@ -287,8 +287,8 @@ def anneal(
             now = time
             if now < best:
                 best = now
-                _copy(slot_of, best_slot, 0, num_samples)
-                _copy(position, best_position, 0, num_slots)
+                _copy(slot_of, best_slot, np.int64(0), num_samples)
+                _copy(position, best_position, np.int64(0), num_slots)
             continue
         _copy(saved, end, first, num_ops)
         if one < 0:

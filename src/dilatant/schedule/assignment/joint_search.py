@@ -92,8 +92,8 @@ def joint_search(
         evaluations = int(min(40_000, max(1_000, 40_000_000 // max(model.num_ops, 1))))
     result = slot_of.copy()
     kernels.anneal(
-        np.ascontiguousarray(problem.seconds.T), problem.weight, problem.capacity, result, model.num_slots,
-        model.before, model.cost_of, model.share, model.last, model.fixed,
+        np.ascontiguousarray(problem.seconds.T, np.float64), problem.weight, float(problem.capacity), result,
+        model.num_slots, model.before, model.cost_of, model.share, model.last, model.fixed,
         evaluations if len(result) and model.num_slots > 1 else 0, True, START_THRESHOLD, problem.seed,
     )  # fmt: skip
     return result

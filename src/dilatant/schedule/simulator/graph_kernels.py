@@ -268,7 +268,7 @@ def port_contention(
     lag = np.zeros(num_messages)
     free = np.zeros(num_ways)
     heap = np.empty(num_ops, dtype=np.int32)
-    count = 0
+    count = np.int64(0)
     for op in range(num_ops):
         if waiting[op] == 0:
             end[op] = seconds[op]
