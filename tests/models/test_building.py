@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PhiConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PhiConfig
 
 from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant.config import ModelConfig, UserError
@@ -145,6 +145,22 @@ def test_a_tied_head_with_bias_keeps_the_initial_embedding() -> None:
             materialize(unit, first, end, seed=5)
         tables.append(unit.model.get_input_embeddings().weight)
     assert all(torch.equal(table, tables[0]) for table in tables[1:])
+
+
+def test_weights_that_a_family_does_not_draw_are_named() -> None:
+    class Gated(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers[1].mlp.register_parameter("gate", nn.Parameter(torch.ones(config.hidden_size)))
+
+    with torch.device("meta"):
+        unit = MultimodalModel(
+            {}, Gated(parse_config(LANGUAGE_MODELS["llama"], "config")), device="meta"
+        ).language
+    with pytest.raises(
+        UserError, match=r"does not initialise language.layers.1: .*gate, so it cannot be trained"
+    ):
+        materialize(unit, 0, len(unit.layers), seed=5)
 
 
 def test_stages_of_a_partly_materialized_unit_run() -> None:

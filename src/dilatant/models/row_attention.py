@@ -220,6 +220,11 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
             )
     language.without_plans = reason
     proof = _prove(model, "mask")
+    if proof.alone is not None:
+        raise UserError(
+            f"model.language_model: {language.family} cannot be trained: even one sample alone, uncut, trains "
+            f"otherwise than in transformers (on a small copy, {proof.alone})"
+        )
     leak = leaks_between_samples(language.model) or proof.packed
     language.packs_rows = leak is None
     _settle(model, proof)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dilatant.config.errors import UserError
 from dilatant.models.adapters.lora import reset_adapters
@@ -65,8 +66,9 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
         shared = []
     held_here = dict(model.named_parameters(remove_duplicate=False))
     skipping = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
-    skipped = {id(held_here[key]): held_here[key] for key in skipping}.values()  # a tied weight once
-    with excluded_from_init(skipped):
+    skipped = {id(held_here[key]): held_here[key] for key in skipping}  # a tied weight once
+    marked = _mark_undrawn([piece for _, _, piece in fresh], {*here, *skipped})
+    with excluded_from_init(skipped.values()):
         drawn = here  # a tied weight may have been drawn with another layer in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
@@ -81,6 +83,17 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
             owners = models_of(model)
             for module in reversed(shared):
                 owners[id(module)]._init_weights(module)
+    undrawn = [
+        f"{layer}: {name}"
+        for layer, _, piece in fresh
+        for name, parameter in piece.named_parameters()
+        if id(parameter) in marked and _is_undrawn(parameter)
+    ]
+    if undrawn:
+        raise UserError(
+            f"{type(model).__name__} does not initialise {', '.join(undrawn)}, so it cannot be trained from random "
+            "weights; begin with pretrained ones"
+        )
 
 
 def allocate(units: Mapping[str, Unit], seed: int = 0) -> dict[str, Tensor]:
@@ -177,7 +190,36 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
     if not own or len(again) < len(own):
         with excluded_from_init(again):
             models[id(module)]._init_weights(module)
+            if isinstance(module, Conv1D) and _is_undrawn(
+                module.weight
+            ):  # some families leave it to its constructor
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
         drawn |= {id(parameter) for parameter in own}
+
+
+def _mark_undrawn(pieces: Iterable[nn.Module], kept: Collection[int]) -> set[int]:
+    """Set the first number of each parameter that must be drawn to NaN; return their ids. kept: ids of the others."""
+    drawn = [
+        parameter
+        for piece in pieces
+        for parameter in piece.parameters()
+        if id(parameter) not in kept and parameter.is_floating_point() and not parameter.is_meta
+    ]
+    for parameter in drawn:
+        _first_number(parameter).fill_(torch.nan)
+    return {id(parameter) for parameter in drawn}
+
+
+def _is_undrawn(parameter: Tensor) -> bool:
+    """Return True if a parameter still has the mark of `_mark_undrawn`; one that the caller sets has no values yet."""
+    if getattr(parameter, "_is_hf_initialized", False):
+        return False
+    return bool(_first_number(parameter).float().isnan().any())
+
+
+def _first_number(tensor: Tensor) -> Tensor:
+    return tensor[(slice(0, 1),) * tensor.ndim]
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def _shorter_config(config: Any, num_blocks: int, first: int, end: int) -> Any:
     shorter = copy.deepcopy(config)
     for key in PER_LAYER_KEYS:
         entries = getattr(shorter, key, None)
-        own = getattr(type(shorter), key, None)
+        own = getattr(type(shorter), shorter.attribute_map.get(key, key), None)
         if isinstance(own, property) and own.fset is None:  # derived from the depth
             continue
         if entries is not None and len(entries) == num_blocks:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dilatant.config.errors import UserError
 from dilatant.models.adapters.lora import plain_key
 from dilatant.models.core.structure import Structure
 
@@ -55,7 +56,7 @@ def name_weights(
     names = [weight.name for weight in weights]
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
-        raise RuntimeError(f"two weights of unit {unit!r} share a logical name: {', '.join(repeated)}")
+        raise UserError(f"two weights of unit {unit!r} share a logical name: {', '.join(repeated)}")
     return _mark_tied(model, _in_layer_order(weights, structure, unit, tail))
 
 

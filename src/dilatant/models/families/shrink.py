@@ -16,10 +16,11 @@ _VOCABULARY, _WIDTH, _HEAD_WIDTH, _MULTIPLIER = 128, 64, 16, 1.25
 _AT_MOST = {
     r"(key_value|kv|key)_heads$|^num_query_groups$": 2,
     r"^(n_heads?|.*num_(attention_|q_)?heads|.*attention_heads|linear_num_value_heads)$": 4,
-    r"(head_dim|_head_size|^kv_channels|lora_rank|^rotary_dim|^qk_.*_dim)$": _HEAD_WIDTH,
+    r"(head_dim|^d_head|_head_size|^kv_channels|lora_rank|^rotary_dim|^qk_.*_dim)$": _HEAD_WIDTH,
     r"(num_experts|num_local_experts|n_routed_experts)$": 4,
     r"(experts_per_tok(en)?|moe_k|moe_topk)$": 2,
     r"^(n_group|topk_group|num_expert_group)$": 1,
+    r"^(mamba_)?n_?groups$": 2,
     r"^(sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size)$": 4,
     r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len)$": 1024,
     r"vocab_size": _VOCABULARY,
@@ -29,9 +30,15 @@ _WIDTHS = re.compile(
     r"^(.*hidden_size.*|.*intermediate_size.*|d_model|n_embd|n_inner|.*ffn_dim|.*ffn_hidden_size|d_inner|dim_ff|dff"
     r"|word_embed_proj_dim|embedding_size|embedding_dim|laurel_rank|lru_width)$"
 )
+_STATE_SPACES = (
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
+    ("expand", "num_heads", "head_dim"),
+)
+"""Settings of Mamba 2's blocks: the model's width times the first is the product of the other two."""
 _DEPTH = re.compile(rf"^({'|'.join(DEPTH_KEYS)}|n_layers)$")
 _OF_BLOCKS = re.compile(
-    r"layer_types|layers_block_type|block_types|attention_layers|indexer_types|_per_layer|sparsity|^no_rope_layers$"
+    r"layer_types|layers_block_type|block_types|attention_layers|indexer_types|_per_layer|sparsity|^no_rope_layers$|^intermediate_size$"
 )
 _NUMBERS_OF_BLOCKS = re.compile(r"(_layers|_layer_ids|_idxs)$")
 _BORDERS = re.compile(r"^(max_window_layers|moe_layer_(start|end)_index)$")
@@ -129,6 +136,10 @@ def _narrow(small: dict[str, Any]) -> None:
             small[key] = min(value, most)
         elif _WIDTHS.match(key):
             small[key] = _divided(value, divisor)
+    for expand, number, width in _STATE_SPACES:
+        if small.get(expand) and small.get(number) and not small.get("mamba_d_ssm"):
+            small[number] = min(small[number], 4)
+            small[width] = small[expand] * small["hidden_size"] // small[number]
     if small.get("qk_rope_head_dim"):
         if small.get("qk_head_dim"):
             small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]

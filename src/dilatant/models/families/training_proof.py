@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils import logging as transformers_logging
 
@@ -64,7 +64,8 @@ def prove(
         with seeded(0, "proof"), torch.enable_grad():
             proof = _prove(unit, whole, settings, attach)
     except Exception as error:
-        return Proof(*(_one_line(error),) * 3, seconds=time.perf_counter() - begin)
+        why = _one_line(error)
+        return Proof(why, why, alone=None, unproven=why, seconds=time.perf_counter() - begin)
     finally:
         transformers_logging.set_verbosity(level)
     proof = replace(proof, seconds=time.perf_counter() - begin)
@@ -86,22 +87,25 @@ def _prove(
     wanted = _of_transformers(small, samples)
     if attach is not None:
         attach(small)
-    problems: list[str | None] = []
-    largest = (0.0, 0.0)
-    everything = tuple(range(len(samples)))
-    borders = range(len(small.layers) + 1)
-    for cuts in ([0, len(small.layers)], borders):
-        rows = [everything] if not problems or problems[0] is None else [(one,) for one in everything]
+    one_row, one_each = [tuple(range(len(samples)))], [(number,) for number in range(len(samples))]
+    whole_model, one_layer_each = [0, len(small.layers)], range(len(small.layers) + 1)
+    largest = [(0.0, 0.0)]
+
+    def problem_of(rows: Sequence[tuple[int, ...]], cuts: Sequence[int]) -> str | None:
         try:
             found = _of_stages(small, samples, rows, list(pairwise(cuts)))
-            problem, differences = _differ(wanted, found)
         except Exception as error:
-            problem, differences = _one_line(error), largest
-        problems.append(problem)
+            return _one_line(error)
+        problem, differences = _differ(wanted, found)
         if problem is None:
-            largest = (max(largest[0], differences[0]), max(largest[1], differences[1]))
-    packed, cut = problems
-    return Proof(packed, cut, differences=largest)
+            largest.append(differences)
+        return problem
+
+    packed = problem_of(one_row, whole_model)
+    alone = None if packed is None else problem_of(one_each, whole_model)
+    cut = problem_of(one_row if packed is None else one_each, one_layer_each)
+    loss, gradient = (max(each) for each in zip(*largest, strict=True))
+    return Proof(packed, cut, alone, differences=(loss, gradient))
 
 
 def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mapping[str, Any]) -> LanguageUnit:
@@ -109,7 +113,9 @@ def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mappin
     config = type(unit.model.config).from_dict(dict(settings))
     if whole is None:
         with torch.device("meta"):
-            model = cast(Any, type(unit.model))(config)
+            _refuse_large(cast(Any, type(unit.model))(config))
+        # With memory at once: some families draw weights in their constructors alone.
+        model = cast(Any, type(unit.model))(config)
         model.set_attn_implementation(_attention(unit))
         small = LanguageUnit(unit.unit, model, {})
     else:
@@ -117,15 +123,19 @@ def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mappin
             whole, config=config, attn_implementation=_named(whole), dtype=torch.float32, lora=None
         )
         small = LanguageUnit(unit.unit, part.language_model(), part.placeholder_ids, **part.of_language)
-    count = sum(parameter.numel() for parameter in small.model.parameters())
-    if count > _LARGEST:
-        raise ValueError(f"its small copy still has {count:,} parameters")
+        _refuse_large(small.model)
     materialize(small, 0, len(small.layers), 0)
     with torch.no_grad():
         for parameter in small.model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     small.loss_chunk = 8
     return small.eval()
+
+
+def _refuse_large(model: nn.Module) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > _LARGEST:
+        raise ValueError(f"its small copy still has {count:,} parameters")
 
 
 def _attention(unit: LanguageUnit) -> str:

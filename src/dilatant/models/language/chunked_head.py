@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dilatant.models.core.loss import cross_entropy
-from dilatant.models.core.slicing import shell_of
+from dilatant.models.core.slicing import Placeholder, shell_of
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 """Maps logits [positions, vocabulary] and targets [positions] to a loss per position."""
@@ -52,7 +52,7 @@ class _Output:
         return None
 
 
-class _HiddenStates(nn.Module):
+class _HiddenStates(Placeholder):
     """Replaces the module that holds the blocks; returns its input hidden states unchanged."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
@@ -71,7 +71,7 @@ def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:
         inner = shell_of(shell.get_submodule(part))
         setattr(shell, part, inner)
         shell = inner
-    setattr(shell, last, _HiddenStates())
+    setattr(shell, last, _HiddenStates(shell.get_submodule(last)))
     return cast(PreTrainedModel, root)
 
 

@@ -10,12 +10,14 @@ class Proof:
     """Proven properties of a language model; each is None, or a short reason why it does not hold.
 
     packed: a packed row trains like its samples run one by one. cut: any cut into stages trains like the whole model.
+    alone: samples run one by one, uncut, train as in transformers' own forward; if not, the model is not trained.
     unproven: the small copy could not be built or run in transformers, so nothing is known. differences: the largest
     relative ones of the loss and of a gradient. seconds: duration of the proof. is_kept: it was read from a cache.
     """
 
     packed: str | None
     cut: str | None
+    alone: str | None
     unproven: str | None = None
     differences: tuple[float, float] = (0.0, 0.0)
     seconds: float = 0.0
