@@ -177,6 +177,17 @@ def test_a_module_of_one_s_own_is_cut_where_an_adapter_runs_its_parts() -> None:
     assert torch.equal(hidden, whole)
     with pytest.raises(UserError, match="its adapter gives other hidden states than its own forward"):
         deep(lambda tower, hidden: run_blocks(tower, hidden) + 1)
+    with torch.device("meta"):
+        meta = Deep()
+    with pytest.raises(UserError, match="places is on the meta device, outside of a module that draws it"):
+        MultimodalModel(
+            {"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"]
+        )
+    meta.places = nn.Parameter(torch.zeros(4, 12))
+    drawn = MultimodalModel(
+        {"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"], seed=0
+    )
+    assert drawn.encode({"vision": {"pixel_values": picture}})["vision"].isfinite().all()
     with pytest.raises(UserError, match=r"do not run one by one: .*has no attribute 'layers'"):
         deep(lambda tower, hidden: tower.layers[0](hidden))
 

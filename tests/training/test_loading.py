@@ -20,6 +20,7 @@ from dilatant.config import DataSource
 from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import open_blend
 from dilatant.data.workers.loader import Loader
+from dilatant.models import Generator
 from dilatant.planning.assemble import assemble_encoding, assemble_model, assemble_samples
 
 
@@ -112,4 +113,12 @@ def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None
     model = assemble_model(config, *assemble_encoding(config), hollow=True)
     model.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):
+        make_loader(model, [config_path.parent / "train.jsonl"], 4)
+
+
+def test_a_model_that_draws_is_refused(config_path: Path) -> None:
+    config = load_config(config_path)
+    model = assemble_model(config, *assemble_encoding(config), hollow=True)
+    model.generators = {"image": Generator(torch.nn.Linear(8, 1), token_id=3, width=8)}
+    with pytest.raises(UserError, match="for encoders only; make `EncodedSample`s"):
         make_loader(model, [config_path.parent / "train.jsonl"], 4)

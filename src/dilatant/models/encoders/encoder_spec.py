@@ -103,7 +103,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
         adapter=encoder.adapter,
     )
-    if encoder.adapter is not None and model is encoder.model:
+    if encoder.adapter is not None and not isinstance(model, PreTrainedModel):
         _check_adapter(unit, where)
     return unit
 
@@ -114,6 +114,15 @@ def _check_adapter(unit: EncoderUnit, where: str) -> None:
     """Raise UserError unless the layers of the encoder one by one give what its own forward gives."""
     value, inputs = unit.example(0, 1, next(unit.model.parameters(), torch.empty(0)).device)
     fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
+    drawn = tuple(f"{path.removeprefix('model.')}." for _, path in unit.pieces())
+    held = {**dict(unit.model.named_parameters()), **dict(unit.model.named_buffers())}
+    meta = [name for name, tensor in held.items() if tensor.is_meta]
+    if alone := [name for name in meta if not name.startswith(drawn)]:
+        raise UserError(
+            f"{where}: {alone[0]} is on the meta device, outside of a module that draws it; give it memory"
+        )
+    if 0 < len(meta) < len(held):
+        return  # nothing runs on two devices
     try:
         whole, hidden = unit.stage(0, end).eval()(fed), unit.stage(0, 1).eval()(fed)
         for layer in range(1, end):

@@ -57,6 +57,8 @@ def make_loader(
     tokenizer = tokenizer or model.tokenizer
     if tokenizer is None:
         raise UserError("the model has no tokenizer; give one: tokenizer=...")
+    if model.generators:
+        raise UserError("files are read for encoders only; make `EncodedSample`s for a model with generators")
     units, source = _media_units(model, processors or {}, tokenizer)
     chat = chat_tokenizer(
         tokenizer, chat_template, processed=bool(model.whole and units), ends=generation_ends(source)
