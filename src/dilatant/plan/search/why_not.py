@@ -221,8 +221,8 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
                 )
         layers, held = space.model.unit(unit).most_stages, len(space.model.unit(unit).layers)
         cuts = asked.cuts.get(unit, (0,))
-        stages = wanted.get("pp", len(cuts)) * wanted.get("chunks", 1)
-        if cuts[-1] >= held or (unit in asked.cuts and len(cuts) != stages):
+        stages = max(len(cuts), wanted.get("pp", 1) * wanted.get("chunks", 1))
+        if cuts[-1] >= held or (unit in asked.cuts and "pp" in wanted and len(cuts) != stages):
             problems.append(f"{unit}: cuts {list(cuts)} are not of its {held} layers into {stages} stages")
         if stages > layers:
             problems.append(f"{unit} has {layers} layers, which {stages} stages cannot share")
