@@ -109,6 +109,16 @@ def test_a_layout_in_part_is_completed_cut_timed_and_trains(
     found = prepare(run).planned
     assert found.plan == report.plan
     assert found.predicted_seconds == report.candidates[0].step_seconds
+    mine = planned(dilatant, plan[1], "--like", "language: {tp: 2, pp: 2, cuts: [0, 1]}")
+    assert [one.stage.first for one in mine.plan.stages() if one.unit == "language"] == [0, 1]
+    assert mine.candidates[0].step_seconds > report.candidates[0].step_seconds
+    for cuts, says in (
+        ("pp: 2, cuts: [1, 9]", "cuts is [1, 9]; it must be the first layers of its stages"),
+        ("cuts: [0, a]", "cuts is [0, 'a']; it must be the first layers of its stages"),
+        ("cuts: [0, 9]", "cuts [0, 9] are not of its 6 layers into 2 stages"),
+        ("pp: 3, cuts: [0, 2]", "cuts [0, 2] are not of its 6 layers into 3 stages"),
+    ):
+        refused(dilatant(*plan, "--like", f"language: {{{cuts}}}"), says)
     refused(dilatant(*plan, "--like", "audio: {pp: 2}, language: {pipe: 2}"), "'audio' is no unit", "'pipe'")
     refused(dilatant(*plan, "--like", "language: {tp: 2, pp: 4}"), "it takes 8 devices, and there are 6")
     refused(dilatant(*plan, "--like", "language: {pp: 2}", "--why-not", "language: {pp: 2}"), "--like")

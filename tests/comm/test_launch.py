@@ -184,6 +184,8 @@ def test_the_variables_of_mpirun_are_understood_or_refused() -> None:
     )  # of the helper that srun started
     with pytest.raises(UserError, match="started by mpirun, but MASTER_ADDR is not set"):
         place_from({key: value for key, value in OMPI.items() if key != "MASTER_ADDR"})
+    mvapich = {key.replace("OMPI", "MV2"): value for key, value in OMPI.items()}
+    assert place_from(mvapich) == place_from(OMPI)
     one, other = (place_from({**HYDRA, "PMI_PORT": port}) for port in ("a:1", "a:2"))
     assert one is not None
     assert other is not None

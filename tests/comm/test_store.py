@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -230,3 +230,20 @@ def test_clients_notice_at_once_that_the_store_is_gone(server: StoreServer) -> N
         store.wait(["never"], timedelta(seconds=60))
     with pytest.raises(StoreGone):
         store.clone()
+
+
+def test_entries_of_a_rendezvous_are_read_at_once_or_not_at_all(server: StoreServer) -> None:
+    class Withdrawing(Store):
+        """A store in which an entry is withdrawn once somebody has looked for it."""
+
+        def check(self, keys: Sequence[str]) -> bool:
+            found = super().check(keys)
+            self.delete_key(keys[0])
+            return found
+
+    plain = _connect(server)
+    seen = Withdrawing(plain._server, "", plain._connection)
+    seen.set_timeout(timedelta(seconds=1))
+    plain.multi_set(["a", "b"], ["1", "2"])
+    assert rendezvous._read(seen, ["a", "b"]) == [b"1", b"2"]
+    assert rendezvous._read(seen, ["a", "c"]) is None

@@ -317,6 +317,8 @@ def test_answers_to_keys_of_other_tools_name_keys_that_there_are() -> None:
             *parents, last = named.split(".")
             if "UNIT" not in parents:
                 assert last in _keys_at(parents), (key, named)
+    assert "timeout_seconds" in CALLED_HERE["ddp_timeout"]
+    assert "always packed" in CALLED_HERE["packing"]
     for mine in ("val_size", "max_samples", "truncation", "keep_best", "patience", "metrics", "ema"):
         assert mine not in CALLED_HERE
 

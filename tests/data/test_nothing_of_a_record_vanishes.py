@@ -209,6 +209,14 @@ def test_columns_that_the_user_names_decide():
     assert texts(sample_of({"input": "more"}, instruction="q", more="m", output="a"))[0] == ("user", "q\nm")
 
 
+def test_columns_may_be_named_in_the_singular(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", [{"x": "1.png", "question": "q", "answer": "a"}])
+    source = DataSource(path=str(lines), columns={"image": "x"})
+    assert [media.name for media in open_source(source)[0].unplaced] == ["1.png"]
+    with pytest.raises(ValueError, match="one column is named twice: image, images"):
+        DataSource(path=str(lines), columns={"image": "x", "images": "y"})
+
+
 def test_keys_that_nobody_reads_are_unused(tmp_path):
     rows = [
         {

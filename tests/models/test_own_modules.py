@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cases.tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant.config import UserError
 from dilatant.models import Encoder, Generator, MultimodalModel
+from dilatant.models.encoders.encoder import Adapter
 
 
 class Tower(nn.Module):
@@ -102,6 +103,93 @@ def test_rows_of_any_kind_are_told_by_an_example_and_held_to_it() -> None:
     ):
         with pytest.raises(UserError, match=message):
             MultimodalModel({"vision": Encoder(Points(), **{**stated, **change})}, LANGUAGE_MODELS["llama"])
+
+
+class Series(nn.Module):
+    """Numbers of unlike length, each with its item's mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(2, 12)
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        means = [item.mean(0).expand_as(item) for item in values.split(lengths.tolist())]
+        return torch.tanh(self.widen(torch.stack([values, torch.cat(means)], dim=-1)))
+
+
+SERIES: dict[str, Any] = {
+    "kind": "series",
+    "width": 12,
+    "example": {"values": torch.zeros(3), "lengths": torch.tensor([3])},
+    "tokens_of": lambda inputs: int(inputs["lengths"].sum()),
+}
+
+
+def test_items_of_a_module_of_one_s_own_may_have_unlike_numbers_of_tokens() -> None:
+    mllm = MultimodalModel({"series": Encoder(Series(), **SERIES)}, LANGUAGE_MODELS["llama"], seed=0)
+    inputs = {"values": torch.arange(5.0), "lengths": torch.tensor([4, 1])}
+    rows = mllm.encode({"series": inputs})["series"]
+    assert torch.equal(rows, mllm["series"].projector(mllm["series"].model(**inputs)))
+    assert mllm.sizes_of([0] * 9, {"series": inputs}) == {"language": 9, "series": 5}
+    for change, message in (
+        ({"tokens_per_row": 3}, "tokens_of needs an example, the inputs of one item, and no tokens_per_row"),
+        ({"example": None, "row_shape": ()}, "tokens_of needs an example"),
+        ({"merge": "prepend"}, "are for items of one size"),
+    ):
+        with pytest.raises(UserError, match=message):
+            MultimodalModel({"series": Encoder(Series(), **{**SERIES, **change})}, LANGUAGE_MODELS["llama"])
+
+
+class Deep(nn.Module):
+    """A tower of blocks: its forward beyond the patches is `run_blocks`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 12, 4, 4)
+        self.places = nn.Parameter(torch.randn(4, 12))
+        self.blocks = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.last = nn.LayerNorm(12)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return run_blocks(self, self.patches(pixel_values).flatten(2).transpose(1, 2) + self.places)
+
+
+def run_blocks(tower: Any, hidden: Tensor) -> Tensor:
+    for block in tower.blocks:
+        hidden = hidden + torch.tanh(block(hidden))
+    return tower.last(hidden)
+
+
+def test_a_module_of_one_s_own_is_cut_where_an_adapter_runs_its_parts() -> None:
+    def deep(resume: Any) -> MultimodalModel:
+        encoder = Encoder(Deep(), adapter=Adapter(resume), **STATED)
+        return MultimodalModel({"vision": encoder}, LANGUAGE_MODELS["llama"], seed=0)
+
+    unit = deep(run_blocks)["vision"]
+    names = ("embedding", "layers.0", "layers.1", "layers.2", "norm", "projector")
+    assert unit.layers == tuple(f"vision.{name}" for name in names)
+    picture = images(2)
+    whole, hidden = unit({"pixel_values": picture}), unit.stage(0, 2)({"pixel_values": picture})
+    for first, end in ((2, 3), (3, 6)):
+        held = unit.stage(first, end)
+        hidden = held(None, hidden)
+        assert {weight.layer for weight in held.weights} == set(unit.layers[first:end])
+    assert torch.equal(hidden, whole)
+    with pytest.raises(UserError, match="its adapter gives other hidden states than its own forward"):
+        deep(lambda tower, hidden: run_blocks(tower, hidden) + 1)
+    with torch.device("meta"):
+        meta = Deep()
+    with pytest.raises(UserError, match="places is on the meta device, outside of a module that draws it"):
+        MultimodalModel(
+            {"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"]
+        )
+    meta.places = nn.Parameter(torch.zeros(4, 12))
+    drawn = MultimodalModel(
+        {"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"], seed=0
+    )
+    assert drawn.encode({"vision": {"pixel_values": picture}})["vision"].isfinite().all()
+    with pytest.raises(UserError, match=r"do not run one by one: .*has no attribute 'layers'"):
+        deep(lambda tower, hidden: tower.layers[0](hidden))
 
 
 def test_a_module_that_cannot_be_drawn_says_so() -> None:

@@ -23,6 +23,7 @@ from dilatant.report.pages.plan_page import print_plan, render_plan_page
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.text.gantt_tables import cause_tones
 from dilatant.report.text.plan_summary import explain, suggest, summarize
+from dilatant.report.text.search_reasons import recomputation_text
 from dilatant.report.text.wording import bytes_text, count_text, percent_text, ranks_text, seconds_text
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028"\''
@@ -101,6 +102,21 @@ def test_explanations_follow_the_figures():
     assert "2 devices unused" in explain(ComparedPlan("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
     assert explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
     assert "100 ms longer" in explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, sync_seconds=0.1), chosen)
+
+
+def test_computing_forwards_again_is_said_of_plans_and_rivals():
+    plan = small_report().plan
+    how = ("block", "block_keep_attention", "none", "block")
+    units = [
+        dataclasses.replace(unit, recompute=how if unit.name == "language" else ()) for unit in plan.units
+    ]
+    text = recomputation_text(dataclasses.replace(plan, units=tuple(units)))
+    assert text.startswith("language 2 of 4 layers")
+    assert "1 of 4 layers" in text
+    assert recomputation_text(plan) == ""
+    chosen = ComparedPlan("a", "", 8, 1.0, 0.5, {}, True)
+    rival = ComparedPlan("b", "", 8, 1.3, 0.5, {"imbalance": 0.4}, recomputed=text)
+    assert explain(rival, chosen) == f"To fit memory it computes forwards again: {text}."
 
 
 def test_page_needs_nothing_from_outside():

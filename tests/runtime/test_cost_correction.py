@@ -280,6 +280,16 @@ def test_resumed_run_uses_the_costs_of_the_undisturbed_run() -> None:
             stopped.from_json(broken)
 
 
+def test_a_state_from_before_slow_ranks_were_looked_for_is_read() -> None:
+    run = CostCorrection(TWO, origin())
+    document = json.loads(run.to_json())
+    for lacking in (("slowness", "slow"), ("slowness",), ("slow",)):
+        old = {key: value for key, value in document.items() if key not in lacking}
+        resumed = CostCorrection(TWO, origin())
+        resumed.from_json(json.dumps(old))
+        assert resumed.to_json() == run.to_json()
+
+
 def test_costs_cached_before_a_state_is_loaded_are_dropped() -> None:
     draw, run = np.random.default_rng(5), CostCorrection(TWO, origin())
     for step in range(2 * INTERVAL):

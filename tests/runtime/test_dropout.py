@@ -16,7 +16,7 @@ from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallel
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
 from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws, SampleLayout
-from dilatant.models.dropout.keyed_dropout import KeyedDropout
+from dilatant.models.dropout.keyed_dropout import KeyedDropout, StageDropout
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 
@@ -244,3 +244,13 @@ def test_a_stage_drops_beside_a_frozen_one_on_its_rank() -> None:
         return loss_of(Runtime(build_model(case), plan, Comm(worker.store, 0, 1)), build_samples(case))
 
     assert loss(0, 1, 4) == pytest.approx(loss(0, 4), rel=1e-6)  # roundings of fp32 sums
+
+
+def test_dropout_around_an_encoder_s_blocks_is_refused_on_its_later_stages() -> None:
+    model = build_model(CASE)
+    unit = model["vision"]
+    unit.model.drop = nn.Dropout(0.25)
+    StageDropout(unit.stage(0, len(unit.layers)), unit).close()
+    StageDropout(unit.stage(0, 2), unit).close()
+    with pytest.raises(UserError, match=r"vision: model.drop drops 0.25 outside of the encoder's blocks"):
+        StageDropout(unit.stage(2, len(unit.layers)), unit)

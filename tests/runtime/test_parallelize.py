@@ -21,6 +21,7 @@ from dilatant.cost.hardware import load_hardware
 from dilatant.cost.model import save_costs
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, MultimodalModel
+from dilatant.models.encoders.encoder import Adapter
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan
 from dilatant.planning.measuring.layer_costs import measure_layers
@@ -254,6 +255,118 @@ def test_custom_encoders_train_on_two_ranks_as_in_one_process(workers: WorkerPoo
         assert total == pytest.approx(loss.item(), rel=1e-5)  # fp32 sums in another order
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+class Words(nn.Module):
+    """Items of unlike length, of which every token also hears its item's mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = nn.Embedding(7, 12)
+
+    def forward(self, names: Tensor, lengths: Tensor) -> Tensor:
+        items = self.names(names).split(lengths.tolist())
+        return torch.cat([torch.tanh(item + item.mean(0)) for item in items])
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(3, 10)
+        self.blocks = nn.ModuleList([nn.Linear(10, 10) for _ in range(3)])
+        self.last = nn.LayerNorm(10)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return _through_blocks(self, self.widen(points))
+
+
+def _through_blocks(tower: Any, hidden: Tensor) -> Tensor:
+    for block in tower.blocks:
+        hidden = hidden + torch.tanh(block(hidden))
+    return tower.last(hidden)
+
+
+def _build_unlike() -> MultimodalModel:
+    torch.manual_seed(0)
+    words = {"names": torch.zeros(3, dtype=torch.int64), "lengths": torch.tensor([3])}
+    encoders = {
+        "words": Encoder(
+            Words(), kind="words", width=12, example=words, tokens_of=lambda inputs: int(inputs["lengths"].sum())
+        ),
+        "cloud": Encoder(
+            Deep(), kind="cloud", input_name="points", row_shape=(2, 3), width=10, tokens_per_row=2,
+            adapter=Adapter(_through_blocks),
+        ),
+    }  # fmt: skip
+    language = parse_config({"model_type": "llama", **TEXT, "num_hidden_layers": 2}, "language")
+    return MultimodalModel(encoders, language, seed=0).train()
+
+
+def _unlike_samples(model: MultimodalModel) -> list[EncodedSample]:
+    samples = []
+    for number, (lengths, clouds) in enumerate([([2, 5], 1), ([1], 0), ([], 1), ([3], 2)]):
+        random = np.random.default_rng(number)
+        ids = [3, *[model.placeholder_ids["words"]] * sum(lengths), 5]
+        ids += [*[model.placeholder_ids["cloud"]] * 2 * clouds, 6, 7]
+        labels = [token if place > 1 and token < VOCABULARY else -100 for place, token in enumerate(ids)]
+        media: dict[str, dict[str, Any]] = {}
+        if lengths:
+            names = random.integers(0, 7, sum(lengths))
+            media["words"] = {"names": names, "lengths": np.array(lengths)}
+        if clouds:
+            media["cloud"] = {"points": random.standard_normal((clouds, 2, 3)).astype(np.float32)}
+        sizes = model.sizes_of(ids, media)
+        samples.append(EncodedSample(f"{number}", np.array(ids), np.array(labels), media, sizes))
+    return samples
+
+
+def _one_step_of_unlike(pooled: Worker) -> tuple[float, dict[str, Tensor]]:
+    worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
+    model = _build_unlike()
+    runtime = parallelize(
+        model,
+        {"words": ParallelSpec(cp=2), "cloud": ParallelSpec(pp=2), "language": ParallelSpec(cp=2)},
+        colocated={"words": "language"},
+        worker=worker,
+        num_microbatches=2,
+    )
+    loss = runtime.execute(_unlike_samples(model)).loss
+    found = {name: p.grad.clone() for name, p in runtime.parameters.items() if p.grad is not None}
+    runtime.close()
+    return loss, found
+
+
+def test_own_encoders_of_unlike_items_or_cut_in_stages_train_as_in_one_process(workers: WorkerPool) -> None:
+    model = _build_unlike()
+
+    def words(**inputs: Tensor) -> Tensor:
+        return model["words"].model(**inputs)[None]
+
+    modules: dict[str, Any] = {
+        "words": (words, model["words"].projector, 0),
+        "cloud": (model["cloud"].model, model["cloud"].projector, 0),
+    }
+    samples = _unlike_samples(model)
+    loss = losses_of_batch(model.language.model, modules, model.placeholder_ids, samples)["language"]
+    loss.backward()
+    wanted = {
+        name: p.grad
+        for unit in model.units.values()
+        for name, p in unit.named_logical_parameters()
+        if p.grad is not None
+    }
+    results = workers.run(_one_step_of_unlike, 4)
+    assert set().union(*(found for _, found in results)) == wanted.keys()
+    for total, found in results:
+        assert total == pytest.approx(loss.item(), rel=1e-5)  # fp32 sums in another order
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-6, msg=name)
+    described = describe_model(_build_unlike())
+    assert described.item_tokens == {"words": 3.0, "cloud": 2.0}
+    measured = measure_layers(described, plan_target(ClusterConfig()), (6,), repeats=1)
+    modelled = analytic_costs(layer_shapes(described), load_hardware("H100"))
+    for costs in (measured, modelled):
+        assert costs.layers.keys() >= {entry.kind for entry in described.types}
 
 
 def test_encoders_of_any_kind_are_planned() -> None:

@@ -386,6 +386,21 @@ def test_steps_of_a_stream_are_planned_alike_and_leave_bad_samples_out(begin: in
     assert not any(source.open for source in sources)
 
 
+def test_the_last_step_of_a_stream_waits_for_no_batch_behind_it() -> None:
+    class Ending(_Stream):
+        """Whoever reads beyond the last step waits for ever, in truth."""
+
+        def read(self, skip: int) -> Iterator[Sample | SampleError]:
+            yield from islice(super().read(skip), 12)
+            raise AssertionError("read beyond the last step")
+
+    sampler = StreamSampler((Ending(),), (1.0,), 3, 6, 1)
+    source = _StreamSource()
+    data = StreamedData("train", sampler, source)
+    drawn = list(data.draws(sampler.start(), 0, 2))
+    assert [step.first for step in drawn] == [0, 6]
+
+
 def test_an_unreadable_sample_of_a_stream_stops_the_run_when_due() -> None:
     order = StreamSampler((_Stream(frozenset({11})),), (1.0,), 3, 6, 4)
     due = next(

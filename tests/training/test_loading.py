@@ -14,11 +14,13 @@ import yaml
 
 from cases.data_builders import image_bytes
 from cases.tiny_project import tiny_config, write_images
-from dilatant import ParallelSpec, UserError, load_config, make_loader, parallelize
+from cases.tiny_wholes import save_as_the_hub_does
+from dilatant import MultimodalModel, ParallelSpec, UserError, load_config, make_loader, parallelize
 from dilatant.config import DataSource
 from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import open_blend
 from dilatant.data.workers.loader import Loader
+from dilatant.models import Generator
 from dilatant.planning.assemble import assemble_encoding, assemble_model, assemble_samples
 
 
@@ -78,9 +80,45 @@ def test_samples_of_a_stream_are_measured_and_executed_in_order(config_path: Pat
     parallel.close()
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+def test_a_whole_model_s_samples_are_those_of_the_config(
+    family: str, config_path: Path, tmp_path: Path
+) -> None:
+    save_as_the_hub_does(family, tmp_path / "whole")
+    tree = {**tiny_config(), "model": {"id": str(tmp_path / "whole")}}
+    config_path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    config = load_config(config_path)
+    samples = assemble_samples(config)
+    expected = Loader(samples.train, samples.encoding, samples.train.sampler(config.seed, 4), steps=1)
+    model = MultimodalModel.from_pretrained(tmp_path / "whole")
+    source = config_path.parent / "train.jsonl"
+    with make_loader(model, [source], 4, steps=1, workers=0, max_length=64) as loader:
+        for batch, wanted in zip(loader, expected, strict=True):
+            for sample, other in zip(batch.samples, wanted.samples, strict=True):
+                assert dict(sample.sizes) == dict(other.sizes)
+                assert np.array_equal(sample.input_ids, other.input_ids)
+                assert sample.media["vision"].keys() == other.media["vision"].keys()
+                for name, array in sample.media["vision"].items():
+                    assert np.array_equal(as_array(array), as_array(other.media["vision"][name]))
+    for processors, says in (
+        ({"eyes": {}}, "processors: no encoder 'eyes'; there are vision"),
+        ({"vision": str(tmp_path / "nothing")}, "nothing"),
+    ):
+        with pytest.raises(UserError, match=says):
+            make_loader(model, [source], 4, processors=processors)
+
+
 def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None:
     config = load_config(config_path)
     model = assemble_model(config, *assemble_encoding(config), hollow=True)
     model.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):
+        make_loader(model, [config_path.parent / "train.jsonl"], 4)
+
+
+def test_a_model_that_draws_is_refused(config_path: Path) -> None:
+    config = load_config(config_path)
+    model = assemble_model(config, *assemble_encoding(config), hollow=True)
+    model.generators = {"image": Generator(torch.nn.Linear(8, 1), token_id=3, width=8)}
+    with pytest.raises(UserError, match="for encoders only; make `EncodedSample`s"):
         make_loader(model, [config_path.parent / "train.jsonl"], 4)

@@ -121,8 +121,11 @@ def _gather(
 
 
 def _read(store: Store, entries: list[str]) -> list[bytes] | None:
-    """Return the entries, or None if one was withdrawn."""
-    return store.multi_get(entries) if store.check(entries) else None
+    """Return the entries, all as of one moment, or None if one was withdrawn."""
+    try:
+        return store.multi_get(entries, timedelta(0))
+    except TimeoutError:
+        return None
 
 
 def _accept(

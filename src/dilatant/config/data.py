@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import AnyPath, PathRule, Section
 
@@ -23,6 +23,7 @@ Column = Literal[
     "conversations",
     "texts",
 ]
+_SINGULAR = {"image": "images", "audio": "audios", "video": "videos", "conversation": "conversations"}
 
 
 class DataSource(Section):
@@ -54,6 +55,17 @@ class DataSource(Section):
     """The names of your columns: `{question: prompt_text, answer: category}`."""
     streaming: bool = False
     """Read a data set on the hub as a stream, without downloading all of it first."""
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _as_read(cls, columns: Any) -> Any:
+        """Take the singular of a column's name, too."""
+        if not isinstance(columns, dict):
+            return columns
+        named = {_SINGULAR.get(name, name): own for name, own in columns.items()}
+        if len(named) < len(columns):
+            raise ValueError(f"one column is named twice: {', '.join(map(str, columns))}")
+        return named
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -126,9 +126,10 @@ def place_from(environment: Mapping[str, str] = os.environ) -> LaunchPlace | Non
 
 _OF_MPIRUN = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-"""Variables of Open MPI, and of MPICH, Intel MPI and other launchers based on Hydra."""
+"""Variables of Open MPI, of MVAPICH, and of MPICH, Intel MPI and other launchers based on Hydra."""
 
 
 def _shared_word(environment: Mapping[str, str]) -> str:

@@ -41,7 +41,11 @@ _KEYS_BY_ANSWER = {
     "write 'train.steps'": "max_steps train_iters",
     "write 'data.max_length'": "cutoff_len max_seq_length max_seq_len model_max_length",
     "write 'train.precision: bf16' or 'fp32'": "bf16 fp16 mixed_precision torch_dtype",
-    "write 'train.zero': who shares optimizer state": "deepspeed zero_stage fsdp",
+    "write 'train.zero': who shares optimizer state (weights and gradients are not sharded)": (
+        "deepspeed zero_stage fsdp fsdp_config"
+    ),
+    "write 'parallel.timeout_seconds'": "ddp_timeout",
+    "samples are always packed, without reaching each other": "packing neat_packing sample_packing padding_free",
     "write 'train.optimizer.learning_rate', or its 'groups'": "vit_lr vision_lr",
     "write 'train.optimizer.groups'": "mm_projector_lr aligner_lr merger_lr",
     "write 'train.schedule.kind'": "lr_scheduler_type",

@@ -27,10 +27,8 @@ from dilatant.hf.adapter_files import ADAPTERS, adapted_models, adapter_settings
 from dilatant.hf.export_folder import check_target, replacing
 from dilatant.hf.pretrained_export import copy_companion_files, write_pretrained
 from dilatant.hf.stored_weights import read_pretrained_vlm
-from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
 from dilatant.models.core.materialize import allocate
-from dilatant.models.encoders.media import media_unit
-from dilatant.models.families.media_units import units_of_patch_merger, units_of_pretrained
+from dilatant.models.families.media_units import units_of_encoder, units_of_pretrained
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.pretrained_answers import PretrainedGeneration
 from dilatant.models.generators.diffusion import Diffusion
@@ -165,11 +163,7 @@ def _load_parts(
             "placeholder_id": model.placeholder_ids[name],
             "marker": marker,
         }
-        tower = model[name].model.config
-        if tower.model_type in PATCH_MERGER_ENCODERS:
-            units += units_of_patch_merger(name, tower, **common)
-        else:
-            units.append(media_unit(name, model[name].geometry, merge=model.encoders[name].merge, **common))
+        units += units_of_encoder(model[name], model.encoders[name].merge, **common)
     ends = generation_ends(str(folder / LANGUAGE))
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE), ends=ends)
     encoding = Encoding(chat=chat, units=tuple(units), targets=_targets(model, drawn))

@@ -162,6 +162,10 @@ class MultimodalModel(nn.Module):
         """
         sizes = {LANGUAGE: len(input_ids)}
         for name, inputs in media.items():
+            count = self.encoders[name].tokens_of if name in self.encoders else None
+            if count is not None:
+                sizes[name] = int(count(inputs))
+                continue
             if name not in self.encoders or self[name].packs:
                 raise UserError(
                     f"{name}: the number of its rows does not tell its tokens; say sizes yourself"

@@ -91,7 +91,7 @@ def save_model(
 
     Raises UserError for an encoder that is no transformers model, and for a generator that is not of diffusers.
     """
-    own = [name for name, (_, unit) in encoders.items() if unit.structure is None]
+    own = [name for name, (_, unit) in encoders.items() if unit.config is None]
     if own:
         raise UserError(
             f"{', '.join(own)}: a module of your own has no Hugging Face layout; save its state_dict() yourself"

@@ -79,8 +79,8 @@ class Store(dist.Store):
     def get(self, key: str) -> bytes:
         return self._await(b"get", [key], self._timeout)[0]
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._await(b"get", keys, self._timeout)
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        return self._await(b"get", keys, self._timeout if timeout is None else timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._await(b"wait", keys, self._timeout if timeout is None else timeout)

@@ -99,12 +99,22 @@ def read_batches(
     position: SamplerState,
     parts: frozenset[str],
     ahead: int,
+    steps: int | None,
 ) -> Generator[ReadBatch]:
-    """Yield the batches of an order from `position` on, without end. parts: of each sample, requested from `source`.
-    ahead: batches that are requested before the one that is yielded is complete."""
+    """Yield the batches of an order from `position` on, `steps` of them or without end. parts: of each sample,
+    requested from `source`. ahead: batches that are requested before the one that is yielded is complete."""
     waiting: deque[tuple[int, Sequence[Drawn], SamplerState]] = deque()
     first = position.samples
-    for drawn, after in sampler.batches(position):
+
+    def complete() -> ReadBatch:
+        begin, due, after = waiting.popleft()
+        samples = [
+            each if isinstance(each, SampleError) else source.take(dataset, number)
+            for number, each in enumerate(due, begin)
+        ]
+        return ReadBatch(due, samples, begin, after)
+
+    for drawn, after in islice(sampler.batches(position), steps):
         requests = [
             SampleRequest(number, each, parts, dataset)
             if isinstance(each, int)
@@ -116,12 +126,9 @@ def read_batches(
         waiting.append((first, drawn, after))
         first += len(drawn)
         if len(waiting) > ahead:
-            begin, due, after = waiting.popleft()
-            samples = [
-                each if isinstance(each, SampleError) else source.take(dataset, number)
-                for number, each in enumerate(due, begin)
-            ]
-            yield ReadBatch(due, samples, begin, after)
+            yield complete()
+    while waiting:
+        yield complete()
 
 
 class Loader:
@@ -157,9 +164,8 @@ class Loader:
         )
         parts = frozenset({TOKENS, *encoding.unit_names[1:]})
         ahead = prefetch if workers else 0
-        batches = read_batches(self._source, "train", sampler, sampler.resume(position), parts, ahead)
-        self._batches = batches
-        self._due = islice(batches, steps)
+        begin = sampler.resume(position)
+        self._batches = read_batches(self._source, "train", sampler, begin, parts, ahead, steps)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         return self
@@ -167,7 +173,7 @@ class Loader:
     def __next__(self) -> GlobalBatch:
         start = time.perf_counter()
         try:
-            batch = self._batch(next(self._due))
+            batch = self._batch(next(self._batches))
         except BaseException:  # includes StopIteration
             self.close()
             raise

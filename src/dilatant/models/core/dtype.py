@@ -35,7 +35,7 @@ def cast_weights(unit: Unit, dtype: torch.dtype) -> None:
     for name, parameter in unit.named_parameters():
         if parameter.is_floating_point() and not (name.startswith("model.") and in_fp32.search(name)):
             parameter.data = parameter.data.to(dtype)
-    for module in unit.modules() if unit.structure is None else ():
+    for module in unit.modules() if unit.config is None else ():
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, key, buffer.to(dtype))

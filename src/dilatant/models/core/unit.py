@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from dilatant.models.core.weights import Weight
 class Unit(Stage):
     """A stage that holds every layer of its unit.
 
-    model: a transformers model or, if `structure` is None, any module, which is one layer. parts: the attributes that
+    model: a transformers model, or any module, which is one layer if `structure` is None. parts: the attributes that
     hold the unit's modules. inputs: the units whose rows this unit takes. losses: the unit's training losses by name;
     the main loss has the unit's name.
     """
@@ -94,14 +94,14 @@ class Unit(Stage):
     @property
     def config(self) -> Any:
         """The transformers config with the sizes of the blocks; None for a user's own module."""
-        return (
-            cast(PreTrainedModel, self.model).config.get_text_config() if self.structure is not None else None
-        )
+        if self.structure is None or not isinstance(self.model, PreTrainedModel):
+            return None
+        return self.model.config.get_text_config()
 
     @property
     def family(self) -> str:
         """The `model_type` of transformers, or the class name of a user's own module."""
-        return type(self.model).__name__.lower() if self.structure is None else self.config.model_type
+        return type(self.model).__name__.lower() if self.config is None else self.config.model_type
 
     @property
     def tied(self) -> dict[str, str]:

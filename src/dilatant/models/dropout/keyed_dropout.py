@@ -39,7 +39,7 @@ def refuse_unkeyed_dropout(units: Iterable[Unit]) -> None:
 
 def _problems(unit: Unit) -> Iterator[str]:
     remedy = f"set it to 0 in the model's config, or freeze the {unit.unit} model"
-    settings: dict[str, Any] = {} if unit.structure is None else vars(unit.config)
+    settings: dict[str, Any] = {} if unit.config is None else vars(unit.config)
     if any(parameter.requires_grad for parameter in unit.model.parameters()):
         for name in _UNKEYED:
             if (rate := settings.get(name) or 0.0) > 0:
@@ -156,6 +156,12 @@ class StageDropout:
             if type(module) is nn.Dropout and module.p > 0:
                 # Outside of blocks it runs before them: on stages without the embedding on zeros, which no loss sees.
                 root = next((root for root in layers if f"{path}.".startswith(f"{root}.")), "")
+                if not root and unit.geometry is not None and stage.layers[0] != unit.layers[0]:
+                    # An encoder's later stages run its forward on hidden states, and would drop once more.
+                    raise UserError(
+                        f"{unit.unit}: {path} drops {module.p:g} outside of the encoder's blocks, which every stage "
+                        "of it would do again; set it to 0, or keep the encoder in one stage"
+                    )
                 layer = layers.get(root, unit.layers[0])
                 keyed = KeyedDropout(module, layer if layer in trains else None, self)
                 stage.set_submodule(path, keyed)
@@ -164,9 +170,8 @@ class StageDropout:
         self._recomputed = [stage.get_submodule(path) for path in paths]
         for module in self._recomputed:
             add_contexts(module, self._recompute_contexts)
-        config = None if unit.structure is None else unit.config
         # transformers draws for LayerDrop at rate 0, too, from torch's generator of the CPU.
-        self._has_layerdrop = any(getattr(config, name, None) is not None for name in _LAYERDROP)
+        self._has_layerdrop = any(getattr(unit.config, name, None) is not None for name in _LAYERDROP)
         self._checks = True
 
     @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -55,9 +55,11 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Runs slices of one family. resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows,
-    tokens, width] both. embed: embeds a slice's input [rows, ...] in families whose forward would change the rows; by
-    default the forward runs."""
+    """Runs slices of one family, or of a user's own module.
+
+    resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows, tokens, width] both. embed:
+    embeds a slice's input [rows, ...] in families whose forward would change the rows; by default the forward runs.
+    """
 
     resume: Callable[[nn.Module, Tensor], Tensor]
     embed: Callable[[nn.Module, Tensor], Tensor] | None = None
@@ -216,7 +218,7 @@ class EncoderStage(Stage):
 
 class EncoderUnit(Unit, EncoderStage):
     """An encoder and its projector: layers `embedding`, `layers.<i>`, `norm` (if it has any), `projector`; or `encoder`
-    and `projector` if the encoder is not a transformers model.
+    and `projector` if the encoder is neither a transformers model nor has an adapter.
 
     width_out: the language model's width. skip_tokens: number of leading output tokens that are dropped.
     """
@@ -243,9 +245,10 @@ class EncoderUnit(Unit, EncoderStage):
         adapter: Adapter | None = None,
     ) -> None:
         structure = None
-        if isinstance(model, PreTrainedModel) and self.has_blocks:
-            structure = find_structure(model)
+        if isinstance(model, PreTrainedModel):
             adapter = adapter or ADAPTERS.get(model.config.model_type)
+        if self.has_blocks and (isinstance(model, PreTrainedModel) or adapter is not None):
+            structure = find_structure(model)
             blocks = (f"layers.{i}" for i in range(structure.num_blocks))
             layers = ("embedding", *blocks, *((self.tail,) if structure.after else ()), "projector")
             weights = name_weights(name, model, structure, self.tail, projector)
@@ -283,10 +286,11 @@ class EncoderUnit(Unit, EncoderStage):
         """Make a batch of whole items with about `tokens` tokens."""
         rows = max(1, round(tokens / self.geometry.encoder_tokens))
         if layer == 0 and self.geometry.example is not None:
-            inputs = {k: v.to(device).repeat_interleave(rows, 0) for k, v in self.geometry.example.items()}
+            inputs = {k: torch.cat([v.to(device)] * rows) for k, v in self.geometry.example.items()}
             return inputs.pop(self.geometry.input_name), inputs
         shape = self.geometry.row_shape if layer == 0 else (self.geometry.encoder_tokens, self.geometry.width)
-        return torch.randn(rows, *shape, device=device), {}
+        value = torch.randn(rows, *shape, device=device)
+        return (value.flatten(0, 1) if layer and self.packs else value), {}
 
     def part_name(self, part: str) -> str:
         return f"{self.unit}.encoder" if part == "model" else f"{self.unit}.projector"
@@ -310,7 +314,9 @@ class EncoderUnit(Unit, EncoderStage):
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
-            rows_of=partial(_rows, self.unit, self.geometry.encoder_tokens, tokens),
+            rows_of=partial(
+                _rows, self.unit, *(1, 1) if self.packs else (self.geometry.encoder_tokens, tokens)
+            ),
         )
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
@@ -342,9 +348,8 @@ class EncoderUnit(Unit, EncoderStage):
         if self.structure is None:
             return model
         first_block, end_block = self._blocks(first, end)
-        assert isinstance(model, PreTrainedModel)
         return slice_model(
-            model,
+            cast(PreTrainedModel, model),
             self.structure,
             first_block,
             end_block,

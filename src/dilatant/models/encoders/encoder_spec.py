@@ -16,6 +16,7 @@ from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry
 from dilatant.models.core.stage import StageInputs
 from dilatant.models.encoders.encoder import Adapter, Callbacks, EncoderUnit
 from dilatant.models.encoders.native_encoder import native_encoder, width_of_merged
+from dilatant.models.encoders.packed_encoder import OwnItemsUnit
 from dilatant.models.encoders.projector import build_projector
 from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
 from dilatant.models.sources import load_encoder
@@ -36,8 +37,8 @@ class Encoder:
     [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
     to the language model's. placeholder_id: the id of the text token that one encoder token replaces; by default an id
     outside the vocabulary, so that any tokenizer works. merge: at the placeholders, or in front of the text. features:
-    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `Adapter`. processor:
-    saved with the model.
+    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `Adapter`; with one, a module of
+    your own is cut at its `nn.ModuleList` of blocks. processor: saved with the model.
 
     Other modules also need: kind, "image", "audio" or a name of your own, which the built-in readers do not support;
     input_name, the keyword of the forward (default as in transformers); row_shape, the shape of an encoder row,
@@ -45,6 +46,9 @@ class Encoder:
     tokens_per_row, the number of output tokens per row. example: instead of input_name and row_shape, one row of each
     input, keyword → tensor [1, ...] of any rank and dtype; the layer is measured with it, so ids in it must be valid.
     If a projector or callback of yours changes the number of tokens, tokens_per_row is the number after it.
+    tokens_of: for items of unlike sizes, instead of tokens_per_row: the number of tokens of a sample's items, from its
+    inputs (keyword → array); the module then maps the inputs of all items, concatenated, to [tokens, width], and the
+    example has the inputs of one item.
     """
 
     model: Any
@@ -63,6 +67,7 @@ class Encoder:
     width: int | None = None
     tokens_per_row: int | None = None
     example: Mapping[str, Tensor] | None = None
+    tokens_of: Callable[[Mapping[str, Any]], int] | None = None
 
 
 def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
@@ -88,7 +93,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
             projector = build_projector(projector, geometry.width, hidden_size, where)
     elif encoder.after_encoder is None:
         _check_projector(projector, geometry.encoder_tokens, geometry.width, hidden_size, where)
-    return EncoderUnit(
+    unit = (EncoderUnit if encoder.tokens_of is None else OwnItemsUnit)(
         name,
         model,
         projector,
@@ -98,6 +103,39 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
         adapter=encoder.adapter,
     )
+    if encoder.adapter is not None and not isinstance(model, PreTrainedModel):
+        _check_adapter(unit, where)
+    return unit
+
+
+@torch.no_grad()
+@torch.random.fork_rng(devices=[])
+def _check_adapter(unit: EncoderUnit, where: str) -> None:
+    """Raise UserError unless the layers of the encoder one by one give what its own forward gives."""
+    value, inputs = unit.example(0, 1, next(unit.model.parameters(), torch.empty(0)).device)
+    fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
+    drawn = tuple(f"{path.removeprefix('model.')}." for _, path in unit.pieces())
+    held = {**dict(unit.model.named_parameters()), **dict(unit.model.named_buffers())}
+    meta = [name for name, tensor in held.items() if tensor.is_meta]
+    if alone := [name for name in meta if not name.startswith(drawn)]:
+        raise UserError(
+            f"{where}: {alone[0]} is on the meta device, outside of a module that draws it; give it memory"
+        )
+    if 0 < len(meta) < len(held):
+        return  # nothing runs on two devices
+    try:
+        whole, hidden = unit.stage(0, end).eval()(fed), unit.stage(0, 1).eval()(fed)
+        for layer in range(1, end):
+            hidden = unit.stage(layer, layer + 1).eval()(None, hidden)
+    except Exception as error:
+        raise UserError(f"{where}: its layers do not run one by one: {one_line(error, 200)}") from None
+    finally:
+        unit.train()
+    if whole.shape != hidden.shape or not (whole.is_meta or torch.allclose(whole, hidden, 1e-3, 1e-4)):
+        raise UserError(
+            f"{where}: cut into layers, its adapter gives other hidden states than its own forward; modules before the "
+            "blocks must be registered before them, those behind after them"
+        )
 
 
 def _build_patch_merger(
@@ -130,7 +168,7 @@ def _build_patch_merger(
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
-    kind, example = encoder.kind or "", encoder.example
+    kind, example, tokens = encoder.kind or "", encoder.example, encoder.tokens_per_row
     usual = {"image": "pixel_values", "audio": "input_features"}
     name = next(iter(example), None) if example else encoder.input_name or usual.get(kind)
     shape = (
@@ -138,14 +176,21 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
         if example is None
         else tuple(next(iter(example.values()), torch.empty(0)).shape[1:])
     )
-    problems = [
+    problems = []
+    if encoder.tokens_of is not None:
+        if example is None or tokens is not None:
+            problems.append("tokens_of needs an example, the inputs of one item, and no tokens_per_row")
+        if encoder.merge == "prepend" or encoder.adapter is not None:
+            problems.append("merge 'prepend' and an adapter are for items of one size, without tokens_of")
+        tokens = 1 if example is None else int(encoder.tokens_of(example))
+    problems += [
         f"{key} is missing; {what}"
         for key, what, stated in (
             ("kind", "'image', 'audio' or a word of your own", encoder.kind),
             ("row_shape", "of one encoder row: (channels, height, width) or (mel_bins, frames)", shape),
             ("input_name", "the keyword of its forward", name or not kind),
             ("width", "of one output token", encoder.width),
-            ("tokens_per_row", "how many tokens one row gives", encoder.tokens_per_row),
+            ("tokens_per_row", "how many tokens one row gives", tokens),
         )
         if not stated and stated != ()
     ]
@@ -155,27 +200,27 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
         problems += [
             f"the example of {key!r} is no tensor of one row: [1, ...]"
             for key, row in example.items()
-            if not isinstance(row, Tensor) or not row.shape or row.shape[0] != 1
+            if not isinstance(row, Tensor)
+            or not row.shape
+            or (row.shape[0] != 1 and encoder.tokens_of is None)
         ]
     dimensions = {"image": 3, "audio": 2}.get(kind)
     if shape is not None and dimensions not in (None, len(shape)):
         problems.append(f"row_shape is {shape}; rows of kind {kind!r} have {dimensions} dimensions")
     if encoder.features == "patch":
         problems.append("features 'patch' is for transformers encoders; leave out those tokens in the module")
-    if encoder.adapter is not None:
-        problems.append("an adapter is for encoders that are cut; this one is a single layer")
     if problems:
         raise list_problems(f"{where}: of {type(encoder.model).__name__} cannot be told:", problems)
     assert shape is not None
     assert name is not None
     assert encoder.width is not None
-    assert encoder.tokens_per_row is not None
+    assert tokens is not None
     of_kind = {"image": ("channels", "height", "row_width"), "audio": ("mel_bins", "frames")}.get(kind, ())
     return EncoderGeometry(
         kind=kind,
         input_name=name,
-        tokens_per_row=encoder.tokens_per_row,
-        encoder_tokens=encoder.tokens_per_row,
+        tokens_per_row=tokens,
+        encoder_tokens=tokens,
         width=encoder.width,
         example=example if example is not None or of_kind else {name: torch.zeros(1, *shape)},
         **dict(zip(of_kind, shape)),
@@ -185,7 +230,7 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
 def _refuse_stated(encoder: Encoder, where: str) -> None:
     stated = [
         key
-        for key in ("kind", "input_name", "row_shape", "width", "example")
+        for key in ("kind", "input_name", "row_shape", "width", "example", "tokens_of")
         if getattr(encoder, key) is not None
     ]
     if stated:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.random_draws import SampleLayout
@@ -73,9 +74,6 @@ class PackedEncoderStage(SampleParallel, EncoderStage):
             return StageOutput(self(media_of(data, samples, self)))
         return StageOutput(self(media_of(data, samples, self, names=(self.sizes_name,)), inbound[self.unit]))
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
-
     def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
         return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
 
@@ -109,6 +107,27 @@ class PackedEncoderUnit(SampleParallel, StagedEncoderUnit):
 
     def reads(self, first: int, end: int) -> frozenset[str]:
         return frozenset({self.unit if first == 0 else grid_part(self.unit)})
+
+
+class OwnItemsStage(SampleParallel, EncoderStage):
+    """A user's own module whose items have unlike numbers of tokens, and its projector, on all items of the samples."""
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        samples = self.chosen(data, samples)
+        if not samples:
+            return StageOutput()
+        rows = self(media_of(data, samples, self) if self.is_first else None, inbound.get(self.unit))
+        expected = sum(data.samples[sample].sizes[self.unit] for sample in samples)
+        if rows.shape[:-1] != (expected,):
+            raise UserError(f"{self.unit}: it gives {list(rows.shape)} for items of {expected} tokens")
+        return StageOutput(rows)
+
+
+class OwnItemsUnit(SampleParallel, StagedEncoderUnit):
+    """The unit of such a module; its geometry is that of the example."""
+
+    stage_type = OwnItemsStage
+    packs = True
 
 
 def rows_of_unit(unit: str, merged: int, sample: EncodedSample) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.native_clip_unit import CLIP_SETTINGS, NativeClipUnit
@@ -12,7 +12,8 @@ from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.processors import clip_settings, pretrained_settings
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
-from dilatant.models.encoders.media import CLIP_KEYS, native_limits, patches_of
+from dilatant.models.encoders.encoder import EncoderUnit
+from dilatant.models.encoders.media import CLIP_KEYS, media_unit, native_limits, patches_of
 from dilatant.models.encoders.sound_encoder import sound_unit
 from dilatant.models.encoders.tower import ClipOptions, Tower
 from dilatant.models.families.pretrained import PretrainedModel
@@ -42,6 +43,17 @@ def units_of_patch_merger(
             None,
         ),
     )
+
+
+def units_of_encoder(
+    unit: EncoderUnit, merge: Literal["placeholder", "prepend"], **common: Any
+) -> tuple[MediaUnit, ...]:
+    """Build the `MediaUnit`s of an encoder of a model of parts. common: processor, placeholder_id and marker, as in
+    `media_unit`. Raises UserError."""
+    config = getattr(unit.model, "config", None)
+    if getattr(config, "model_type", None) in PATCH_MERGER_ENCODERS:
+        return units_of_patch_merger(unit.unit, config, **common)
+    return (media_unit(unit.unit, unit.geometry, merge=merge, **common),)
 
 
 def units_of_pretrained(

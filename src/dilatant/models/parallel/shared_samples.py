@@ -9,11 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.stage import Stage, StepData
 
 
 class SampleParallel(Stage):
     """Mixin for a stage or unit: all items of a sample stay on one rank, and ranks get about equally many tokens."""
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
 
     def items(self, sizes: Mapping[str, int]) -> int:
         return int(sizes.get(self.unit, 0) > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -43,11 +43,15 @@ class ChainRequest(NamedTuple):
 
 
 class OptionTable:
-    """All options of units on devices of `capacity_bytes`; each is computed once."""
+    """All options of units on devices of `capacity_bytes`; each is computed once. fixed: unit → first layers of stages,
+    instead of the best cut into so many."""
 
-    def __init__(self, units: UnitLayers, capacity_bytes: float) -> None:
+    def __init__(
+        self, units: UnitLayers, capacity_bytes: float, fixed: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
         self.units = units
         self._capacity = capacity_bytes
+        self._fixed = fixed or {}
         self._options: dict[Hashable, Option | None] = {}
         self._free_cuts: dict[ChainRequest, _ChainCosts] = {}
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
@@ -71,13 +75,17 @@ class OptionTable:
         return self._with(self.units.variant(zero=zero))
 
     def _with(self, units: UnitLayers) -> OptionTable:
-        other = OptionTable(units, self._capacity)
+        other = OptionTable(units, self._capacity, self._fixed)
         other._cuts = self._cuts
         return other
 
-    def with_capacity(self, capacity_bytes: float) -> OptionTable:
-        """Return the options on devices with this memory."""
-        return OptionTable(self.units, capacity_bytes)
+    def varied(self, capacity_bytes: float | None, fixed: Mapping[str, tuple[int, ...]]) -> OptionTable:
+        """Return the options on devices with another memory (None: with this one), with `fixed` cuts."""
+        return OptionTable(self.units, self._capacity if capacity_bytes is None else capacity_bytes, fixed)
+
+    def _best_cut(self, unit: str, seconds: NDArray[np.float64], stages: int) -> tuple[int, ...]:
+        fixed = self._fixed.get(unit, ())
+        return fixed if len(fixed) == stages else partition_layers(seconds, stages)
 
     def chain(self, request: ChainRequest, behind: int) -> Option | None:
         """Lay out a chain, at the fastest level of recomputation that fits; return None if memory forbids it.
@@ -102,7 +110,7 @@ class OptionTable:
         if option is None:
             option = self._free_cut(request).option(request.microbatches, self._capacity)
             self._options[request] = option
-        if option.headroom >= behind or request.chunks > 1:
+        if option.headroom >= behind or request.chunks > 1 or request.unit in self._fixed:
             return (option if option.headroom >= behind else None), True
         bound = request, behind
         if bound not in self._options:
@@ -119,7 +127,7 @@ class OptionTable:
         if key not in self._free_cuts:
             layers = self.layers(request)
             if key not in self._cuts:
-                cuts = partition_layers(layers.seconds, request.stages)
+                cuts = self._best_cut(request.unit, layers.seconds, request.stages)
                 self._cuts[key] = self._costs_of(request, cuts, layers.by_stage(cuts))
             self._free_cuts[key] = self._cuts[key].holding(layers.static, request)
         return self._free_cuts[key]
@@ -187,7 +195,9 @@ class OptionTable:
                 each = [self.units.layers(unit, degrees, samples, level).on(stages) for unit in units]
                 if min(len(layers.seconds) for layers in each) < stages:
                     return None
-                cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
+                cuts = {
+                    unit: self._best_cut(unit, layers.seconds, stages) for unit, layers in zip(units, each)
+                }
                 first, *others = [layers.by_stage(cuts[unit]) for unit, layers in zip(units, each)]
                 again = {unit: self.units.recomputed(unit, level) for unit in units if level != "none"}
                 again = {unit: how for unit, how in again.items() if how}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -29,6 +29,8 @@ GROUP = "group"
 """Key for the name of the device group that the unit runs on."""
 TOKENS = "microbatch_tokens"
 """Key for the whole plan; as in the config's `plan`."""
+CUTS = "cuts"
+"""Key for the first layers of the unit's stages, as in the config's `parallel.units`."""
 ZERO = "zero"
 """Key for the sharding of optimizer state; as in the config's `train`."""
 
@@ -37,11 +39,12 @@ ZERO = "zero"
 class AskedLayout:
     """A partial layout; unspecified values may be anything.
     units: name → key of `KEYS` → whole number, or `GROUP` → name; microbatch_tokens: token budget of microbatches;
-    zero: sharding of optimizer state, by default that of the chosen plan."""
+    zero: sharding of optimizer state, by default that of the chosen plan; cuts: name → first layers of its stages."""
 
     units: Mapping[str, Mapping[str, Any]]
     microbatch_tokens: int | None = None
     zero: Zero | None = None
+    cuts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +84,14 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
     problems = [
         f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in found if unit not in units
     ]
+    cuts = {unit: wanted.pop(CUTS) for unit, wanted in found.items() if CUTS in wanted}
+    problems += [
+        f"{unit}: cuts is {own!r}; it must be the first layers of its stages, as in [0, 5, 9]"
+        for unit, own in cuts.items()
+        if not isinstance(own, list)
+        or own[:1] != [0]
+        or own != sorted({one for one in own if type(one) is int})
+    ]
     for unit, wanted in found.items():
         for key, value in wanted.items():
             if key == GROUP:
@@ -89,7 +100,9 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
                         f"{unit}: group is {value!r}; it must be the name of one in cluster.groups"
                     )
             elif key not in KEYS:
-                problems.append(f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)} and {GROUP} can")
+                problems.append(
+                    f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)}, {CUTS} and {GROUP} can"
+                )
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{unit}: {key} is {value!r}; it must be a whole number from 1 on")
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
@@ -98,7 +111,7 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
         problems.append(f"{ZERO} is {zero!r}; there are {', '.join(ZEROS)}")
     if problems:
         raise list_problems(f"{text!r} is no layout of this model:", problems)
-    return AskedLayout(found, tokens, zero)
+    return AskedLayout(found, tokens, zero, {unit: tuple(own) for unit, own in cuts.items()})
 
 
 def why_not(
@@ -115,10 +128,9 @@ def why_not(
     problems = _problems(space, asked)
     if problems:
         return WhyNot(impossible=tuple(problems))
-    found = _like(spaces, cluster, asked)
-    matching = found or _like(
-        [_without_limit(one) for one in spaces], cluster, asked
-    )  # memory may be too small
+    cut = [_varied(one, None, asked.cuts) for one in spaces] if asked.cuts else spaces
+    found = _like(cut, cluster, asked)  # none if memory is too small
+    matching = found or _like([_varied(one, math.inf, asked.cuts) for one in spaces], cluster, asked)
     if not matching:
         return WhyNot(impossible=(_nowhere(space, asked),))
     finals = Finals(space, scorer)
@@ -150,6 +162,7 @@ def _like(spaces: Sequence[Space], cluster: Cluster, asked: AskedLayout) -> list
         groups = candidate.groups or (0,) * len(candidate.options)
         return asked.microbatch_tokens in (None, candidate.row_tokens) and all(
             {**_degrees(option, count, unit), GROUP: names[group]}.items() >= wanted.items()
+            and asked.cuts.get(unit, option.chain.cuts[unit]) == option.chain.cuts[unit]
             for unit, wanted in asked.units.items()
             for option, count, group in zip(candidate.options, candidate.counts, groups, strict=True)
             if unit in option.chain.cuts
@@ -178,7 +191,8 @@ def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
             "replicas": len(replicas), **stages[0].degrees._asdict(), "pp": groups,
             "chunks": len(stages) // groups,
         }  # fmt: skip
-        if not own.items() >= wanted.items():
+        firsts = tuple(stage.first for stage in stages)
+        if not own.items() >= wanted.items() or asked.cuts.get(unit, firsts) != firsts:
             return False
     return True
 
@@ -205,8 +219,11 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
                     f"{unit}: {key} {wanted[key]} was not offered; {key} {_either(offered)} was "
                     f"({source} and a node of {space.cluster.gpus_per_node} take)"
                 )
-        layers = space.model.unit(unit).most_stages
-        stages = wanted.get("pp", 1) * wanted.get("chunks", 1)
+        layers, held = space.model.unit(unit).most_stages, len(space.model.unit(unit).layers)
+        cuts = asked.cuts.get(unit, (0,))
+        stages = max(len(cuts), wanted.get("pp", 1) * wanted.get("chunks", 1))
+        if cuts[-1] >= held or (unit in asked.cuts and "pp" in wanted and len(cuts) != stages):
+            problems.append(f"{unit}: cuts {list(cuts)} are not of its {held} layers into {stages} stages")
         if stages > layers:
             problems.append(f"{unit} has {layers} layers, which {stages} stages cannot share")
         if wanted.get("chunks", 1) not in (
@@ -261,12 +278,9 @@ def _nowhere(space: Space, asked: AskedLayout) -> str:
     return "the search looks at no plan like it"
 
 
-def _without_limit(space: Space) -> Space:
-    return replace(
-        space,
-        table=space.table.with_capacity(math.inf),
-        by_tokens=space.by_tokens.with_capacity(math.inf),
-    )
+def _varied(space: Space, capacity: float | None, cuts: Mapping[str, tuple[int, ...]]) -> Space:
+    tables = space.table.varied(capacity, cuts), space.by_tokens.varied(capacity, cuts)
+    return replace(space, table=tables[0], by_tokens=tables[1])
 
 
 def _either(values: Sequence[int]) -> str:

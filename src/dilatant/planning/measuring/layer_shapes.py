@@ -86,7 +86,7 @@ def _shape(entry: LayerType) -> LayerShape:
         return denoiser_layer_shape(entry.unit, entry.index)
     if entry.role == CONNECTOR and isinstance(entry.unit, GeneratorUnit) and entry.unit.rows_see_each_other:
         return connector_shape(entry.unit)
-    if entry.role in (ENCODER, CONNECTOR, GENERATOR):
+    if entry.role in (ENCODER, CONNECTOR, GENERATOR) or entry.unit.config is None:
         return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
     heads, key_value_heads, size = _heads(entry)
     causal = entry.geometry is None

@@ -55,8 +55,8 @@ class _State(msgspec.Struct):
     finished: int | None
     sums: list[list[float]]
     versions: dict[int, list[list[float]]]
-    slowness: dict[str, list[Any]]
-    slow: dict[int, list[float]]
+    slowness: dict[str, list[Any]] = {}
+    slow: dict[int, list[float]] = {}
 
 
 class CostCorrection:

@@ -7,7 +7,7 @@ caught up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,9 +97,9 @@ class Slowness:
         """Return the state as plain values for JSON."""
         return {"sums": self._sums.tolist(), "factors": self.factors.tolist()}
 
-    def from_document(self, document: Any) -> bool:
-        """Restore a state; returns False, and changes nothing, if it is for another number of ranks."""
-        sums, factors = (np.asarray(document[name], dtype=np.float64) for name in ("sums", "factors"))
+    def from_document(self, document: Mapping[str, Any]) -> bool:
+        """Restore a state; returns False, and changes nothing, if it is for another number of ranks or empty."""
+        sums, factors = (np.asarray(document.get(name, ()), dtype=np.float64) for name in ("sums", "factors"))
         if sums.shape != self._sums.shape or factors.shape != self.factors.shape:
             return False
         self._sums, self.factors = sums, factors

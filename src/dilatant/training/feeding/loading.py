@@ -11,11 +11,12 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend
 from dilatant.data.order.sampler import Sampler, StreamSampler
-from dilatant.data.sample import EncodedSample
+from dilatant.data.sample import EncodedSample, MediaUnit
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import TOKENS, Encoding
+from dilatant.data.text.tokenizer import generation_ends
 from dilatant.data.workers.loader import GlobalBatch
-from dilatant.models.encoders.media import media_unit
+from dilatant.models.families.media_units import units_of_encoder, units_of_pretrained
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
@@ -46,8 +47,9 @@ def make_loader(
     `steps`.
 
     sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own by default. processors: encoder →
-    an id, a folder or settings; the encoder's shape decides otherwise. workers: processes on every machine that decode
-    (None: as many as it has room for). cache_dir: where the index of the data is kept (None: the user's cache).
+    an id, a folder or settings; by default they follow from the encoder's shape or, in a pretrained multimodal model,
+    from its files. workers: processes on every machine that decode (None: as many as it has room for).
+    cache_dir: where the index of the data is kept (None: the user's cache).
     parallel: if given, all of its ranks call this, and each batch holds on every rank the parts of samples that its
     stages use (of the rest only sizes); without it, everything. The order depends on `seed` alone, so all ranks that
     make this loader alike get the same batches. Close it, or use it in a `with`. Raises UserError.
@@ -55,21 +57,13 @@ def make_loader(
     tokenizer = tokenizer or model.tokenizer
     if tokenizer is None:
         raise UserError("the model has no tokenizer; give one: tokenizer=...")
-    units = []
-    for name, encoder in model.encoders.items():
-        geometry = model[name].geometry
-        units.append(
-            media_unit(
-                name,
-                geometry,
-                processor=(processors or {}).get(name),
-                placeholder_id=model.placeholder_ids[name],
-                marker=f"<{geometry.kind}>",
-                merge=encoder.merge,
-            )
-        )
-    chat = chat_tokenizer(tokenizer, chat_template, processed=model.whole is not None)
-    encoding = Encoding(chat, tuple(units), train_on, max_length)
+    if model.generators:
+        raise UserError("files are read for encoders only; make `EncodedSample`s for a model with generators")
+    units, source = _media_units(model, processors or {}, tokenizer)
+    chat = chat_tokenizer(
+        tokenizer, chat_template, processed=bool(model.whole and units), ends=generation_ends(source)
+    )
+    encoding = Encoding(chat, units, train_on, max_length)
     blend = open_blend(
         [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources],
         cache_dir=cache_dir,
@@ -77,6 +71,34 @@ def make_loader(
     sampler = blend.sampler(seed, global_batch_size)
     how = Decoding(workers)
     return LoadedBatches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
+
+
+def _media_units(
+    model: MultimodalModel, processors: Mapping[str, Any], tokenizer: Any
+) -> tuple[tuple[MediaUnit, ...], str | None]:
+    """Return the media units of a model's encoders, and the source of a pretrained multimodal model."""
+    if unknown := processors.keys() - model.encoders.keys():
+        raise UserError(
+            f"processors: no encoder {min(unknown)!r}; there are {', '.join(model.encoders) or 'none'}"
+        )
+    if model.whole is not None:
+        source = getattr(model.whole.config, "_name_or_path", None) or None
+        given, *others = *processors.values(), None  # one for all its encoders
+        if any(other not in (None, given) for other in others):
+            raise UserError(
+                "processors: a pretrained multimodal model has one processor for all its encoders"
+            )
+        return units_of_pretrained(model.whole, given, tokenizer, source), source
+    units: list[MediaUnit] = []
+    for name, encoder in model.encoders.items():
+        units += units_of_encoder(
+            model[name],
+            encoder.merge,
+            processor=processors.get(name),
+            placeholder_id=model.placeholder_ids[name],
+            marker=f"<{model[name].geometry.kind}>",
+        )
+    return tuple(units), None
 
 
 class LoadedBatches:
