@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils import logging as transformers_logging
 
-from dilatant import __version__
 from dilatant.config.environment import cache_folder
 from dilatant.config.files.durable import write_durably
 from dilatant.data.sample import EncodedSample
@@ -39,6 +38,8 @@ LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
 """Limit for the parameters of a copy; if a family's width settings are unknown, the copy may stay wide."""
+_CHECKS = 2
+"""Number of what a proof checks: another one makes cached proofs invalid."""
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
 """Relative differences that pass as fp32 rounding: of the loss, and of a gradient relative to its own largest element
 or to that of all gradients. A wrong mask, position or scale causes changes of order 1."""
@@ -222,7 +223,7 @@ def _differ(
 
 
 def _path(unit: LanguageUnit, settings: Mapping[str, Any], how: str) -> Path:
-    about = [type(unit.model).__qualname__, how, _attention(unit), __version__]
+    about = [type(unit.model).__qualname__, how, _attention(unit), _CHECKS]
     about += [transformers.__version__, torch.__version__, json.dumps(settings, sort_keys=True, default=str)]
     return cache_folder() / "proofs" / f"{sha256(repr(about).encode()).hexdigest()[:24]}.json"
 

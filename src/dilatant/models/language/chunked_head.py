@@ -55,8 +55,14 @@ class _Output:
 class _HiddenStates(Placeholder):
     """Replaces the module that holds the blocks; returns its input hidden states unchanged."""
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
-        return _Output(inputs_embeds)
+    def forward(
+        self,
+        hidden_states: Tensor | None = None,
+        *args: Any,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return _Output(cast(Tensor, inputs_embeds))
 
 
 def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:

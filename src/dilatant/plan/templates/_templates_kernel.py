@@ -259,7 +259,7 @@ def search(prefix, widths, fits, node, node_counts, num_microbatches, candidates
             tables += 1
             for n in range(num_counts):
                 own = node_counts[n] * node
-                level = np.int64(0)
+                level = 0
                 for k in range(1, levels):
                     if table[0, k, own, 0] < table[0, level, own, 0]:
                         level = k
