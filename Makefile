@@ -23,7 +23,7 @@ COMPAT_TESTS ?= tests/test_import_graph.py tests/config tests/comm/test_collecti
   tests/runtime/test_executor.py tests/runtime/test_tensor_parallel.py tests/report/test_say.py \
   tests/cli/test_one_line_start.py tests/cli/test_export.py
 
-.PHONY: train test slow chaos mutants compat lint install clean
+.PHONY: train test slow chaos mutants gpu compat lint install clean
 
 train: install
 	$(BIN)/python examples/digits.py data/digits
@@ -59,6 +59,11 @@ $(COMPAT_VENV)/.installed: pyproject.toml
 # left. MUTANTS="--match window" tries some, "--whole" survivors by the whole default run (tests/mutants/run.py).
 mutants: install
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
+
+# What only a GPU can tell, section by section; DATA is the folder of chartqa_mini. Without a GPU each section says what it
+# would need.
+gpu: install
+	$(BIN)/python benchmarks/gpu_day.py $(if $(DATA),--data $(DATA))
 
 lint: install
 	$(BIN)/ruff check .

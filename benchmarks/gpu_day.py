@@ -1,0 +1,145 @@
+"""What only a GPU can tell, in sections that run by themselves: correctness, rates, training speed, prediction.
+
+    python benchmarks/gpu_day.py --data chartqa_mini          # or: make gpu DATA=chartqa_mini
+    python benchmarks/gpu_day.py --sections kernels families --json gpu.json
+
+Every section is a command with its own limit in seconds. What it prints goes to a log; the JSON grows after each, so a
+machine that is taken away leaves what was done. The last lines are a table. Nothing is downloaded. Without a GPU, or
+without the data, each section says in one line what it would need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+
+HERE = Path(__file__).resolve().parent
+TRAINER = ("benchmarks/one_device_trainer.py", "--case", "as they are", "--size", "1b", "--precision", "bf16")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A command; `{data}` in it is the folder of chartqa_mini, `{out}` that of the results."""
+
+    title: str
+    seconds: int
+    command: tuple[str, ...]
+    gigabytes: int = 8
+
+    def needs(self, data: Path | None) -> str | None:
+        """Return what is missing here, or None."""
+        if not torch.cuda.is_available():
+            return f"needs an NVIDIA GPU with {self.gigabytes} GB"
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+        if memory < self.gigabytes:
+            return f"needs {self.gigabytes} GB of GPU memory; there are {memory:.0f}"
+        if any("{data}" in part for part in self.command) and data is None:
+            return "needs --data, the folder of chartqa_mini"
+        return None
+
+
+def _tests(*files: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files)
+
+
+SECTIONS = {
+    "machine": Section("copies and matrix products", 60, ("benchmarks/gpu_day.py", "--machine"), 16),
+    "kernels": Section("Triton kernels against blockwise ones", 400, _tests("tests/attention")),
+    "runtime": Section("a step against a CPU's; NCCL where there are two GPUs", 200, _tests("tests/runtime")),
+    "families": Section("whole models against a CPU", 200, _tests("tests/models")),
+    "attention": Section(
+        "rates of attention by backend", 400,
+        ("benchmarks/attention.py", "--sections", "rates", "--tokens", "8192", "32768", "--repeats", "5",
+         "--out", "{out}/attention-gpu.json"),
+        40,
+    ),
+    "training": Section(
+        "a LLaVA of 0.8 B parameters against transformers' Trainer", 400,
+        (*TRAINER, "--data", "{data}", "--workers", "4", "--json", "{out}/one_device_trainer-gpu.json"),
+        80,
+    ),
+}  # fmt: skip
+
+
+def measure_machine() -> None:
+    """Print the two ceilings: a large copy, counting bytes read and written, and a large bf16 matrix product."""
+    size = 8192
+    matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    row = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(row)
+    copied = 2 * row.numel() / _seconds(lambda: other.copy_(row)) / 1e12
+    multiplied = 2 * size**3 / _seconds(lambda: matrix @ matrix) / 1e12
+    print(f"copy {copied:.2f} TB/s, bf16 product of {size} cubed {multiplied:.0f} TFLOP/s")
+
+
+def _seconds(call: Any, repeats: int = 10) -> float:
+    for _ in range(3):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats
+
+
+def run(section: Section, data: Path | None, out: Path, log: Path) -> dict[str, Any]:
+    """Run a section; return its exit status, seconds and last line. A section that hangs is killed at its limit."""
+    names = {"data": str(data), "out": str(out)}
+    command = [part.format(**names) for part in section.command]
+    begin = time.perf_counter()
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                [sys.executable, *command], cwd=HERE.parent, stdout=file, stderr=subprocess.STDOUT,
+                timeout=section.seconds,
+            )  # fmt: skip
+            status: int | str = done.returncode
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {section.seconds} s"
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    seconds = round(time.perf_counter() - begin, 1)
+    return {"status": status, "seconds": seconds, "last": lines[-1][:160] if lines else "", "log": log.name}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--data", type=Path, help="the folder of chartqa_mini")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_day"), help="folder of logs and results")
+    parser.add_argument("--machine", action="store_true", help="only the two ceilings, here")
+    settings = parser.parse_args()
+    if settings.machine:
+        measure_machine()
+        return
+    data = settings.data.resolve() if settings.data else None
+    out = settings.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": machine(), "sections": {}}
+    failed = False
+    for name in settings.sections:
+        section = SECTIONS[name]
+        missing = section.needs(data)
+        found = {"not run": missing} if missing else run(section, data, out, out / f"{name}.log")
+        failed |= found.get("status", 0) != 0
+        report["sections"][name] = found
+        (out / "gpu_day.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        told = missing or f"{found['status']} in {found['seconds']} s: {found['last']}"
+        print(f"{name:10} {section.title}: {told}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
