@@ -113,7 +113,9 @@ def test_hard_families_are_run_where_they_are_right(family: str) -> None:
     assert found(opened(family).language) == KNOWN[family]
 
 
-@pytest.mark.parametrize("family", ["bert", "falcon_h1", "gemma3n_text", "prophetnet"])
+@pytest.mark.parametrize(
+    "family", ["bert", pytest.param("falcon_h1", marks=pytest.mark.slow), "gemma3n_text", "prophetnet"]
+)
 def test_a_family_whose_samples_are_wrong_even_alone_is_refused(family: str) -> None:
     with pytest.raises(UserError, match=r"cannot be trained: even one sample alone|share a logical name"):
         opened(family)
