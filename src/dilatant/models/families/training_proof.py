@@ -38,7 +38,7 @@ LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
 """Limit for the parameters of a copy; if a family's width settings are unknown, the copy may stay wide."""
-_CHECKS = 2
+_CHECKS = 3
 """Number of what a proof checks: another one makes cached proofs invalid."""
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
 """Relative differences that pass as fp32 rounding: of the loss, and of a gradient relative to its own largest element
@@ -85,7 +85,7 @@ def _prove(
     small = _copy_of(unit, whole, settings)
     head = cast(Any, small.model.get_output_embeddings())
     samples = _samples(head.weight.shape[0], [*special_ids(settings)])
-    wanted = _of_transformers(small, samples)
+    wanted = _of_transformers(small, samples, whole is not None and whole.media_attention == "prefix")
     if attach is not None:
         attach(small)
     one_row, one_each = [tuple(range(len(samples)))], [(number,) for number in range(len(samples))]
@@ -159,13 +159,15 @@ def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
 
 
 def _of_transformers(
-    small: LanguageUnit, samples: Sequence[EncodedSample]
+    small: LanguageUnit, samples: Sequence[EncodedSample], prefix: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute loss and gradients with each sample alone in the family's own forward."""
+    """Compute loss and gradients with each sample alone in the family's own forward. prefix: the family must be given
+    which tokens are targets, because all others attend to each other."""
     loss = torch.zeros(())
     for sample in samples:
         ids = torch.as_tensor(sample.input_ids)
-        logits = small.model(input_ids=ids[None], use_cache=False).logits
+        targets = {"token_type_ids": torch.as_tensor(sample.labels != -100)[None].long()} if prefix else {}
+        logits = small.model(input_ids=ids[None], use_cache=False, **targets).logits
         loss = loss + functional.cross_entropy(logits[0, :-1], ids[1:], reduction="sum")
     return _with_gradients(small, loss / sum(sample.target_tokens for sample in samples))
 
