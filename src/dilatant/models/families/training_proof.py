@@ -85,7 +85,7 @@ def _prove(
     small = _copy_of(unit, whole, settings)
     head = cast(Any, small.model.get_output_embeddings())
     samples = _samples(head.weight.shape[0], [*special_ids(settings)])
-    wanted = _of_transformers(small, samples, whole is not None and whole.media_attention == "prefix")
+    wanted = _of_transformers(small, samples, whole)
     if attach is not None:
         attach(small)
     one_row, one_each = [tuple(range(len(samples)))], [(number,) for number in range(len(samples))]
@@ -159,15 +159,20 @@ def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
 
 
 def _of_transformers(
-    small: LanguageUnit, samples: Sequence[EncodedSample], prefix: bool
+    small: LanguageUnit, samples: Sequence[EncodedSample], whole: PretrainedModel | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute loss and gradients with each sample alone in the family's own forward. prefix: the family must be given
-    which tokens are targets, because all others attend to each other."""
+    """Compute loss and gradients with each sample alone in the family's own forward."""
     loss = torch.zeros(())
     for sample in samples:
         ids = torch.as_tensor(sample.input_ids)
-        targets = {"token_type_ids": torch.as_tensor(sample.labels != -100)[None].long()} if prefix else {}
-        logits = small.model(input_ids=ids[None], use_cache=False, **targets).logits
+        given = {}
+        if whole is not None:  # some merge media by it
+            given["attention_mask"] = torch.ones_like(ids)[None]
+        if (
+            whole is not None and whole.media_attention == "prefix"
+        ):  # all tokens but these attend to each other
+            given["token_type_ids"] = torch.as_tensor(sample.labels != -100)[None].long()
+        logits = small.model(input_ids=ids[None], use_cache=False, **given).logits
         loss = loss + functional.cross_entropy(logits[0, :-1], ids[1:], reduction="sum")
     return _with_gradients(small, loss / sum(sample.target_tokens for sample in samples))
 
