@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -14,6 +16,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from dilatant.runtime.state.weight_gradients import (
     WeightGradients,
     accumulate,
+    add_alike,
+    add_in_pieces,
+    add_in_product,
+    adder_of,
     replace_linears,
     restore_linears,
 )
@@ -140,6 +146,40 @@ def test_gradients_of_bf16_weights_are_sums_of_exact_products(splits: bool) -> N
         assert parameter.grad.dtype == torch.float32
         assert (parameter.grad - wanted).norm() <= 1e-6 * wanted.norm()
     assert fired  # gradient sync starts while others still compute
+
+
+def test_a_gpu_adds_16_bit_products_in_one_kernel() -> None:
+    """The kernel exists on GPUs alone; on the device "meta" only its shapes and dtypes are checked."""
+    assert adder_of("cuda", False) is add_in_product
+    assert adder_of("cpu", False) is add_in_pieces
+    assert adder_of("cuda", True) is adder_of("cpu", True) is add_alike
+    kernels: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kernels.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    total = torch.zeros(24, 48, device="meta")
+    with Seen():
+        add_in_product(
+            total, *(torch.zeros(16, width, device="meta", dtype=torch.bfloat16) for width in (24, 48))
+        )
+    assert [kernel for kernel in kernels if "addmm" in kernel] == ["aten.addmm.dtype_out"]
+    assert not any("copy" in kernel for kernel in kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_that_a_gpu_adds_up_are_exact(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    total, exact = torch.zeros(24, 48, device="cuda"), torch.zeros(24, 48, dtype=torch.float64)
+    for rows in (16, 0, 1, 300):
+        gradient, inputs = (torch.randn(rows, n, generator=generator).to(dtype) for n in (24, 48))
+        exact += gradient.double().t() @ inputs.double()
+        add_in_product(total, gradient.cuda(), inputs.cuda())
+    assert (total.cpu() - exact).norm() <= 1e-6 * exact.norm()
 
 
 def _experts(dtype: torch.dtype, frozen: bool = False) -> nn.Module:

@@ -14,7 +14,7 @@ gradients behind frozen stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -178,29 +178,24 @@ class _DeferredProduct(torch.autograd.Function):
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (inputs,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = gradient @ weight
-        rows, flat = inputs.flatten(0, -2), gradient.flatten(0, -2)
-        trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        puts_off = ctx.gradients.is_deferring and ctx.defers
-        if puts_off:
-            ctx.gradients.deferred.append(
-                (
-                    weight if trains[0] else None,
-                    bias if trains[1] else None,
-                    rows.detach(),
-                    flat.detach(),
-                    None,
-                )
-            )
-        elif trains[0] and (not ctx.defers or _adds_itself(weight)):
+        weight, bias, gradients = ctx.weight, ctx.bias, ctx.gradients
+        is_wanted, trains, bias_trains, _, _ = ctx.needs_input_grad
+        grad_weight = grad_bias = None
+        flat = gradient.flatten(0, -2)
+        grad_input = (flat @ weight).view(inputs.shape) if is_wanted else None
+        if not trains and not bias_trains:
+            return grad_input, None, None, None, None
+        rows = inputs.flatten(0, -2)
+        if gradients.is_deferring and ctx.defers:
+            left = weight if trains else None, bias if bias_trains else None
+            gradients.deferred.append((*left, rows.detach(), flat.detach(), None))
+            return grad_input, None, None, None, None
+        if trains and (not ctx.defers or _adds_itself(weight)):
             # In place, since gradients of row chunks and microbatches add up; accumulation hooks still run.
             _add_product(weight, flat, rows)
-        elif trains[0]:
+        elif trains:
             grad_weight = flat.t() @ rows
-        if trains[1] and not puts_off:
+        if bias_trains:
             grad_bias = flat.sum(dim=0, dtype=_gradient_dtype(bias))
         return grad_input, grad_weight, grad_bias, None, None
 
@@ -231,45 +226,54 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_linear(gradient, weight.transpose(1, 2), counts), None, None, None
 
 
-@torch.no_grad()
 def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None:
     """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's dtype and with little memory."""
     dtype = _gradient_dtype(weight)
-    if dtype == inputs.dtype:
-        if weight.grad is None:
-            weight.grad = gradient.t() @ inputs
-        else:
-            weight.grad.addmm_(gradient.t(), inputs)
+    if dtype == inputs.dtype and weight.grad is None:
+        weight.grad = gradient.t() @ inputs
         return
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=dtype)
-    _add_wide(weight.grad, gradient, inputs)
+    adder_of(weight.device.type, dtype == inputs.dtype)(weight.grad, gradient, inputs)
 
 
-@torch.no_grad()
 def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts: Sequence[int]) -> None:
     """Add each expert's product to its matrix of `weight` [experts, out, in], as `_add_product` does."""
     dtype = _gradient_dtype(weight)
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=dtype)
-    for total, out, into in zip(
-        weight.grad, gradient.split(list(counts)), inputs.split(list(counts)), strict=True
-    ):
-        if dtype == inputs.dtype:
-            total.addmm_(out.t(), into)
-        else:
-            _add_wide(total, out, into)
+    add, sizes = adder_of(weight.device.type, dtype == inputs.dtype), list(counts)
+    for total, out, into in zip(weight.grad, gradient.split(sizes), inputs.split(sizes), strict=True):
+        if len(into):
+            add(total, out, into)
 
 
-def _add_wide(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add `gradient.t() @ inputs` to `total`, which has a wider dtype, with little memory."""
+Adder = Callable[[Tensor, Tensor, Tensor], object]
+"""Adds `gradient.t() @ inputs` to `total` [out, in], given total, gradient [rows, out] and inputs [rows, in]."""
+
+
+def adder_of(device: str, is_alike: bool) -> Adder:
+    """Return how weight gradients are added up on this type of device. is_alike: total and factors have one dtype."""
+    return add_alike if is_alike else add_in_product if device == "cuda" else add_in_pieces
+
+
+def add_alike(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+    """Add a product of the total's own dtype."""
+    total.addmm_(gradient.t(), inputs)
+
+
+def add_in_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+    """Add a product of 16-bit factors inside its fp32 matrix product: one kernel without a temporary (CUDA only)."""
+    torch.addmm(total, gradient.t(), inputs, out_dtype=total.dtype, out=total)
+
+
+def add_in_pieces(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
+    """Add a product of narrower factors, which are widened, with little memory."""
+    wide, factor = inputs.to(total.dtype), gradient.t()
     rows = max(1, _PIECE // total.shape[1])
-    wide = inputs if inputs.device.type == "cuda" else inputs.to(total.dtype)
-    for own, part in zip(total.split(rows), gradient.t().split(rows), strict=True):
-        if inputs.device.type == "cuda":  # 16-bit factors, fp32 accumulation
-            own += torch.mm(part, inputs, out_dtype=total.dtype)
-        else:
-            own.addmm_(part.to(total.dtype), wide)
+    pieces = zip(total.split(rows), factor.split(rows)) if len(total) > rows else [(total, factor)]
+    for piece, part in pieces:
+        piece.addmm_(part.to(total.dtype), wide)
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
