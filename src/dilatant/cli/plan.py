@@ -83,6 +83,7 @@ def plan(
         write_plan_folder,
     )
     from dilatant.planning.planning import plan_like, plan_run
+    from dilatant.planning.row_length import with_long_rows
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
     from dilatant.report.say import open_console, print_line, show_progress
@@ -94,15 +95,15 @@ def plan(
     asked = {text: parse_asked_layout(text, units) for text in why_not or ()}
     with show_progress(open_console(stderr=True), "searching"):
         if like is not None:
-            planned = plan_like(problem, parse_asked_layout(like, units))
+            planned = with_long_rows(plan_like(problem, parse_asked_layout(like, units)))
             report = fixed_plan_report(plan_report(planned, options.config.stem), like)
         else:
-            planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
+            planned = with_long_rows(plan_run(problem, fault_tolerance=fault_tolerance or 0))
             report = plan_report(planned, options.config.stem, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
-        out.write_text(training_plan(problem, winner).to_json(), encoding="utf-8")
+        out.write_text(training_plan(planned.problem, winner).to_json(), encoding="utf-8")
     if page is not None:
         write_plan_page(report, page)
     link_pages(folder.parent)

@@ -69,6 +69,7 @@ def simulate(
 
     from dilatant.plan.replay.node_trace import load_node_trace
     from dilatant.planning.planning import plan_run, time_plan
+    from dilatant.planning.row_length import with_long_rows
     from dilatant.report.say import open_console, show_progress
 
     console = open_console(stderr=as_json)
@@ -81,7 +82,7 @@ def simulate(
         problem = problem.sharing(run.zero)
     with show_progress(open_console(stderr=True), "simulating"):
         if run.plan is None:
-            planned = plan_run(problem)
+            planned = with_long_rows(plan_run(problem))
             if microbatches:
                 planned = time_plan(problem, planned.result.winner.plan, microbatches)
         elif microbatches:

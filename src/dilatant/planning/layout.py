@@ -111,13 +111,14 @@ class TrainingPlan:
         return serial if self.schedule == "serial" else FAMILIES[self.schedule]
 
     def microbatching(self, config: Config) -> Microbatching:
-        """Return how the runtime cuts steps: by this plan, and by the config's token budget if that is smaller."""
+        """Return how the runtime cuts steps: by this plan, and by the config's token budget if that is set and
+        smaller."""
         return Microbatching(
             self.num_microbatches,
             self.family,
             self.assignment,
             config.seed,
-            min(config.row_tokens, self.row_tokens or config.row_tokens),
+            min(filter(None, (config.train.row_tokens, self.row_tokens)), default=config.row_tokens),
             config.train.deterministic,
         )
 

@@ -9,9 +9,16 @@ from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.planning.measuring.layer_costs import costs_in_use, layer_costs
-from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, searched_counts
+from dilatant.planning.planning import (
+    PlannedRun,
+    PlanningProblem,
+    scorer_of,
+    searched_counts,
+    with_row_tokens,
+)
 from dilatant.planning.problem.describe_model import describe_unfrozen
-from dilatant.report.text.wording import bytes_text, counted, listed, percent_text, seconds_text
+from dilatant.planning.row_length import memory_text
+from dilatant.report.text.wording import counted, listed, percent_text, seconds_text
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import families_for
 
@@ -84,10 +91,7 @@ def _row_tokens(planned: PlannedRun) -> list[str]:
     count, asked = winner.microbatches[0], winner.num_microbatches
     if winner.row_tokens is not None or count == asked:
         return []
-    config = planned.problem.config
-    train = config.train.model_copy(update={"row_tokens": 2 * tokens})
-    wider = replace(planned.problem, config=config.model_copy(update={"train": train}))
-    score = _score(wider, winner)
+    score = _score(with_row_tokens(planned.problem, 2 * tokens), winner)
     if not _is_better(planned, score):
         return []
     return [
@@ -128,12 +132,7 @@ def _instead(planned: PlannedRun, score: PlanScore) -> str:
 
 
 def _memory(planned: PlannedRun, score: PlanScore) -> str:
-    """Describe the memory of the fullest device as the plan's own is: used and total include the reserve."""
-    ranks, cluster = planned.result.winner.plan.ranks, planned.problem.target.cluster
-    peaks = zip(score.peak_bytes, cluster.bytes_of(ranks).tolist(), ranks, strict=True)
-    peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
-    reserve = cluster.at(rank).reserve.total
-    return f"{bytes_text(peak + reserve)} of {bytes_text(capacity + reserve)} on the fullest device"
+    return memory_text(planned.problem, planned.result.winner.plan, score)
 
 
 def compare_schedules(

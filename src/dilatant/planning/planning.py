@@ -106,7 +106,8 @@ class PlannedRun:
     `problem` optimizer state is shared as under the winner.
 
     work: [samples, units] seconds on one device, of different samples. stable: global batch from which on the data ask
-    for the same division of devices; None if there is nothing to divide.
+    for the same division of devices; None if there is nothing to divide. rows: why rows are as long as they are, where
+    `row_length` chose that.
     """
 
     problem: PlanningProblem
@@ -114,6 +115,7 @@ class PlannedRun:
     typical: Timeline
     work: NDArray[np.float64]
     stable: StableBatch | None
+    rows: str = ""
 
 
 def planning_problem(
@@ -168,6 +170,15 @@ def model_problem(
     workload = replace(sampled.workload, dense=dense_rows(model, costs))
     sampled = replace(sampled, workload=workload)
     return PlanningProblem(config, target, model, measured, costs, sampled, from_before)
+
+
+def with_row_tokens(problem: PlanningProblem, tokens: int) -> PlanningProblem:
+    """Return the problem with rows of up to `tokens` tokens, and its costs as they are with such rows."""
+    train = problem.config.train.model_copy(update={"row_tokens": tokens})
+    costs = costs_in_use(
+        problem.measured, problem.model, problem.samples.targets, tokens, problem.config.train.loss_chunk
+    )
+    return replace(problem, config=problem.config.model_copy(update={"train": train}), costs=costs)
 
 
 def _without_context(costs: CostModel) -> CostModel:
@@ -317,6 +328,8 @@ def time_plan(
     among its pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
+    if row_tokens is not None and problem.config.train.row_tokens is None:
+        problem = with_row_tokens(problem, max(row_tokens, problem.config.row_tokens))
     score = scorer_of(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
     counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)

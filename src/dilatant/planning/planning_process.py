@@ -31,6 +31,7 @@ from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.planned_run import plan_report, training_plan, write_plan_folder
 from dilatant.planning.planning import PlannedRun, plan_run, planning_problem
 from dilatant.planning.problem.planned_hardware import plan_target
+from dilatant.planning.row_length import with_long_rows
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.text.search_reasons import layout_text
 from dilatant.report.text.wording import count_text, microbatches_text, seconds_text
@@ -132,12 +133,12 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
         measure_again=False,
     )
     progress("searching")
-    planned = plan_run(problem, all_devices=bool(job.launcher))
+    planned = with_long_rows(plan_run(problem, all_devices=bool(job.launcher)))
     check_all_used(planned, job.launcher)
     report = plan_report(planned, job.folder.name)
     folder = write_plan_folder(planned, report)
     return ChosenPlan(
-        training_plan(problem, planned.result.winner).to_json(),
+        training_plan(planned.problem, planned.result.winner).to_json(),
         (*lines, *_lines(planned, report), f"  all of it, as a page: {folder / 'plan.html'}"),
     )
 
@@ -181,6 +182,7 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
         f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
         f"zero {ranked.zero}, samples placed by {problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
+        *(f"  {planned.rows}" for _ in filter(None, [planned.rows])),
         *(f"  {reason}" for reason in _reasons(report)),
     ]
 

@@ -291,6 +291,8 @@ def _describe(console: Console, config: Config, prepared: PreparedRun) -> None:
             highlight=False,
         )
         console.print(zero_text(planned, prepared.model), highlight=False)
+    if prepared.rows:
+        console.print(prepared.rows, highlight=False)
     if planned.costs is not None:
         console.print(f"costs: {planned.costs.origin}", highlight=False)
     console.print()

@@ -63,9 +63,11 @@ def costs_of_run(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalCosts:
-    """Layer costs of a model as training meets them. note: why other costs were not used, for a reader."""
+    """Layer costs of a model, as `measured` or modelled and as training meets them. note: why other costs were not
+    used, for a reader."""
 
     model: ModelDescription
+    measured: CostModel
     costs: CostModel
     target: Target
     note: str
@@ -93,7 +95,7 @@ def local_costs(
         )
         note += f"; {_how_to_measure(config, target)}"
     in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
-    return LocalCosts(described, in_use, target, note)
+    return LocalCosts(described, costs, in_use, target, note)
 
 
 def _target(config: Config, ranks: int) -> Target:

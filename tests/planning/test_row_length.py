@@ -1,0 +1,99 @@
+"""Rows on described GPUs are as long as memory allows, where nothing in the config says how long they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.planned_project import BATCH, config, write_samples
+from dilatant.config import Config, PlanConfig
+from dilatant.planning.assemble import assemble_samples
+from dilatant.planning.planned_run import plan_report, training_plan
+from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of, time_plan
+from dilatant.planning.row_length import row_length, with_long_rows
+from dilatant.training.prepare import prepare
+
+SHORT = 128  # data.max_length
+
+
+def _config(folder: Path, **sections: Any) -> Config:
+    cluster = {"hardware": "H100", "gpus_per_node": 1, **sections.pop("cluster", {})}
+    asked = config(folder, **{"cluster": cluster, **sections})
+    return asked if "plan" in sections else asked.model_copy(update={"plan": PlanConfig()})
+
+
+def _problem(folder: Path, **sections: Any) -> PlanningProblem:
+    write_samples(folder, 2 * BATCH)
+    asked = _config(folder, **sections)
+    return planning_problem(asked, assemble_samples(asked))
+
+
+def test_a_gpu_gets_rows_that_hold_a_whole_step(tmp_path: Path) -> None:
+    """Neither `dilatant plan` nor the run that trains its plan, nor a simulation of it, cuts what fits in one row."""
+    problem = _problem(tmp_path)
+    searched = plan_run(problem)
+    planned = with_long_rows(searched)
+    winner = planned.result.winner
+    assert winner.row_tokens == 4096  # a step has some 700 tokens, so 8,192 would change nothing
+    assert winner.microbatches[0] == 1
+    assert winner.score.seconds < searched.result.winner.score.seconds
+    assert planned.rows.startswith(
+        "Rows hold up to 4,096 tokens (train.row_tokens is open): the longest of 128 and"
+    )
+    assert planned.rows in plan_report(planned, "test").reasons
+    timed = time_plan(problem, winner.plan, winner.num_microbatches, winner.row_tokens)
+    assert timed.result.winner.score.seconds == pytest.approx(winner.score.seconds)
+    (tmp_path / "plan.json").write_text(training_plan(planned.problem, winner).to_json(), encoding="utf-8")
+    run = _config(tmp_path, parallel={"plan": str(tmp_path / "plan.json")})
+    assert prepare(run).planned.microbatching(run).row_tokens == 4096
+
+
+def test_rows_stay_short_where_longer_ones_do_not_fit(tmp_path: Path) -> None:
+    roomy = _problem(tmp_path)
+    plan = plan_run(roomy).result.winner.plan
+    longer = row_length(roomy, plan)
+    assert longer is not None
+    peaks = max(longer.score.peak_bytes), max(scorer_of(roomy)(plan, 1, SHORT).peak_bytes)
+    assert peaks[0] > peaks[1]
+    found = row_length(_problem(tmp_path, cluster={"memory_gib": sum(peaks) / 2 / 2**30}), plan)
+    assert found is not None
+    assert found.tokens == SHORT
+    assert found.reason.endswith("longer ones would not fit memory.")
+
+
+def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
+    """Samples of up to 2,048 tokens may come, but a step of 16 short ones fits in one row already."""
+    problem = _problem(tmp_path, data={"train": [{"path": "train.jsonl"}], "max_length": 2048, "workers": 0})
+    found = row_length(problem, plan_run(problem).result.winner.plan)
+    assert found is not None
+    assert found.tokens == 2048
+    assert found.reason.endswith("a step has no more for a replica.")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"global_batch_size": BATCH, "row_tokens": 200}},
+        {"train": {"global_batch_size": BATCH, "deterministic": True}},
+        {"plan": {"microbatch_tokens": [64]}},
+        {"plan": {"microbatch_sizes": [2]}},
+        {"cluster": {"hardware": "CPU"}},
+    ],
+)
+def test_row_lengths_of_the_config_and_of_cpus_are_kept(tmp_path: Path, sections: dict[str, Any]) -> None:
+    problem = _problem(tmp_path, **sections)
+    planned = plan_run(problem)
+    assert with_long_rows(planned) is planned
+
+
+def test_pipelines_keep_their_microbatches(tmp_path: Path) -> None:
+    problem = _problem(tmp_path, cluster={"gpus_per_node": 2, "memory_gib": 80})
+    ranked = [one.plan for one in (plan_run(problem).result.winner, *plan_run(problem).result.runners_up)]
+    pipelines = [plan for plan in ranked if len({*(placed.stage.ranks for placed in plan.stages())}) > 1]
+    staged = [
+        plan for plan in pipelines if any(len(r.stages) > 1 for unit in plan.units for r in unit.replicas)
+    ]
+    assert staged
+    assert all(row_length(problem, plan) is None for plan in staged)
