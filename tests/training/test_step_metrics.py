@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dilatant.report.progress import describe
 from dilatant.runtime.step.step_result import StepTimes
 from dilatant.training.step_metrics import NOTED_WAIT, StepMeter
 
@@ -22,7 +24,7 @@ def _of(waited: float = 0.0, sources: tuple[float, ...] = (6 / 12, 12 / 12, 0.0)
     )  # fmt: skip
     result: Any = SimpleNamespace(
         loss=1.5, losses={"language": 1.5}, source_losses=sources, grad_norm=2.0, target_tokens=12,
-        warning=None, times=StepTimes(),
+        warning=None, times=StepTimes(), peak_bytes=3 * 2**30,
     )  # fmt: skip
     meter = StepMeter(
         4, "language", ("one", "two", "none"), {"vision": 0.1, "language": 0.2},
@@ -43,6 +45,11 @@ def test_speed_is_a_second_and_a_device() -> None:
     found = _of()
     assert (found.teraflops, found.mfu, found.tokens_per_second) == (1.0, 0.25, 20.0)
     assert found.learning_rates == {"vision": 0.05, "language": 0.1}
+    assert "  mem 3.0 GiB  " in describe(found, None)
+    assert found.to_record()["peak_bytes"] == 3 * 2**30
+    on_cpus = replace(found, peak_bytes=None)
+    assert " mem " not in describe(on_cpus, None)
+    assert "peak_bytes" not in on_cpus.to_record()
 
 
 @pytest.mark.parametrize(("waited", "named"), [(2 * NOTED_WAIT, {}), (2 * NOTED_WAIT + 1e-3, {"a": 0.5})])

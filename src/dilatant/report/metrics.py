@@ -17,7 +17,8 @@ class StepMetrics:
     as in `StepTimes`. predicted_seconds: of the step's actions and gradient sync; `step_seconds` also includes the
     wait for data and the update. is_rough: the prediction uses costs that are neither measured nor corrected by a step.
     drift: unit → measured over predicted seconds of its actions. teraflops: per second and device, as the model
-    requires (see `training.model_flops`); mfu: fraction of the device's peak, if known. warning: reported once, about
+    requires (see `training.model_flops`); mfu: fraction of the device's peak, if known. peak_bytes: most bytes that
+    tensors have held so far on the fullest GPU, if there are GPUs. warning: reported once, about
     drift. slowest_samples: name → seconds of decoding, for rank 0's slowest samples if it waited for data. generation:
     of a resilient run, else 0; recovery: in the first step of a later generation, its ranks and the recovery costs."""
 
@@ -43,6 +44,7 @@ class StepMetrics:
     is_rough: bool = False
     teraflops: float = 0.0
     mfu: float | None = None
+    peak_bytes: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
     slowest_samples: Mapping[str, float] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class StepMetrics:
         record["losses"] = {
             name: loss if math.isfinite(loss) else None for name, loss in record["losses"].items()
         }
-        unknown = {name for name in ("predicted_seconds", "mfu") if record[name] is None}
+        unknown = {name for name in ("predicted_seconds", "mfu", "peak_bytes") if record[name] is None}
         if not self.generation:
             unknown.add("generation")
         return {name: value for name, value in record.items() if value != {} and name not in unknown}

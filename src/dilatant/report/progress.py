@@ -88,7 +88,8 @@ def describe(metrics: StepMetrics, smoothed_seconds: float | None) -> str:
     speed = f"  {factor * metrics.teraflops:.3g} {prefix}FLOP/s" if metrics.teraflops else ""
     if metrics.mfu is not None:
         speed = f"  MFU {metrics.mfu:.0%}"
-    return f"loss {metrics.loss:.4f}  tok/s {units}{speed}  data {wait:.0f}%{planned}{left}"
+    memory = "" if metrics.peak_bytes is None else f"  mem {metrics.peak_bytes / 2**30:.1f} GiB"
+    return f"loss {metrics.loss:.4f}  tok/s {units}{speed}{memory}  data {wait:.0f}%{planned}{left}"
 
 
 def _short(value: float) -> str:

@@ -67,6 +67,7 @@ class StepMeter:
             is_rough=result.times.is_rough,
             drift=result.times.drift,
             warning=result.warning,
+            peak_bytes=result.peak_bytes,
             slowest_samples=dict(batch.slowest) if waited > NOTED_WAIT * seconds else {},
         )
 

@@ -36,7 +36,7 @@ class StepResult:
     nonfinite_samples: ids of the samples in microbatches with a non-finite loss; gradients of a step with a non-finite
     loss or norm should not be applied. found: values from all ranks, in rank order. warning: a message about drift for
     the user, at most once per run. source_losses: each data set's unweighted part of the language model's loss (see
-    `EncodedSample.source`).
+    `EncodedSample.source`). peak_bytes: most bytes that tensors have held so far on the fullest GPU; None on CPUs.
     """
 
     loss: float
@@ -49,6 +49,7 @@ class StepResult:
     found: tuple[Any, ...] = ()
     warning: str | None = None
     source_losses: tuple[float, ...] = ()
+    peak_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
