@@ -34,8 +34,14 @@ def attention(
     together or the backend does not support the request.
     """
     plan = mask if isinstance(mask, AttentionPlan) else AttentionPlan(mask)
-    request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks)
-    name = choose_backend(request, installed(query.device), backend).name
+    alike = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (query, key, value))
+    call = "backend", backend, alike, softcap is None, None if sinks is None else sinks.shape
+
+    def choose(plan: AttentionPlan) -> str:
+        request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks)
+        return choose_backend(request, installed(query.device), backend).name
+
+    name = plan.remember(call, choose)  # once for all layers of a microbatch
     scores = Scores(query.shape[2] ** -0.5 if scale is None else scale, softcap)
     if name == "sdpa":
         from dilatant.attention.kernels import sdpa

@@ -210,8 +210,15 @@ def _add_parts(grad: torch.Tensor, partial: torch.Tensor, work: DeviceWork, tuni
 
 
 def _tuning(query: torch.Tensor) -> Tuning:
-    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
+    properties = _properties(query.device) if query.is_cuda else None
+    capability = (8, 0) if properties is None else (properties.major, properties.minor)
     return tuning_for(query.shape[2], query.element_size(), capability)
+
+
+@functools.cache
+def _properties(device: torch.device) -> Any:
+    """Return the properties of a GPU, which every launch needs, asked once."""
+    return torch.cuda.get_device_properties(device)
 
 
 def _launch(
@@ -275,7 +282,7 @@ def _work(
 
 
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return _properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _section(streamed: torch.Tensor, heads_per_group: int = 1) -> int:
@@ -284,7 +291,7 @@ def _section(streamed: torch.Tensor, heads_per_group: int = 1) -> int:
     groups = streamed.shape[1] // heads_per_group
     if streamed.device.type != "cuda":
         return groups
-    cache = torch.cuda.get_device_properties(streamed.device).L2_cache_size
+    cache = _properties(streamed.device).L2_cache_size
     per_group = 2 * streamed.shape[0] * heads_per_group * streamed.shape[2] * streamed.element_size()
     fitting = max(1, min(groups, cache // 2 // max(per_group, 1)))
     return max(size for size in range(1, fitting + 1) if groups % size == 0)

@@ -26,9 +26,10 @@ class _Parallel:
     precomputed: tuple[Tensor, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        precomputed, self.precomputed = self.precomputed, None
-        if precomputed is not None and precomputed[0] is input:
-            return precomputed[1]
+        if self.precomputed is not None:
+            (known, output), self.precomputed = self.precomputed, None
+            if known is input:
+                return output
         input = input if self.enter is None else self.enter(input)
         bias: Tensor | None = cast(Any, self).bias
         if self.leave is None:

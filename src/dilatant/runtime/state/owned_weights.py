@@ -83,8 +83,7 @@ class OwnedWeights:
         ]
         if not own:
             return 0.0
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(own)])
-        return float(norms.square().sum())
+        return float(torch.stack(torch._foreach_norm(own)).double().square().sum())
 
     def primary_parts(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[Box, Tensor]]:
         """Yield (cell, its part of the tensor) if this rank is the primary owner. tensors: shaped like the parameters;
@@ -98,8 +97,8 @@ class OwnedWeights:
     @torch.no_grad()
     def gather(self) -> None:
         """All-gather the updated weights from their owners to all holders; called by all ranks after every update."""
-        for key, copied in self._copies.items():
-            copied.copy_(self.parameters[key])
+        if self._copies:
+            torch._foreach_copy_([*self._copies.values()], [self.parameters[key] for key in self._copies])
         under_way: tuple[BucketShard, Tensor, Pending] | None = None
         for share in self._divided:  # one bucket is gathered while the previous one is unpacked
             started = self._start(share)

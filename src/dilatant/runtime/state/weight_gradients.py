@@ -91,11 +91,12 @@ class DeferredLinear(ParallelLinear):
         self.leave = linear.leave if isinstance(linear, ParallelLinear) else None
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        weight, defers = self.weight, self.defers  # each look-up of a parameter is a Python call
         bias_trains = bias is not None and bias.requires_grad
-        trains = torch.is_grad_enabled() and (self.weight.requires_grad or bias_trains)
-        if trains and (self.gradients.splits or not self.defers or _adds_itself(self.weight)):
-            return _DeferredProduct.apply(input, self.weight, bias, self.gradients, self.defers)
-        return functional.linear(input, self.weight, bias)
+        trains = torch.is_grad_enabled() and (weight.requires_grad or bias_trains)
+        if trains and (self.gradients.splits or not defers or _adds_itself(weight)):
+            return _DeferredProduct.apply(input, weight, bias, self.gradients, defers)
+        return functional.linear(input, weight, bias)
 
 
 @dataclass(frozen=True, slots=True)
