@@ -39,10 +39,10 @@ def test_a_gpu_gets_rows_that_hold_a_whole_step(tmp_path: Path) -> None:
     assert winner.row_tokens == 4096  # a step has some 700 tokens, so 8,192 would change nothing
     assert winner.microbatches[0] == 1
     assert winner.score.seconds < searched.result.winner.score.seconds
-    assert planned.rows.startswith(
+    assert planned.rows[0].startswith(
         "Rows hold up to 4,096 tokens (train.row_tokens is open): the longest of 128 and"
     )
-    assert planned.rows in plan_report(planned, "test").reasons
+    assert planned.rows[0] in plan_report(planned, "test").reasons
     timed = time_plan(problem, winner.plan, winner.num_microbatches, winner.row_tokens)
     assert timed.result.winner.score.seconds == pytest.approx(winner.score.seconds)
     (tmp_path / "plan.json").write_text(training_plan(planned.problem, winner).to_json(), encoding="utf-8")
@@ -55,12 +55,12 @@ def test_rows_stay_short_where_longer_ones_do_not_fit(tmp_path: Path) -> None:
     plan = plan_run(roomy).result.winner.plan
     longer = row_length(roomy, plan)
     assert longer is not None
-    peaks = max(longer.score.peak_bytes), max(scorer_of(roomy)(plan, 1, SHORT).peak_bytes)
+    peaks = max(longer[1].peak_bytes), max(scorer_of(roomy)(plan, 1, SHORT).peak_bytes)
     assert peaks[0] > peaks[1]
     found = row_length(_problem(tmp_path, cluster={"memory_gib": sum(peaks) / 2 / 2**30}), plan)
     assert found is not None
-    assert found.tokens == SHORT
-    assert found.reason.endswith("longer ones would not fit memory.")
+    assert found[0].config.row_tokens == SHORT
+    assert found[2].endswith("longer ones would not fit memory.")
 
 
 def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
     problem = _problem(tmp_path, data={"train": [{"path": "train.jsonl"}], "max_length": 2048, "workers": 0})
     found = row_length(problem, plan_run(problem).result.winner.plan)
     assert found is not None
-    assert found.tokens == 2048
-    assert found.reason.endswith("a step has no more for a replica.")
+    assert found[0].config.row_tokens == 2048
+    assert found[2].endswith("a step has no more for a replica.")
 
 
 @pytest.mark.parametrize(

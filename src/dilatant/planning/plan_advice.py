@@ -9,15 +9,8 @@ from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.planning.measuring.layer_costs import costs_in_use, layer_costs
-from dilatant.planning.planning import (
-    PlannedRun,
-    PlanningProblem,
-    scorer_of,
-    searched_counts,
-    with_row_tokens,
-)
+from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, searched_counts
 from dilatant.planning.problem.describe_model import describe_unfrozen
-from dilatant.planning.row_length import memory_text
 from dilatant.report.text.wording import counted, listed, percent_text, seconds_text
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import families_for
@@ -91,7 +84,7 @@ def _row_tokens(planned: PlannedRun) -> list[str]:
     count, asked = winner.microbatches[0], winner.num_microbatches
     if winner.row_tokens is not None or count == asked:
         return []
-    score = _score(with_row_tokens(planned.problem, 2 * tokens), winner)
+    score = _score(planned.problem.with_row_tokens(2 * tokens), winner)
     if not _is_better(planned, score):
         return []
     return [
@@ -132,7 +125,7 @@ def _instead(planned: PlannedRun, score: PlanScore) -> str:
 
 
 def _memory(planned: PlannedRun, score: PlanScore) -> str:
-    return memory_text(planned.problem, planned.result.winner.plan, score)
+    return planned.problem.memory_text(planned.result.winner.plan, score)
 
 
 def compare_schedules(

@@ -44,6 +44,7 @@ from dilatant.planning.problem.planned_hardware import Target, target_of_run
 from dilatant.planning.problem.planned_samples import PlannedSamples, planned_samples
 from dilatant.planning.problem.searched_settings import with_requested_degrees, zero_variants
 from dilatant.report.text.plan_summary import no_plan_text
+from dilatant.report.text.wording import bytes_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import NamedPolicy
@@ -84,6 +85,20 @@ class PlanningProblem:
         """Return the problem with optimizer state shared as `zero` says."""
         return replace(self, target=self.target.sharing(zero))
 
+    def with_row_tokens(self, tokens: int) -> PlanningProblem:
+        """Return the problem with rows of up to `tokens` tokens, and its costs as they are with such rows."""
+        train = self.config.train.model_copy(update={"row_tokens": tokens})
+        costs = costs_in_use(self.measured, self.model, self.samples.targets, tokens, train.loss_chunk)
+        return replace(self, config=self.config.model_copy(update={"train": train}), costs=costs)
+
+    def memory_text(self, plan: Plan, score: PlanScore) -> str:
+        """Describe the memory of the fullest device as the plan's own is: used and total include the reserve."""
+        cluster = self.target.cluster
+        peaks = zip(score.peak_bytes, cluster.bytes_of(plan.ranks).tolist(), plan.ranks, strict=True)
+        peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
+        reserve = cluster.at(rank).reserve.total
+        return f"{bytes_text(peak + reserve)} of {bytes_text(capacity + reserve)} on the fullest device"
+
     def simulated(self) -> Workload:
         """Return the global batches that plans are simulated on."""
         return self.samples.first(self.config.debug.planned_steps * self.global_batch)
@@ -106,8 +121,7 @@ class PlannedRun:
     `problem` optimizer state is shared as under the winner.
 
     work: [samples, units] seconds on one device, of different samples. stable: global batch from which on the data ask
-    for the same division of devices; None if there is nothing to divide. rows: why rows are as long as they are, where
-    `row_length` chose that.
+    for the same division of devices; None if there is nothing to divide. rows: the reason of a row length chosen here.
     """
 
     problem: PlanningProblem
@@ -115,7 +129,7 @@ class PlannedRun:
     typical: Timeline
     work: NDArray[np.float64]
     stable: StableBatch | None
-    rows: str = ""
+    rows: tuple[str, ...] = ()
 
 
 def planning_problem(
@@ -170,15 +184,6 @@ def model_problem(
     workload = replace(sampled.workload, dense=dense_rows(model, costs))
     sampled = replace(sampled, workload=workload)
     return PlanningProblem(config, target, model, measured, costs, sampled, from_before)
-
-
-def with_row_tokens(problem: PlanningProblem, tokens: int) -> PlanningProblem:
-    """Return the problem with rows of up to `tokens` tokens, and its costs as they are with such rows."""
-    train = problem.config.train.model_copy(update={"row_tokens": tokens})
-    costs = costs_in_use(
-        problem.measured, problem.model, problem.samples.targets, tokens, problem.config.train.loss_chunk
-    )
-    return replace(problem, config=problem.config.model_copy(update={"train": train}), costs=costs)
 
 
 def _without_context(costs: CostModel) -> CostModel:
@@ -329,7 +334,7 @@ def time_plan(
     """
     validate(plan, problem.model.spec, problem.target.cluster)
     if row_tokens is not None and problem.config.train.row_tokens is None:
-        problem = with_row_tokens(problem, max(row_tokens, problem.config.row_tokens))
+        problem = problem.with_row_tokens(max(row_tokens, problem.config.row_tokens))
     score = scorer_of(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
     counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)

@@ -182,8 +182,7 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
         f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
         f"zero {ranked.zero}, samples placed by {problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
-        *(f"  {planned.rows}" for _ in filter(None, [planned.rows])),
-        *(f"  {reason}" for reason in _reasons(report)),
+        *(f"  {reason}" for reason in (*planned.rows, *_reasons(report))),
     ]
 
 

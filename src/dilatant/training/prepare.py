@@ -16,16 +16,17 @@ from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
 from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.costs.score import PlanScore
 from dilatant.planning.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.planning.planning import PlanningProblem
 from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.planned_samples import planned_samples
-from dilatant.planning.row_length import RowLength, is_row_length_open, row_length
+from dilatant.planning.row_length import is_row_length_open, row_length
 from dilatant.report.text.wording import counted
 from dilatant.training.checkpoints.starting_point import with_template_date
 from dilatant.training.feeding.step_data import count_steps
-from dilatant.training.run_costs import Cutter, costs_of_run, local_costs, plan_before
+from dilatant.training.run_costs import Cutter, costs_of_run, local_costs, plan_before, target_here
 
 LOOKED_AT = 4096
 """Samples from which stage cuts and the share of target tokens are estimated: opening a run must not take longer for
@@ -35,8 +36,7 @@ more data."""
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
     """Samples, model and plan of a run. model: layers built from configs, and weights that ranks read for themselves,
-    are on the meta device. warnings: to be shown once for all ranks. rows: why rows are as long as they are, where that
-    was chosen here."""
+    are on the meta device. warnings: to be shown once for all ranks. rows: the reason of a row length chosen here."""
 
     samples: Samples
     model: MultimodalModel
@@ -57,7 +57,7 @@ def prepare(
     planned: proven already by rank 0 or the launcher. made: by the run itself, to be proven like the config's own.
     progress: callback for samples that must be measured first.
     """
-    config, rows = with_template_date(config), None  # ranks of an agent read the run's file themselves
+    config, reason = with_template_date(config), ""  # ranks of an agent read the run's file themselves
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
         if config.data.preprocess == "ray":
@@ -79,16 +79,16 @@ def prepare(
                 tokens = {name: sizes.of(name)[::each] for name in model.units}
             cut = Cutter(config, model, tokens, _target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
-            rows = row_length_of_run(config, samples, model, planned)
-            if rows is not None:
-                planned, config = replace(planned, row_tokens=rows.tokens), rows.problem.config
+            if found := row_length_of_run(config, samples, model, planned):
+                config, reason = found[0].config, found[2]
+                planned = replace(planned, row_tokens=config.row_tokens)
             planned = with_costs(config, samples, model, planned)
         for unit in planned.plan.units:
             if unit.recompute:
                 model.units[unit.name].recompute(unit.recompute)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     about = *said, *_about_warm_up(config, samples), *_about_routers(model)
-    return PreparedRun(samples, model, planned, about, "" if rows is None else rows.reason)
+    return PreparedRun(samples, model, planned, about, reason)
 
 
 def with_costs(
@@ -102,16 +102,15 @@ def with_costs(
 
 def row_length_of_run(
     config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
-) -> RowLength | None:
-    """Return the row length that suits this hardware; None if plan or config say it, or sizes are unknown."""
-    if planned.row_tokens is not None or not isinstance(samples.train, Blend):
+) -> tuple[PlanningProblem, PlanScore, str] | None:
+    """Return the `row_length` that suits this hardware; None if plan or config say it, or sizes are unknown."""
+    is_open = is_row_length_open(config, target_here(config, len(planned.plan.ranks)))
+    if planned.row_tokens is not None or not isinstance(samples.train, Blend) or not is_open:
         return None
     here = local_costs(config, model, planned.plan, _target_share(samples), planned.zero)
-    if not is_row_length_open(config, here.target):
-        return None
     sampled = planned_samples(config, samples, here.model)
-    workload = replace(sampled.workload, dense=dense_rows(here.model, here.costs))
-    sampled = replace(sampled, workload=workload)
+    dense = dense_rows(here.model, here.costs)
+    sampled = replace(sampled, workload=replace(sampled.workload, dense=dense))
     problem = PlanningProblem(config, here.target, here.model, here.measured, here.costs, sampled)
     return row_length(problem, planned.plan, "1f1b" if planned.schedule == "serial" else planned.schedule)
 

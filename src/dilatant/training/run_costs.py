@@ -78,7 +78,7 @@ def local_costs(
 ) -> LocalCosts:
     """Return the layer costs with which a run on the ranks of `plan` counts, at its degrees; they are chosen as in
     `costs_of_run`, which explains targets and zero."""
-    target = _target(config, len(plan.ranks))
+    target = target_here(config, len(plan.ranks))
     target = target if zero is None else target.sharing(zero)
     described = describe_model(model, recompute_by_unit(config, model.units))
     degrees = sorted({placed.stage.degrees.without_experts for placed in plan.stages()})
@@ -98,7 +98,7 @@ def local_costs(
     return LocalCosts(described, costs, in_use, target, note)
 
 
-def _target(config: Config, ranks: int) -> Target:
+def target_here(config: Config, ranks: int) -> Target:
     """Return the devices that this run has, whatever other devices the config plans for."""
     place = place_from()
     here = ranks if place is None else place.local_size

@@ -24,6 +24,8 @@ from dilatant.attention.kernels.triton_forward import forward_kernel, join_forwa
 from dilatant.attention.kernels.triton_tuning import PRECISION, Tile, Tuning, padded_head_dim, tuning_for
 
 JOIN_TOKENS = 16
+_capability = functools.cache(torch.cuda.get_device_capability)  # needed by every launch, asked once
+_properties = functools.cache(torch.cuda.get_device_properties)
 
 
 class _Launch(NamedTuple):
@@ -210,15 +212,8 @@ def _add_parts(grad: torch.Tensor, partial: torch.Tensor, work: DeviceWork, tuni
 
 
 def _tuning(query: torch.Tensor) -> Tuning:
-    properties = _properties(query.device) if query.is_cuda else None
-    capability = (8, 0) if properties is None else (properties.major, properties.minor)
+    capability = _capability(query.device) if query.is_cuda else (8, 0)
     return tuning_for(query.shape[2], query.element_size(), capability)
-
-
-@functools.cache
-def _properties(device: torch.device) -> Any:
-    """Return the properties of a GPU, which every launch needs, asked once."""
-    return torch.cuda.get_device_properties(device)
 
 
 def _launch(

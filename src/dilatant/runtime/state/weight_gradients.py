@@ -184,8 +184,6 @@ class _DeferredProduct(torch.autograd.Function):
         grad_weight = grad_bias = None
         flat = gradient.flatten(0, -2)
         grad_input = (flat @ weight).view(inputs.shape) if is_wanted else None
-        if not trains and not bias_trains:
-            return grad_input, None, None, None, None
         rows = inputs.flatten(0, -2)
         if gradients.is_deferring and ctx.defers:
             left = weight if trains else None, bias if bias_trains else None
@@ -249,18 +247,10 @@ def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts
             add(total, out, into)
 
 
-Adder = Callable[[Tensor, Tensor, Tensor], object]
-"""Adds `gradient.t() @ inputs` to `total` [out, in], given total, gradient [rows, out] and inputs [rows, in]."""
-
-
-def adder_of(device: str, is_alike: bool) -> Adder:
-    """Return how weight gradients are added up on this type of device. is_alike: total and factors have one dtype."""
-    return add_alike if is_alike else add_in_product if device == "cuda" else add_in_pieces
-
-
-def add_alike(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add a product of the total's own dtype."""
-    total.addmm_(gradient.t(), inputs)
+def adder_of(device: str, is_alike: bool) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return what adds `gradient.t() @ inputs` to `total` [out, in] on this type of device, given total, gradient
+    [rows, out] and inputs [rows, in]. is_alike: all have one dtype."""
+    return add_in_product if device == "cuda" and not is_alike else add_in_pieces
 
 
 def add_in_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
@@ -269,11 +259,11 @@ def add_in_product(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
 
 
 def add_in_pieces(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add a product of narrower factors, which are widened, with little memory."""
+    """Add a product of factors of the total's dtype or narrower ones, which are widened with little memory."""
     wide, factor = inputs.to(total.dtype), gradient.t()
     rows = max(1, _PIECE // total.shape[1])
-    pieces = zip(total.split(rows), factor.split(rows)) if len(total) > rows else [(total, factor)]
-    for piece, part in pieces:
+    is_whole = wide is inputs or len(total) <= rows
+    for piece, part in [(total, factor)] if is_whole else zip(total.split(rows), factor.split(rows)):
         piece.addmm_(part.to(total.dtype), wide)
 
 

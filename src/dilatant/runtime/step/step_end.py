@@ -66,7 +66,7 @@ class StepEnd:
         self._sync.finish()
         weights = {name: loss.weight for name, loss in self._graph.losses.items()}
         actions = self._recorder.rows()
-        own_found = list(found())
+        own_found, on_cpu = list(found()), self._comm.device.type == "cpu"
         own = {
             "losses": [own_losses.get(name, 0.0) for name in weights],
             "squares": self._own_squares(exact),
@@ -77,10 +77,10 @@ class StepEnd:
                 self._comm.rank, step.prediction.work, [action.seconds for action in actions]
             ),
             "shares": self._shares.own(actions, self._recorder.seconds()),
-            "memory": [_peak_bytes(self._comm.device)],
+            "memory": [0.0 if on_cpu else torch.cuda.max_memory_allocated(self._comm.device)],
         }
         # A rank that contributes here has all its gradients: when all have contributed, the step may commit.
-        sums, largest = _exchange(self._comm, own, "the agreement that all gradients are there")
+        sums = _sum_by_name(self._comm, own, "the agreement that all gradients are there")
         losses = dict(zip(weights, sums["losses"]))
         warning = self._costs.finish(number, sums["costs"])
         loss = sum(weights[name] * value for name, value in losses.items())
@@ -105,7 +105,7 @@ class StepEnd:
             found=tuple(one for of_rank in everything for one in of_rank),
             warning=warning,
             source_losses=tuple(value / data.counts[anchor] for value in sums["sources"]),
-            peak_bytes=largest["memory"][0] or None,
+            peak_bytes=sums["memory"][0] or None,
         )
 
     def _own_squares(self, exact: bool) -> list[float]:
@@ -116,20 +116,12 @@ class StepEnd:
         return square_sums(gradient for _, gradient in self._owned.primary_parts(gradients))
 
 
-def _exchange(
-    comm: Comm, values: Mapping[str, Sequence[float]], what: str
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the sums and the maxima over all ranks of lists of numbers, which have the same names and lengths; called
-    by all ranks."""
+def _sum_by_name(comm: Comm, values: Mapping[str, Sequence[float]], what: str) -> dict[str, list[float]]:
+    """Sum lists of numbers over all ranks, which have the same names and lengths, or take the largest of
+    "memory"; called by all ranks."""
     numbers = torch.tensor([*chain.from_iterable(values.values())], dtype=torch.float64)
-    gathered, sizes = AsyncAllGather(comm, numbers, what).wait(), [len(part) for part in values.values()]
-    sums, largest = (
-        {name: part.tolist() for name, part in zip(values, reduced.split(sizes), strict=True)}
-        for reduced in (gathered.sum(0), gathered.amax(0))
-    )
-    return sums, largest
-
-
-def _peak_bytes(device: torch.device) -> float:
-    """Return the most bytes that tensors have held on this GPU so far; 0 on a CPU."""
-    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
+    parts = AsyncAllGather(comm, numbers, what).wait().split([len(part) for part in values.values()], 1)
+    return {
+        name: (part.amax(0) if name == "memory" else part.sum(0)).tolist()
+        for name, part in zip(values, parts, strict=True)
+    }
