@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cases.planned_project import BATCH, config, write_samples
 from dilatant.config import Config, PlanConfig
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.planned_run import plan_report, training_plan
 from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of, time_plan
+from dilatant.planning.problem import planned_hardware
 from dilatant.planning.row_length import row_length, with_long_rows
 from dilatant.training.prepare import prepare
 
@@ -97,3 +100,24 @@ def test_pipelines_keep_their_microbatches(tmp_path: Path) -> None:
     ]
     assert staged
     assert all(row_length(problem, plan) is None for plan in staged)
+
+
+def test_a_run_in_one_process_chooses_as_its_plan_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a plan file and a search: the rows of a run on the GPU that this machine seems to have."""
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
+    monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(planned_hardware, "pick_precision", lambda *asked: torch.bfloat16)
+    write_samples(tmp_path, 2 * BATCH)
+    train = {"steps": 2, "global_batch_size": BATCH, "report_to": []}
+    run = _config(tmp_path, train=train)
+    prepared = prepare(run)
+    assert prepared.rows.startswith("Rows hold up to 4,096 tokens")
+    assert prepared.planned.microbatching(run).row_tokens == 4096
+    by_hand = _config(tmp_path, train={**train, "row_tokens": 300})
+    assert not prepare(by_hand).rows
+    assert prepare(by_hand).planned.microbatching(by_hand).row_tokens == 300
