@@ -333,7 +333,9 @@ def time_plan(
     among its pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
-    if row_tokens is not None and problem.config.train.row_tokens is None:
+    if (
+        row_tokens is not None and problem.config.train.row_tokens is None
+    ):  # longer than the default's, if planned so
         problem = problem.with_row_tokens(max(row_tokens, problem.config.row_tokens))
     score = scorer_of(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)

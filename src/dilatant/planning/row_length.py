@@ -63,6 +63,7 @@ def with_long_rows(planned: PlannedRun) -> PlannedRun:
     count, tokens = problem.config.parallel.microbatches or 1, problem.config.row_tokens
     size = max(1, round(problem.global_batch / (winner.replicas * count)))
     winner = replace(winner, num_microbatches=count, microbatch_size=size, row_tokens=tokens, score=score)
-    result = replace(planned.result, winner=winner, seconds=score.seconds)
+    bound = min(planned.result.lower_bound, score.seconds)  # of plans with shorter rows
+    result = replace(planned.result, winner=winner, seconds=score.seconds, lower_bound=bound)
     typical = typical_step(problem, winner).timeline
     return replace(planned, problem=problem, result=result, typical=typical, rows=(reason,))
