@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import re
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
+from torch._C._distributed_c10d import ErrorType
 
 from dilatant.comm import backends
 from dilatant.comm.comm import Comm
-from dilatant.comm.deadlines import ProgressDeadline
+from dilatant.comm.deadlines import DeadlineThread, ProgressDeadline, Stalled
 from dilatant.comm.errors import CommAborted, CommTimeout
+from dilatant.comm.group import Group
+from harness.patience import wait_until
 from harness.worker_pool import Worker, WorkerPool, meet
 
 
@@ -106,26 +112,114 @@ def test_a_host_blocked_on_a_gpu_is_freed_and_names_the_cause(
         assert re.match(rf"rank [01] waited over 3 s for .*; {expected}", reason), reason
 
 
-def test_all_nccl_communicators_are_aborted_in_one_group() -> None:
-    calls: list[str] = []
+class _Handle:
+    """Stands in for an NCCL communicator."""
 
-    class Handle:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def __init__(
+        self, abort: Callable[[], object] = lambda: None, error: ErrorType = ErrorType.SUCCESS
+    ) -> None:
+        self.abort = abort
+        self.error = error
 
-        def _group_start(self) -> None:
-            calls.append("start")
+    def get_error(self) -> ErrorType:
+        return self.error
 
-        def _group_end(self) -> None:
-            calls.append("end")
 
-        def abort(self) -> None:
-            calls.append(self.name)
-            raise RuntimeError("one that fails does not keep the others")
+def _nccl(*handles: _Handle) -> list[backends.Backend]:
+    return [backends.Backend(handle, None, 0, 2, is_nccl=True) for handle in handles]
 
-    handles = [backends.Backend(Handle(name), None, 0, 2, is_nccl=True) for name in "ab"]
-    backends.abort_all(handles)
-    assert calls == ["start", "a", "b", "end"]
+
+def test_nccl_communicators_are_aborted_at_once() -> None:
+    """The first one's abort returns only when the others are being aborted, and one fails."""
+    together = threading.Barrier(3, timeout=5.0)
+
+    def fails() -> None:
+        together.wait()
+        raise RuntimeError("one that fails does not keep the others")
+
+    backends.abort_all(_nccl(_Handle(together.wait), _Handle(fails), _Handle(together.wait)))
+    assert not together.broken
+
+
+def test_aborts_that_hang_take_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "ABORT_SECONDS", 0.2)
+    end = threading.Event()
+    began = time.monotonic()
+    backends.abort_all(_nccl(*(_Handle(end.wait) for _ in range(20))))
+    end.set()
+    assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_work_completed_with_an_error_is_no_progress(completed: bool) -> None:
+    """NCCL calls an operation completed when it has failed."""
+    stalls: list[Stalled] = []
+    work, handle = _Work(), _Handle()
+    (backend,) = _nccl(handle)
+    deadline = DeadlineThread(2.0, stalls.append, backend.error)
+    deadline.add("rows of sample 7", work.is_completed)
+    handle.error = ErrorType.COMM_ERROR
+    work.completed = completed
+    wait_until(lambda: bool(stalls))
+    deadline.close()
+    assert (stalls[0].what, stalls[0].error) == ("rows of sample 7", "NCCL reports COMM_ERROR")
+
+
+def _errors_of_nccl(worker: Worker) -> str:
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    comm.world.barrier()
+    handle = _Handle()
+    comm._groups["pair"] = Group(comm, "pair", (0, 1), worker.rank, *_nccl(handle))
+    if worker.rank == 1:
+        comm.watch_device("rows of sample 7 from rank 0", _Work().is_completed)
+        handle.error = ErrorType.REMOTE_ERROR
+    wait_until(lambda: comm.aborted is not None)
+    del comm._groups["pair"]
+    comm.close()
+    return str(comm.aborted)
+
+
+def test_an_error_of_any_communicator_ends_a_wait_for_another(workers: WorkerPool) -> None:
+    for reason in workers.run(_errors_of_nccl, 2):
+        assert "rank 1 lost its peer in rows of sample 7 from rank 0" in reason
+        assert "NCCL reports REMOTE_ERROR in pair" in reason
+
+
+@pytest.mark.parametrize("hangs", ["work", "communicator"])
+def test_polls_that_do_not_return_are_noticed_and_hold_nobody(hangs: str) -> None:
+    end = threading.Event()
+    stalls: list[Stalled] = []
+
+    def never() -> bool:
+        end.wait()
+        return False
+
+    deadline = DeadlineThread(1.0, stalls.append, (lambda: str(never())) if hangs == "communicator" else str)
+    deadline.add("rows of sample 7", never if hangs == "work" else _Work().is_completed)
+    time.sleep(0.3)
+    deadline.add("rows of sample 8", _Work().is_completed)  # the main thread, which must not hang, too
+    assert deadline.oldest().what == "rows of sample 7"
+    wait_until(lambda: bool(stalls))
+    end.set()
+    deadline.close()
+    assert [stalled.what for stalled in stalls] == ["its GPU's driver to answer"]
+
+
+def _blocks_with_the_lock_of_python() -> None:
+    """Work whose question never returns and lets no thread of Python run."""
+    deadline = DeadlineThread(0.3, lambda _: None, exits=True)
+    deadline.add("rows", lambda: bool(ctypes.PyDLL(None).sleep(100)))
+    time.sleep(100)
+
+
+def test_a_process_in_which_no_python_runs_ends_itself() -> None:
+    process = multiprocessing.get_context("fork").Process(target=_blocks_with_the_lock_of_python)
+    process.start()
+    process.join(20.0)
+    alive = process.is_alive()
+    process.kill()
+    assert not alive
+    assert process.exitcode == 1
 
 
 def _opens_for_ever(worker: Worker) -> str:

@@ -54,6 +54,7 @@ def end(
         incoming=along if rank else {},
         outgoing={} if rank else along,
         turn={action: n for n, each in enumerate(messages) for action in (each.producer, each.consumer)},
+        after=dict.fromkeys(messages, 0),
     )
     owners: Any = SimpleNamespace(
         parcel=lambda message, link: parcel,

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.attention_plan import AttentionPlan, upload
 from dilatant.attention.kernels.backends import choose_kernel, installed, request_of
 from dilatant.attention.kernels.packed_attention import load_kernel
 from dilatant.attention.kernels.scores import AttentionError, Kernel, Scores
@@ -114,7 +114,7 @@ class ContextParallelRow:
         entry filled with `padding`."""
         if not self.tokens.size:
             return row.new_full((1, *row.shape[1:]), padding)
-        return row[torch.from_numpy(self.tokens).to(row.device)]
+        return row[upload(self.tokens, row.device)]
 
     def places(self, at: torch.Tensor) -> torch.Tensor:
         """Select the row indices in `at` whose tokens this rank holds, as ascending indices into its `tokens`."""
@@ -138,7 +138,7 @@ class ContextParallelRow:
         self.group.all_gather(parts, padded, "tokens of context-parallel ranks").wait()
         row = own.new_empty(sum(tokens.size for tokens in self.of_rank), *own.shape[1:])
         for tokens, part in zip(self.of_rank, parts):
-            row[torch.from_numpy(tokens).to(row.device)] = part[: tokens.size]
+            row[upload(tokens, row.device)] = part[: tokens.size]
         return row
 
 

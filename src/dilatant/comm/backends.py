@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ErrorType, ReduceScatterOptions
 
 from dilatant.comm.store.store import Store
 from dilatant.config.environment import gloo_interfaces, prepare_nccl
@@ -23,7 +24,7 @@ from dilatant.config.environment import gloo_interfaces, prepare_nccl
 MAX_TAG = 1 << 20
 """Upper bound (exclusive) of the tags of transfers."""
 ABORT_SECONDS = 5.0
-_EDGE_CTAS = 4
+EDGE_CTAS = 4
 """Maximum CTAs of a transfer on an edge, since a waiting receive occupies GPU multiprocessors."""
 
 
@@ -59,6 +60,11 @@ class Backend:
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int]
     ) -> Any:
         return self.handle.alltoall_base(output, input, output_counts, input_counts, AllToAllOptions())
+
+    def error(self) -> str:
+        """Return the error that NCCL found in an operation, which then counts as completed; empty without one."""
+        error = self.handle.get_error() if self.is_nccl else ErrorType.SUCCESS
+        return "" if error == ErrorType.SUCCESS else f"NCCL reports {error.name}"
 
     def shut_down(self) -> None:
         """Shut down an idle communicator. Never raises."""
@@ -100,10 +106,10 @@ def open_nccl(
     prepare_nccl(store.on_one_machine)
     torch.cuda.set_device(device)  # of the current thread
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout  # `Comm`'s deadlines, which count from the last progress, come first
     if for_edge:
         options.is_high_priority_stream = True
-        options.config.max_ctas = _EDGE_CTAS
+        options.config.max_ctas = EDGE_CTAS
     handle = dist.ProcessGroupNCCL(store, rank, size, options)
     handle.eager_connect_single_device(device)
     return Backend(handle, store, rank, size, is_nccl=True)
@@ -111,32 +117,21 @@ def open_nccl(
 
 def abort_all(backends: Sequence[Backend]) -> None:
     """Abort: operations blocked in these communicators raise (on a GPU, return). Never raises; takes seconds."""
+    # Each in its own thread: an abort waits for its kernels, which may wait for those of another communicator.
     threads = [
-        threading.Thread(target=_abort_nccl, args=([each for each in backends if each.is_nccl],), daemon=True)
-    ]
-    threads += [
-        threading.Thread(target=_abort_gloo, args=(each,), daemon=True)
+        threading.Thread(target=_abort_nccl if each.is_nccl else _abort_gloo, args=(each,), daemon=True)
         for each in backends
-        if not each.is_nccl
     ]
     for thread in threads:
         thread.start()
+    until = time.monotonic() + ABORT_SECONDS
     for thread in threads:
-        thread.join(ABORT_SECONDS)
+        thread.join(max(0.0, until - time.monotonic()))
 
 
-def _abort_nccl(backends: Sequence[Backend]) -> None:
-    """Abort within one NCCL group: aborting one communicator can wait for another's abort (pytorch #119797)."""
-    if not backends:
-        return
-    first = backends[0].handle
+def _abort_nccl(backend: Backend) -> None:
     with contextlib.suppress(Exception):
-        first._group_start()
-    for backend in backends:
-        with contextlib.suppress(Exception):
-            backend.handle.abort()
-    with contextlib.suppress(Exception):
-        first._group_end()
+        backend.handle.abort()
 
 
 def _abort_gloo(backend: Backend) -> None:

@@ -252,8 +252,16 @@ class Comm:
     def watch_device(self, what: str, is_completed: Callable[[], bool]) -> None:
         """Abort if work that the device waits for stalls longer than the timeout; the host checks this deadline."""
         if self._deadlines is None:
-            self._deadlines = DeadlineThread(self._timeout.total_seconds(), self._on_stall)
+            self._deadlines = DeadlineThread(
+                self._timeout.total_seconds(), self._on_stall, self._device_error, self.device.type == "cuda"
+            )
         self._deadlines.add(what, is_completed)
+
+    def _device_error(self) -> str:
+        """Return an error that a backend of this rank found while no host call waited; empty without one."""
+        backends = [(name, group.backend) for name, group in list(self._groups.items())]
+        errors = ((name, backend.error()) for name, backend in backends if backend is not None)
+        return next((f"{error} in {name}" for name, error in errors if error), "")
 
     def _on_stall(self, stalled: Stalled) -> None:
         text = f"rank {self.rank} waited over {self._timeout.total_seconds():g} s for {stalled.what}"
@@ -354,7 +362,7 @@ class Comm:
         waiting = self._waiting
         if waiting is not None:
             return f"waits for {waiting[0]} since {time.monotonic() - waiting[1]:.0f} s"
-        stalled = self._deadlines.stalled() if self._deadlines is not None else None
+        stalled = self._deadlines.oldest() if self._deadlines is not None else None
         if stalled is not None and stalled.seconds > min(ANSWER_SECONDS, self._timeout.total_seconds() / 2):
             return f"waits for {stalled.what} on its GPU since {stalled.seconds:.0f} s"
         frame = sys._current_frames().get(self._main_thread)

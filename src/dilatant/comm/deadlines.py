@@ -2,11 +2,12 @@
 
 On a GPU `Pending.wait` only makes a stream wait, so no host call can time out. Instead the host polls which of the
 awaited transfers have completed. A timeout starts at the last completion, not at the call, because the host may enqueue
-a long step within moments.
+a long step within moments. A poll asks the device's driver, which may block: a second thread checks that polls return.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 import time
 from collections.abc import Callable
@@ -40,18 +41,24 @@ class ProgressDeadline:
     def check(self, now: float) -> Stalled | None:
         """Return the oldest unfinished work and the time since the last completion; None if nothing is awaited."""
         with self._lock:
-            left = []
-            for what, is_completed in self._outstanding:
-                try:
-                    completed = is_completed()
-                except RuntimeError as error:
-                    return Stalled(what, now - self._last_progress, str(error) or "failed")
-                if not completed:
-                    left.append((what, is_completed))
-            if len(left) < len(self._outstanding):
+            asked = list(self._outstanding)
+        completed: set[int] = set()
+        for what, is_completed in asked:  # without the lock, since it may block
+            try:
+                if is_completed():
+                    completed.add(id(is_completed))
+            except RuntimeError as error:
+                return Stalled(what, now - self._last_progress, str(error) or "failed")
+        with self._lock:
+            if completed:
                 self._last_progress = now
-            self._outstanding = left
-            return Stalled(left[0][0], now - self._last_progress) if left else None
+            self._outstanding = [each for each in self._outstanding if id(each[1]) not in completed]
+        return self.oldest(now)
+
+    def oldest(self, now: float) -> Stalled | None:
+        """Return the result of the last `check` without asking for completions."""
+        with self._lock:
+            return Stalled(self._outstanding[0][0], now - self._last_progress) if self._outstanding else None
 
     def clear(self) -> None:
         """Stop tracking all work."""
@@ -60,35 +67,71 @@ class ProgressDeadline:
 
 
 class DeadlineThread:
-    """Calls `on_stall` once, from its own thread, when awaited work has stalled for the timeout or has failed."""
+    """Calls `on_stall` once, from its own thread, when awaited work has stalled for the timeout or has failed, when
+    `error` returns an error, or when these checks do not return. exits: end the process after three timeouts without
+    checks: a driver may block with Python's lock held, and then no thread of Python runs."""
 
-    def __init__(self, timeout_seconds: float, on_stall: Callable[[Stalled], None]) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float,
+        on_stall: Callable[[Stalled], None],
+        error: Callable[[], str] = str,
+        exits: bool = False,
+    ) -> None:
         self._progress = ProgressDeadline()
         self._timeout_seconds = timeout_seconds
         self._on_stall = on_stall
+        self._error = error
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dilatant-deadlines", daemon=True)
-        self._thread.start()
+        self._told = threading.Lock()
+        self._exits = exits
+        self._ticks_without_poll = 0
+        self._interval = min(1.0, timeout_seconds / 20)
+        self._threads = [
+            threading.Thread(target=self._watch, args=(ask,), name="dilatant-deadlines", daemon=True)
+            for ask in (self._poll, self._poll_returns)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def add(self, what: str, is_completed: Callable[[], bool]) -> None:
         """See `ProgressDeadline.add`."""
         self._progress.add(what, is_completed, time.monotonic())
 
-    def stalled(self) -> Stalled | None:
-        """See `ProgressDeadline.check`."""
-        return self._progress.check(time.monotonic())
+    def oldest(self) -> Stalled | None:
+        """See `ProgressDeadline.oldest`."""
+        return self._progress.oldest(time.monotonic())
 
     def close(self) -> None:
-        """End the thread. Idempotent; the thread itself may call it."""
+        """End the threads. Idempotent; the threads themselves may call it."""
         self._closed.set()
         self._progress.clear()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+        until = time.monotonic() + 5.0
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(max(0.0, until - time.monotonic()))
+        if self._exits:
+            faulthandler.cancel_dump_traceback_later()
 
-    def _run(self) -> None:
-        while not self._closed.wait(min(1.0, self._timeout_seconds / 20)):
-            stalled = self.stalled()
+    def _watch(self, ask: Callable[[], Stalled | None]) -> None:
+        while not self._closed.wait(self._interval):
+            stalled = ask()
             if stalled is not None and (stalled.error or stalled.seconds > self._timeout_seconds):
-                if not self._closed.is_set():
+                if self._told.acquire(blocking=False) and not self._closed.is_set():
                     self._on_stall(stalled)
                 return
+
+    def _poll(self) -> Stalled | None:
+        if self._exits:
+            faulthandler.dump_traceback_later(3 * self._timeout_seconds, file=2, exit=True)
+        if error := self._error():  # asked first, since operations that failed count as completed
+            oldest = self.oldest()
+            return Stalled("an operation" if oldest is None else oldest.what, 0.0, error)
+        stalled = self._progress.check(time.monotonic())
+        self._ticks_without_poll = 0
+        return stalled
+
+    def _poll_returns(self) -> Stalled:
+        """Count this thread's own ticks, which stand still, as the polls do, while the process is stopped."""
+        self._ticks_without_poll += 1
+        return Stalled("its GPU's driver to answer", self._ticks_without_poll * self._interval)

@@ -240,9 +240,13 @@ def gloo_interfaces() -> str | None:
 
 
 def prepare_cuda() -> None:
-    """Set CUDA's variables before CUDA starts: each directed edge has its own stream, and a waiting receive must not
-    block a send in the same hardware queue."""
+    """Set CUDA's variables before CUDA starts, but none that the user has set: each directed edge has its own stream,
+    and a waiting receive must not block a send in the same hardware queue; cuBLAS repeats its sums only with fixed
+    workspaces (these are torch's on Hopper); segments that grow are not fragmented by rows of unlike length."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def prepare_nccl(one_machine: bool) -> None:

@@ -119,6 +119,7 @@ class Executor:
             stage.gradients.splits = number in split or self._exact is not None
         results: list[ForwardOutcome] = []
         for index, action in enumerate(actions):
+            self._transport.reached(index)
             stage = self._stages[action.stage]
             samples = routes.samples[action]
             self._recorder.start(stage.placed.unit, action, samples)

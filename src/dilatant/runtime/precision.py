@@ -1,4 +1,4 @@
-"""Choose the device and the dtype in which one process trains."""
+"""Choose the device and the dtype in which one process trains, and kernels whose results repeat."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ def pick_precision(setting: str, device: torch.device) -> torch.dtype:
         name = torch.cuda.get_device_name(device)
         raise UserError(f"train.precision is bf16, which {name} does not have; use fp32 or auto")
     return torch.bfloat16 if setting == "bf16" else torch.float32
+
+
+def compute_repeatably(device: torch.device) -> None:
+    """On a GPU, run only operations that repeat their results bit for bit, else raise RuntimeError, in this process.
+    cuBLAS also needs `environment.prepare_cuda`; our attention kernels always repeat."""
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True)

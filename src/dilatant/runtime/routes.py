@@ -6,6 +6,7 @@ omits gradients for stages that need none.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.schedule.dependencies import Message, shared_samples
 from dilatant.schedule.schedule import Action, ActionKind
 from dilatant.schedule.simulator.graph import ScheduleError, ScheduleGraph, message_order
+from dilatant.schedule.simulator.simulate import op_ends
 
 RouteLink = tuple[int, int, int, int]
 """A directed edge between two ranks: producer stage, consumer stage, source rank, target rank."""
@@ -31,7 +33,10 @@ class Routes:
 
     received, sent: by action of this rank. incoming, outgoing: by directed edge to or from this rank (also to itself);
     all in edge order. samples: by action, for this rank's actions and those at the other ends of its messages. turn:
-    for each action in a message, a number that increases in the order of its rank's actions.
+    for each action in a message, a number that increases in the order of its rank's actions. after: for each message
+    to this rank, how many of its actions must be launched before a receive is posted: those that end no later than the
+    producer. What a posted receive waits for thus ends before the action that the host launches, on whatever rank: even
+    if all hosts wait for their whole devices, and so for all posted receives, there is no cycle.
 
     Tensor-parallel ranks all have and need the same rows; context-parallel ranks have different rows. Each row is sent
     once, to one of the ranks that need it; they then all-gather (Narayanan et al. 2021, section 4.1).
@@ -43,6 +48,7 @@ class Routes:
     outgoing: Mapping[RouteLink, tuple[Message, ...]]
     samples: Mapping[Action, tuple[int, ...]]
     turn: Mapping[Action, int]
+    after: Mapping[Message, int]
 
 
 def boundary_of(message: Message) -> int:
@@ -66,11 +72,17 @@ def stages_before(plan: Plan) -> dict[int, tuple[int, ...]]:
     }
 
 
-def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int]) -> Routes:
+def derive_routes(
+    graph: ScheduleGraph,
+    rank: int,
+    with_backward: Collection[int],
+    durations: NDArray[np.float64] | None = None,
+) -> Routes:
     """Derive the routes of `rank`.
 
-    with_backward: stages that train or follow a stage that trains; other stages get no gradients. Raises ScheduleError
-    if one of these stages has, on this rank, a forward without a backward.
+    with_backward: stages that train or follow a stage that trains; other stages get no gradients. durations: seconds of
+    every op, equal on all ranks, for `Routes.after`; any are valid; None: all alike. Raises ScheduleError if one of
+    these stages has, on this rank, a forward without a backward.
     """
     stages = graph.plan.stages()
     is_own = np.asarray([rank in placed.stage.ranks for placed in stages])[graph.stage]
@@ -78,6 +90,11 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     actions = {op: graph.action(op) for op in own_ops}
     samples = {action: _samples(graph, op) for op, action in actions.items()}
     _check_backwards(graph, actions, with_backward)
+    seconds = np.ones(graph.num_ops) if durations is None else durations
+    ends = op_ends(
+        graph, seconds + 1e-9 * (1.0 + seconds.max(initial=0.0))
+    ).tolist()  # later than all causes'
+    own_ends = sorted(ends[op] for op in own_ops)
 
     order = message_order(graph)
     source, target = graph.edge_source[order], graph.edge_target[order]
@@ -87,6 +104,7 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     incoming: dict[RouteLink, list[Message]] = defaultdict(list)
     outgoing: dict[RouteLink, list[Message]] = defaultdict(list)
     turn: dict[Action, int] = {}
+    after: dict[Message, int] = {}
     for made, used in zip(source[mine].tolist(), target[mine].tolist(), strict=True):
         producer = actions.get(made) or graph.action(made)
         consumer = actions.get(used) or graph.action(used)
@@ -101,6 +119,7 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
             sent[producer].append(message)
         if used in actions:
             received[consumer].append(message)
+            after[message] = bisect_right(own_ends, ends[made])
         giving, taking = stages[producer.stage], stages[consumer.stage]
         one_row = samples[producer] == samples[consumer]
         for _, having, _, takers in row_part_pairs(giving, taking, one_row):
@@ -110,7 +129,9 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
                     outgoing[link].append(message)
                 if taker == rank:
                     incoming[link].append(message)
-    return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn)
+    return Routes(
+        _frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn, after
+    )  # fmt: skip
 
 
 def row_part_pairs(

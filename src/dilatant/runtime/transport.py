@@ -3,9 +3,11 @@
 Every directed edge has its own communicator, on a GPU with its own stream. Both ends derive every message, its order
 and its shape, so only rows are sent; rows for the same rank are not sent at all. Sends return at once. Receives are
 posted in the sender's order, at most `look_ahead` messages beyond the furthest one needed, so the schedule bounds
-the buffers. Tensor-parallel ranks that need the same rows each receive a slice and all-gather within the stage. A sent
-buffer is freed when a message arrives from an action that used it, or from a later action of that rank: Gloo does not
-report when a send completes, but by then the send is complete.
+the buffers; and not before all that they depend on here is launched (`Routes.after`), and few at once, because on a GPU
+a posted receive occupies multiprocessors, and no wait for the whole device ends before it is complete. Tensor-parallel
+ranks that need the same rows each receive a slice and all-gather within the stage. A sent buffer is freed when a
+message arrives from an action that used it, or from a later action of that rank: Gloo does not report when a send
+completes, but by then the send is complete.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from dilatant.schedule.schedule import Action
 
 _TAGS = 1 << 18
 _HEADER_TAG = 1 << 19
+MOST_POSTED = 8
+"""Maximum receives that a rank posts before it needs them: each occupies up to 4 of a GPU's multiprocessors, of which
+an H100 has 132."""
 
 
 class TransportError(RuntimeError):
@@ -38,7 +43,8 @@ class TransportError(RuntimeError):
 
 
 class Transport:
-    """The edges of one rank. In each step call `begin`, then `receive` and `send`, then `finish`.
+    """The edges of one rank. In each step call `begin`, then, for each action, `reached`, `receive` and `send`, then
+    `finish`.
 
     stages: all stages of the plan, by number. All ranks construct it together, since this opens tensor-parallel groups.
     check: send a header before every message to verify that both ends expect the same one (slower; for debugging).
@@ -62,6 +68,8 @@ class Transport:
         self._targets: dict[Message, list[RouteLink]] = {}
         self._sending: dict[tuple[int, ...], list[tuple[int, Pending]]] = defaultdict(list)
         self._turn: Mapping[Action, int] = {}
+        self._after: Mapping[Message, int] = {}
+        self._launched = self._num_posted = 0
         self._owners: RowOwners
         self._before: Callable[[], None]
 
@@ -70,13 +78,14 @@ class Transport:
         return self._edges.keys() >= set(_edges(routes))
 
     def begin(self, routes: Routes, owners: RowOwners, before: Callable[[], None]) -> None:
-        """Open the edges of a step, which waits for the ranks at their other ends, and post the first receives.
+        """Open the edges of a step, which waits for the ranks at their other ends.
 
         owners: which rank has which rows, the same at both ends. before: called before rows are sent to, or awaited
         from, another rank.
         """
         self._owners, self._before = owners, before
-        self._turn = routes.turn
+        self._turn, self._after = routes.turn, routes.after
+        self._launched = self._num_posted = 0
         # Every rank opens its edges in one global order, so there is no circular wait.
         for link in sorted(set(_edges(routes)) - self._edges.keys()):
             made, taken, source, target = link
@@ -93,6 +102,12 @@ class Transport:
             for link in _edges(routes)
             if link in routes.incoming
         }
+
+    def reached(self, launched: int) -> None:
+        """Post the receives that may be posted once `launched` of this rank's actions are launched."""
+        self._launched = launched
+        for inbox in sorted(self._inboxes.values(), key=lambda inbox: inbox.after):
+            inbox.post_ahead()
 
     def receive(self, message: Message) -> tuple[Tensor, int | None]:
         """Wait for this rank's rows of `message`; returns [rows, width] and a remote rank that sent some of them, or
@@ -202,15 +217,31 @@ class _Inbox:
         self._edge = edge
         self._link = link
         self._messages = messages
-        self._look_ahead = transport._look_ahead
         self._posted: dict[int, _Posted] = {}
         self._next = 0
-        self._post_through(self._look_ahead - 1)
+        self._last = transport._look_ahead - 1
+
+    @property
+    def after(self) -> int:
+        """See `Routes.after`: of the message that is posted next."""
+        return self._transport._after[self._messages[self._next]] if self._next < len(self._messages) else 0
+
+    def post_ahead(self) -> None:
+        """Post the receives that may be posted although nobody needs them yet."""
+        transport, last = self._transport, min(self._last, len(self._messages) - 1)
+        while (
+            self._next <= last and self.after <= transport._launched and transport._num_posted < MOST_POSTED
+        ):
+            self._post()
 
     def take(self, place: int) -> Tensor:
-        self._post_through(place + self._look_ahead)
+        while self._next <= place:
+            self._post()
+        self._last = max(self._last, place + self._transport._look_ahead)
+        self.post_ahead()
         posted = self._posted.pop(place)
         if posted.pending is not None:
+            self._transport._num_posted -= 1
             posted.pending.wait()
         if posted.header is not None:
             posted = self._after_header(place, posted)
@@ -223,20 +254,20 @@ class _Inbox:
             if place in self._posted or place >= self._next
         ]
 
-    def _post_through(self, last: int) -> None:
+    def _post(self) -> None:
         transport = self._transport
-        while self._next <= min(last, len(self._messages) - 1):
-            place, message = self._next, self._messages[self._next]
-            parcel = transport._owners.parcel(message, self._link)
-            buffer = torch.empty(parcel.rows, parcel.width, dtype=parcel.dtype, device=transport._comm.device)
-            header = pending = None
-            if parcel.rows and transport._check:
-                header = torch.zeros(5, dtype=torch.int64, device=transport._comm.device)
-                pending = self._receive(header, place, _HEADER_TAG)
-            elif parcel.rows:
-                pending = self._receive(buffer, place, 0)
-            self._posted[place] = _Posted(buffer, header, pending)
-            self._next += 1
+        place, message = self._next, self._messages[self._next]
+        parcel = transport._owners.parcel(message, self._link)
+        buffer = torch.empty(parcel.rows, parcel.width, dtype=parcel.dtype, device=transport._comm.device)
+        header = pending = None
+        if parcel.rows and transport._check:
+            header = torch.zeros(5, dtype=torch.int64, device=transport._comm.device)
+            pending = self._receive(header, place, _HEADER_TAG)
+        elif parcel.rows:
+            pending = self._receive(buffer, place, 0)
+        transport._num_posted += pending is not None
+        self._posted[place] = _Posted(buffer, header, pending)
+        self._next += 1
 
     def _after_header(self, place: int, posted: _Posted) -> _Posted:
         """Check the header before the rows are received: Gloo ends the process when a message exceeds its buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from dilatant.comm.comm import Comm
@@ -25,7 +27,7 @@ from dilatant.planning.assemble import Samples
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
-from dilatant.runtime.precision import pick_precision
+from dilatant.runtime.precision import compute_repeatably, pick_precision
 from dilatant.runtime.runtime import Execution, Recovery, Runtime
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.shared_weights import StateLayout
@@ -159,6 +161,7 @@ class Trainer:
         evaluation = None
         try:
             with self.done.telling(observe), self._background:
+                shorten_collections(self.comm.device, self._background)
                 steps = self._begin_steps()
                 if self._config.data.on_error == "skip":
                     steps.leave_out(gather_bad_samples(self.comm, steps.found()))
@@ -312,6 +315,14 @@ class Trainer:
         )
 
 
+def shorten_collections(device: torch.device, until: contextlib.ExitStack) -> None:
+    """Let Python's collector, for which a GPU would wait, look only at what is made from now on `until` it closes."""
+    if device.type == "cuda":
+        gc.collect()
+        gc.freeze()
+        until.callback(gc.unfreeze)
+
+
 def _open_runtime(
     config: Config,
     model: MultimodalModel,
@@ -322,6 +333,8 @@ def _open_runtime(
     membership: RunMembership,
     before: Trainer | None,
 ) -> Runtime:
+    if config.train.deterministic:
+        compute_repeatably(comm.device)
     execution = Execution(
         precision=pick_precision(config.train.precision, comm.device),
         exact=config.train.deterministic,

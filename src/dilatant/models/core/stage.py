@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, concatenate_inputs
 from dilatant.data.sample import EncodedSample
@@ -282,20 +283,20 @@ def on_device(
     inputs: Sequence[EncoderInput], device: torch.device, items: NDArray[np.int64] | None = None
 ) -> Tensor:
     """Return the chosen items of all inputs as encoder input on `device`; images are copied as bytes and normalised
-    there.
+    there. The host does not wait for the copies.
 
     The result equals `Pixels.normalized` bit for bit on a device that rounds according to IEEE 754.
     """
     together = concatenate_inputs(inputs) if all(isinstance(each, Pixels) for each in inputs) else None
     if not isinstance(together, Pixels):
         arrays = [torch.as_tensor(as_array(each)) for each in inputs]
-        return _some(torch.cat(arrays), items).to(device, non_blocking=True)
+        return to_device(_some(torch.cat(arrays), items), device)
     # Tensors, not Python numbers: a GPU would multiply by the reciprocal of the deviation.
     mean, std = (
-        torch.tensor(each, dtype=torch.float32, device=device)[:, None, None]
+        to_device(torch.tensor(each, dtype=torch.float32)[:, None, None], device)
         for each in (together.mean, together.std)
     )
-    pixels = _some(torch.as_tensor(together.values), items).to(device, non_blocking=True)
+    pixels = to_device(_some(torch.as_tensor(together.values), items), device)
     return pixels.to(torch.float32).mul_(together.rescale).sub_(mean).div_(std)
 
 

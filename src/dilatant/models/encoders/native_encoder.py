@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -62,6 +63,28 @@ class Merger(TowerProjector):
         return torch.cat(
             [merge(part.contiguous()) for merge, part in zip(mergers, parts, strict=True)], dim=-1
         )
+
+
+class PatchConvolution(nn.Conv3d):
+    """A convolution with stride = kernel, computed as a matrix product for items of one patch: many times faster in
+    bf16, for which libraries lack kernels for such convolutions."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-3:] != self.weight.shape[-3:]:
+            return super().forward(input)
+        rows = F.linear(input.flatten(-4), self.weight.flatten(1), self.bias)
+        return rows[..., None, None, None]
+
+
+def multiply_patches(model: nn.Module) -> None:
+    """Turn convolutions that cut their input into patches into `PatchConvolution`s; weights keep names and shapes."""
+    for module in model.modules():
+        if (
+            type(module) is nn.Conv3d
+            and module.stride == module.kernel_size
+            and (module.padding, module.dilation, module.groups) == ((0, 0, 0), (1, 1, 1), 1)
+        ):
+            module.__class__ = PatchConvolution
 
 
 class NativeStage(PackedEncoderStage):
@@ -133,6 +156,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         """side: a group of side x side patches becomes one row of the text. frames: number of frames in a patch.
         Widths: width, a hidden state's; width_merged, that of a row from the encoder's own merger; out, that of a row
         of the text."""
+        multiply_patches(tower)
         config = cast(Any, tower).config
         merged = side**2
         typical = TYPICAL_GRID // side * side

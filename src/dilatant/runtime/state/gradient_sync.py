@@ -71,7 +71,8 @@ class GradientSync:
         self._unpacked: dict[str, int] = {}
         self._started: list[_BucketSum] = []
         self._crossed = 0  # number of first entries that need no sum across nodes or have started it
-        self._beside = torch.cuda.Stream() if comm.world.is_on_device else None
+        # `world` is for CPU tensors, whatever the device of the other groups.
+        self._beside = torch.cuda.Stream() if comm.device.type == "cuda" else None
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
         self._failed: CommAborted | CommTimeout | None = None

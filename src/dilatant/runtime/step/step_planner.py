@@ -187,7 +187,7 @@ class StepPlanner:
             tokens=tokens,
             draws=tuple(sample.draw for sample in samples),
             actions=schedule.actions.get(self._rank, ()),
-            routes=derive_routes(graph, self._rank, () if forwards else self._with_backward),
+            routes=derive_routes(graph, self._rank, () if forwards else self._with_backward, timed.durations),
             digests={
                 "the assignment": digest(*_assignment_arrays(assignment)),
                 "the schedule": digest(*_schedule_arrays(graph)),
