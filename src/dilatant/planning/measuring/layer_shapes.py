@@ -98,6 +98,7 @@ def _shape(entry: LayerType) -> LayerShape:
         head_size=size,
         gated=any("gate" in name for module in modules for name, _ in module.named_parameters()),
         causal=causal,
+        norms=_norms(modules, heads * size, key_value_heads * size),
     )
     pairs = not any(word in entry.variant for word in _WITHOUT_PAIRS)
     return replace(
@@ -149,6 +150,25 @@ def _heads(entry: LayerType) -> tuple[int, int, int]:
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
+
+
+def _norms(modules: list[nn.Module], query: int, key: int) -> tuple[float, float] | None:
+    """Return the elements per token that a block's norms read: of those computed in fp32, operation by operation, and
+    of those that are one kernel. None: none was found."""
+    in_fp32, at_once = 0.0, 0.0
+    for module in modules:
+        for path, norm in module.named_modules():
+            weight = getattr(norm, "weight", None)
+            if "norm" not in type(norm).__name__.lower() or weight is None or weight.dim() != 1:
+                continue
+            name, elements = path.rpartition(".")[2], weight.numel()
+            if name.startswith(("q_", "k_", "query_", "key_")):  # of every head
+                elements = query if name.startswith("q") else key
+            if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
+                at_once += elements
+            else:
+                in_fp32 += elements
+    return (in_fp32, at_once) if in_fp32 or at_once else None
 
 
 def _experts_visited(entry: LayerType) -> float:
