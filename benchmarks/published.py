@@ -1,7 +1,7 @@
 """Layouts that others ran and the step times that they measured, against our prediction for the very same layout.
 
     python benchmarks/published.py [--only NAME ..] [--json FILE]
-    python benchmarks/published.py --rows FILE [--every N]    # a corpus of measured runs, see `papers.corpus`
+    python benchmarks/published.py [--rows FILE] [--memory FILE] [--every N]    # corpora, see `papers.corpus`
 
 Predicted: the shipped analytic costs of the GPU (its efficiencies are assumptions of the hardware file; nothing is
 fitted to these figures), the layout as published, exact simulation of the step with gradients summed. `ours` is what
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from machine import machine
-from papers.corpus import Measured, measured_runs, read_lines
+from papers.corpus import MEGATRON, Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from papers.models import PaperUnit, Part, gpt, llama, operations_only, seconds
 from papers.planner import Case, even_chain, layout_text, same_samples
 from papers.tables import Outcome, PaperTable, figure, judged, spread
@@ -298,6 +298,50 @@ def corpus(path: Path, every: int, console: Console) -> None:
         console.print(f"{count} rows are not predicted: {why}")
 
 
+WORKSPACES = 64.0 * 2**20
+"""Bytes of the workspaces of cuBLAS and Transformer Engine on Hopper, 32 MiB each by their documentation."""
+
+
+def predicted_bytes(run: MeasuredMemory) -> float:
+    """Of the last rank, which is the one that Megatron reports."""
+    unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, MEGATRON)
+    gpus, layers = run.tp * run.cp * run.pp * run.dp, sum(part.count for part in run.parts)
+    hardware, batch = load_hardware("H100"), run.microbatches * run.microbatch * run.dp
+    cluster = cluster_of(hardware, -(-gpus // 8), min(gpus, 8))
+    workload = same_samples({"language": run.tokens}, batch)
+    # Megatron's buffers of fp32 gradients exist all the time, as weights do.
+    rules = ParameterBytes(weight=6.0, gradient=0.0, zero=run.zero)
+    case = Case((unit,), hardware, cluster, workload, batch, rules)
+    chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute)
+    schedule = "interleaved" if run.chunks > 1 else "1f1b"
+    score = case.score(case.plans([chain], [RankOrder.REPLICAS]), run.microbatches, schedule=schedule)
+    return WORKSPACES + score.peak_bytes[-1]
+
+
+def memory(path: Path, every: int, console: Console) -> None:
+    """Predict the bytes of Megatron-LM's test cases, every so many."""
+    found = [*measured_memory(read_lines(path))]
+    runs = [run for run in found if not isinstance(run, str)][::every]
+    predicted = np.array([predicted_bytes(run) for run in runs])
+    measured = np.array([run.measured for run in runs])
+    large, off = measured >= 4 * 2**30, predicted - measured
+    table = Table(
+        "runs", "number", "median ratio", "mean distance", "95 % within", "within 300 MiB", box=None
+    )
+    kinds = {"4 GiB and more": large, "smaller": ~large}
+    kinds |= {f"smaller, pp {pp}": ~large & np.array([run.pp == pp for run in runs]) for pp in (1, 2, 4)}
+    for kind, of in kinds.items():
+        if of.any():
+            share = np.abs(off[of]) / measured[of]
+            table.add_row(
+                kind, str(of.sum()), f"{np.median(predicted[of] / measured[of]):.2f}", f"{share.mean():.1%}",
+                f"{np.quantile(share, 0.95):.1%}", f"{(np.abs(off[of]) <= 300 * 2**20).mean():.0%}",
+            )  # fmt: skip
+    console.print(table)
+    for why, count in Counter(run for run in found if isinstance(run, str)).items():
+        console.print(f"{count} test cases are not predicted: {why}")
+
+
 def rows_of(names: Sequence[str], known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
     """All runs: those of the named sources now, others as they are known."""
     kept = {row["run"]: tuple(row[column] for column in COLUMNS) for row in known}
@@ -364,14 +408,17 @@ def main() -> None:
         "--only", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES), help="what to run"
     )
     parser.add_argument("--rows", type=Path, help="predict the measured runs of this file instead")
+    parser.add_argument("--memory", type=Path, help="predict the bytes of the test cases of this file")
     parser.add_argument("--every", type=int, default=1, help="of the runs of --rows, every so many")
     parser.add_argument("--json", type=Path, help="write the figures here as well; others of this file stay")
     options = parser.parse_args()
     console = Console()
     if not console.is_terminal:
         console = Console(width=220)
-    if options.rows:
-        corpus(options.rows, options.every, console)
+    for path, report in ((options.rows, corpus), (options.memory, memory)):
+        if path:
+            report(path, options.every, console)
+    if options.rows or options.memory:
         return
     known = []
     if options.json and options.json.exists():

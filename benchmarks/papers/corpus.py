@@ -18,7 +18,8 @@ from dilatant.cost.runner import Runner
 from papers.models import Part, llama
 
 HARDWARE = {
-    "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "B300": "B300", "B200": "B200", "H200": "H200", "H20": "H20", "H100": "H100",
+    "RoCE a node": "A800",
+    "GB300": "GB300", "GB200": "GB200", "B300": "B300", "B200": "B200", "H200": "H200", "H20": "H20", "H100": "H100",
     "A800": "A800", "A100": "A100", "MI325X": "MI325X", "MI355X": "MI355X",
 }  # fmt: skip
 """Words of a row's hardware → entry of the hardware file, the first that is met."""
@@ -132,7 +133,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     parts = llama(
         model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"], gated=gated,
-        fused=runner.fused, norms=(2.0 * hidden, 0.0) if row["precision"].startswith("amp") else None,
+        fused=runner.fused, norms=(6.0 * hidden, 36.0 * hidden) if row["precision"].startswith("amp") else None,
     )  # fmt: skip
     recompute: Recompute = "none"
     if re.match("full|gradient_check", row["recompute"] or ""):
@@ -147,4 +148,75 @@ def _run(row: Mapping[str, Any]) -> Measured:
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero,
         float(seconds), runner,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """The most bytes that the last rank of a run of Megatron-LM's own tests allocated, and what it trained."""
+
+    name: str
+    parts: tuple[Part, ...]
+    tokens: int
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    chunks: int
+    microbatch: int
+    microbatches: int
+    recompute: Recompute
+    zero: Zero
+    measured: float
+
+
+def measured_memory(rows: Iterator[Mapping[str, Any]]) -> Iterator[MeasuredMemory | str]:
+    """Each test case, or why it cannot be predicted. What its flags leave open has Megatron's defaults: GPT-2's
+    vocabulary, a feed-forward of four times the width, dropout, tied embeddings."""
+    for row in rows:
+        try:
+            yield _memory(row)
+        except ValueError as error:
+            yield str(error)
+
+
+def _memory(row: Mapping[str, Any]) -> MeasuredMemory:
+    flags, hidden, heads, layers = row["args"], row["hidden"], row["heads"], row["layers"]
+    measured = row["mem_max_allocated_bytes"]
+    if row["family"] != "gpt" or row["experts"] or row["fsdp"]:
+        raise ValueError("not a dense GPT")
+    if not measured or any(word in row["test"] for word in ("frozen", "grpo", "rl_")):
+        raise ValueError("frozen parts, reinforcement learning, or no bytes")
+    tp, pp, cp = row["tp"] or 1, row["pp"] or 1, row["cp"] or 1
+    per_chunk = row["vp_layers"]
+    chunks = layers // pp // per_chunk if per_chunk else row["vpp"] or 1
+    dp = (row["gpus"] or 8) // (tp * pp * cp)
+    if not dp or layers % (pp * chunks) or not row["gbs"]:
+        raise ValueError("stages of unlike lengths, or no batch")
+    padded = 128 * tp
+    vocabulary = -(-(row["vocab"] or 50_257) // padded) * padded
+    grouped = "group-query-attention" in flags
+    gated = "swiglu" in flags
+    kv_heads = flags.get("num-query-groups", row["kv_heads"]) if grouped else heads
+    embedding, block, head = llama(
+        layers, hidden, row["ffn"] or 4 * hidden, heads, kv_heads, vocabulary, gated=gated, fused=True
+    )
+    kept = block.shape.kept
+    if flags.get("hidden-dropout", 0.1):
+        kept += hidden  # two masks of a byte
+    if flags.get("attention-backend") == "unfused" or flags.get("transformer-impl") == "local":
+        # Of every head and pair: the softmax, and what dropout keeps, a mask of a byte and its output.
+        kept += heads * row["seq"] * (2.5 if flags.get("attention-dropout", 0.1) else 1.0)
+    if not row["sequence_parallel"]:  # norms and residual sums of all tokens on every rank
+        kept += (tp - 1) * 5 * hidden
+    tied = "untie-embeddings-and-output-weights" not in flags and pp == 1
+    parts = (
+        embedding,
+        replace(block, shape=replace(block.shape, kept=kept, weight_kept=kept)),
+        replace(head, shape=replace(head.shape, parameters=hidden)) if tied else head,
+    )
+    return MeasuredMemory(
+        f"{row['test']}, {row['environment']}, {row['hardware']}", parts, row["seq"], tp, cp, pp, dp, chunks,
+        row["mbs"], max(1, row["gbs"] // (row["mbs"] * dp)), "block" if row["recompute"] == "full" else "none",
+        "all" if row["dist_optimizer"] else "none", float(measured),
     )  # fmt: skip

@@ -40,15 +40,16 @@ class LayerShape:
     input directly (without an input gradient if nothing before the layer trains). `attention_width`: heads times head
     size; `attended_share`: fraction of token pairs that attend (1/2 if causal); `key_value_width`: width of keys plus
     values. `kept` and `weight_kept`: activation elements kept for the backward and for its weight half; `weight_only`:
-    the part of `kept` that only weight gradients need; `traffic`: elements read and written by elementwise kernels, each operation by itself, and `fused_traffic` if norms,
-    rotary embeddings and activations are one kernel each (0: as `traffic`).
-    `output_width`: elements sent to the next layer for each of `output_share` tokens per input token (less than 1 if a
-    projector merges patches). `row_kept`: the part of `kept` that exists for whole rows even if the rest runs in
-    chunks. `routed_width`: elements per token that are sent to experts on other ranks: hidden width times the experts
-    per token. `parameters`, `launches` and `operations`, which the host issues in a forward, are per layer. `collectives`: tensor-parallel regions, each with an
-    all-gather before and a reduce-scatter after it. `trained_share`: fraction of the products whose weights train when
-    the layer trains. `forward_only`: multiply-adds that never have a backward (an autoencoder that makes targets).
-    `divided`: False if every tensor-parallel rank computes the whole layer.
+    the part of `kept` that only weight gradients need; `traffic`: elements read and written by elementwise kernels,
+    each operation by itself, and `fused_traffic` if norms, rotary embeddings and activations are one kernel each (0:
+    as `traffic`). `output_width`: elements sent to the next layer for each of `output_share` tokens per input token
+    (less than 1 if a projector merges patches). `row_kept`: the part of `kept` that exists for whole rows even if the
+    rest runs in chunks. `routed_width`: elements per token that are sent to experts on other ranks: hidden width times
+    the experts per token. `parameters`, `launches` and `operations`, which the host issues in a forward, are per
+    layer. `collectives`: tensor-parallel regions, each with an all-gather before and a reduce-scatter after it.
+    `trained_share`: fraction of the products whose weights train when the layer trains. `forward_only`: multiply-adds
+    that never have a backward (an autoencoder that makes targets). `divided`: False if every tensor-parallel rank
+    computes the whole layer.
     """
 
     matmul: int
@@ -88,24 +89,24 @@ def block_shape(
 ) -> LayerShape:
     """Return the shape of a transformer block with a fused attention kernel; encoders are rarely gated or causal.
 
-    norms: elements per token that norms computed in fp32 read (RMSNorm of transformers), and those of norms that are
-    one kernel (LayerNorm); None: two norms, of the first kind if the block is gated. fused: a runner's kernels keep no
-    fp32 copies.
+    norms: elements per token that norms keep for the backward besides their outputs, and that they read and write;
+    None: two norms, computed in fp32 operation by operation (RMSNorm of transformers) if the block is gated, else one
+    kernel each (LayerNorm). fused: as a runner does whose norms, rotary embeddings and activations are one kernel each.
     """
     size = head_size or hidden // heads
     query, key_value = heads * size, 2 * (key_value_heads or heads) * size
     attention = hidden * query + hidden * key_value + query * hidden
     feed_forward = (3 if gated else 2) * hidden * intermediate
-    in_fp32, at_once = norms or ((2.0 * hidden, 0.0) if gated else (0.0, 2.0 * hidden))
-    if fused:
-        in_fp32, at_once = 0.0, in_fp32 + at_once
-    # A norm in fp32 keeps its input in fp32, its result before the weight, and its output; one kernel input and output.
-    around = 4 * in_fp32 + 2 * at_once
+    if fused or not (norms or gated):
+        norms = 2.0 * hidden, 4.0 * hidden
+    # In fp32 the input is kept so, and the result before the weight; read or written are casts, square, mean, products.
+    kept_by_norms, moved_by_norms = norms or (6.0 * hidden, 36.0 * hidden)
+    around = 2 * hidden + kept_by_norms
     inner = (4 if gated else 2) * intermediate
     turned = query + key_value // 2 if gated or causal else 0  # by rotary embeddings
-    # Residual sums; of a norm in fp32 the casts, square, mean, product and weight; then rotary and activation.
-    apart = 6 * hidden + 18 * in_fp32 + 2 * at_once + 9 * turned + (5 if gated else 2) * intermediate
-    together = 6 * hidden + 2 * (in_fp32 + at_once) + 2 * turned + (3 if gated else 2) * intermediate
+    # Residual sums, norms, rotary embeddings, activations.
+    apart = 6 * hidden + moved_by_norms + 9 * turned + (5 if gated else 2) * intermediate
+    together = 10 * hidden + 2 * turned + (3 if gated else 2) * intermediate
     return LayerShape(
         matmul=attention + feed_forward,
         leading=hidden * query + hidden * key_value,

@@ -20,9 +20,10 @@ class Cluster:
 
     `inside` is the link between two devices of a node, `between` one node's link to the others: `ports` network ports
     of equal bandwidth, shared evenly by its devices. `bytes_per_device` is the memory that a plan may use, `reserve`
-    excluded. `parts` are the groups of a heterogeneous cluster, each with its `name` and `device` type; the first group
-    has the lowest ranks and nodes. For such a cluster `gpus_per_node` is that of the largest node, and memory and links
-    are the smallest of any group; `memory_bandwidth` is a device's, in bytes per second; use `at` for the group of one rank and `link` for the link between two ranks.
+    excluded. `parts` are the groups of a heterogeneous cluster, each with its `name` and `device` type; the first
+    group has the lowest ranks and nodes. For such a cluster `gpus_per_node` is that of the largest node, and memory
+    and links are the smallest of any group; `memory_bandwidth` is a device's, in bytes per second; use `at` for the
+    group of one rank and `link` for the link between two ranks.
     """
 
     nodes: int
