@@ -175,7 +175,9 @@ def drawn_run(microbatches: int) -> tuple[Plan, StepCosts, list[Drawn]]:
     none = np.zeros((len(placed), 3))
     each = np.zeros((4, len(placed)))
     late, items = np.zeros((len(placed), 2, 3)), np.ones(len(placed))
-    table = StageCosts(seconds, none, none, none, none, *each, late_bytes=late, items_per_token=items)
+    table = StageCosts(
+        seconds, none, none, none, none, *each, late_bytes=late, items_per_token=items, host_seconds=0 * seconds[..., 0]
+    )  # fmt: skip
     rng = np.random.default_rng(0)
     samples = []
     for draw in range(8 * 16 * microbatches):

@@ -1,6 +1,7 @@
 """Layouts that others ran and the step times that they measured, against our prediction for the very same layout.
 
     python benchmarks/published.py [--only NAME ..] [--json FILE]
+    python benchmarks/published.py [--rows FILE] [--memory FILE] [--every N]    # corpora, see `papers.corpus`
 
 Predicted: the shipped analytic costs of the GPU (its efficiencies are assumptions of the hardware file; nothing is
 fitted to these figures), the layout as published, exact simulation of the step with gradients summed. `ours` is what
@@ -13,16 +14,20 @@ import argparse
 import itertools
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from machine import machine
+from papers.corpus import MEGATRON, Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from papers.models import PaperUnit, Part, gpt, llama, operations_only, seconds
 from papers.planner import Case, even_chain, layout_text, same_samples
 from papers.tables import Outcome, PaperTable, figure, judged, spread
 from rich.console import Console
+from rich.table import Table
 
 from dilatant.config.recompute import Recompute
 from dilatant.cost.hardware import load_hardware
@@ -229,6 +234,114 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def predicted_seconds(run: Measured) -> float:
+    """Of one measured run. Weights that are sharded, too, are gathered for every microbatch forward and backward and
+    their gradients scattered, which hides behind the computation as far as this takes long enough."""
+    unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, run.runner)
+    gpus, layers = run.tp * run.cp * run.pp * run.dp, sum(part.count for part in run.parts)
+    cluster = cluster_of(run.hardware, -(-gpus // 8), min(gpus, 8))
+    rules = ParameterBytes(zero=run.zero or "all", ranks_per_node=8 if run.zero == "node" else None)
+    workload = same_samples({"language": run.tokens}, run.batch)
+    case = Case((unit,), run.hardware, cluster, workload, run.batch, rules)
+    chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute)
+    schedule = "interleaved" if run.chunks > 1 else "1f1b"
+    microbatches = run.batch // run.dp // run.microbatch
+    score = case.score(case.plans([chain], [RankOrder.REPLICAS]), microbatches, schedule=schedule)
+    if run.zero is not None:
+        return score.seconds
+    weights = sum(part.count * part.shape.parameters for part in run.parts) / (run.tp * run.pp)
+    ring = run.hardware.inside if gpus <= 8 else run.hardware.between
+    moved = weights * rules.weight * (3 * microbatches - 1) * run.tp / ring.bandwidth
+    return max(score.seconds, moved)
+
+
+def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> None:
+    """Print how far predictions are from measurements, by what was fitted and by kinds of runs."""
+    ratios = np.asarray(seconds) / [run.seconds for run in runs]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for number, run in enumerate(runs):
+        part = "held out" if run.held_out else "fitted on"
+        precision = ", FP8" if run.runner.products else ""
+        context = next(size for size in (2048, 4096, 8192, 1 << 30) if run.tokens <= size)
+        for kind in (
+            "all" + precision,
+            f"source: {run.source}{precision}",
+            f"GPU: {run.gpus}{precision}",
+            f"tokens: up to {context:,}{precision}" if context < 1 << 30 else f"tokens: more{precision}",
+            f"tp {run.tp}{precision}",
+        ):
+            groups.setdefault((part, kind), []).append(number)
+    table = Table(
+        "part", "runs", "number", "median ratio", "mean ratio", "mean distance", "95 % within", box=None
+    )
+    for (part, kind), numbers in sorted(groups.items()):
+        own = ratios[numbers]
+        off = np.abs(own - 1.0)
+        table.add_row(
+            part, kind, str(len(own)), f"{np.median(own):.2f}", f"{own.mean():.2f}", f"{off.mean():.1%}",
+            f"{np.quantile(off, 0.95):.1%}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def corpus(path: Path, every: int, console: Console) -> None:
+    """Predict the runs of a corpus, every so many of each source."""
+    runs, refused = [], Counter[str]()
+    for run in measured_runs(read_lines(path)):
+        if isinstance(run, str):
+            refused[run] += 1
+        else:
+            runs.append(run)
+    runs = [run for number, run in enumerate(sorted(runs, key=lambda one: one.id)) if number % every == 0]
+    corpus_report(runs, [predicted_seconds(run) for run in runs], console)
+    for why, count in refused.items():
+        console.print(f"{count} rows are not predicted: {why}")
+
+
+WORKSPACES = 64.0 * 2**20
+"""Bytes of the workspaces of cuBLAS and Transformer Engine on Hopper, 32 MiB each by their documentation."""
+
+
+def predicted_bytes(run: MeasuredMemory) -> float:
+    """Of the last rank, which is the one that Megatron reports."""
+    unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, MEGATRON)
+    gpus, layers = run.tp * run.cp * run.pp * run.dp, sum(part.count for part in run.parts)
+    hardware, batch = load_hardware("H100"), run.microbatches * run.microbatch * run.dp
+    cluster = cluster_of(hardware, -(-gpus // 8), min(gpus, 8))
+    workload = same_samples({"language": run.tokens}, batch)
+    # Megatron's buffers of fp32 gradients exist all the time, as weights do.
+    rules = ParameterBytes(weight=6.0, gradient=0.0, zero=run.zero)
+    case = Case((unit,), hardware, cluster, workload, batch, rules)
+    chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute)
+    schedule = "interleaved" if run.chunks > 1 else "1f1b"
+    score = case.score(case.plans([chain], [RankOrder.REPLICAS]), run.microbatches, schedule=schedule)
+    return WORKSPACES + score.peak_bytes[-1]
+
+
+def memory(path: Path, every: int, console: Console) -> None:
+    """Predict the bytes of Megatron-LM's test cases, every so many."""
+    found = [*measured_memory(read_lines(path))]
+    runs = [run for run in found if not isinstance(run, str)][::every]
+    predicted = np.array([predicted_bytes(run) for run in runs])
+    measured = np.array([run.measured for run in runs])
+    large, off = measured >= 4 * 2**30, predicted - measured
+    table = Table(
+        "runs", "number", "median ratio", "mean distance", "95 % within", "within 300 MiB", box=None
+    )
+    kinds = {"4 GiB and more": large, "smaller": ~large}
+    kinds |= {f"smaller, pp {pp}": ~large & np.array([run.pp == pp for run in runs]) for pp in (1, 2, 4)}
+    for kind, of in kinds.items():
+        if of.any():
+            share = np.abs(off[of]) / measured[of]
+            table.add_row(
+                kind, str(of.sum()), f"{np.median(predicted[of] / measured[of]):.2f}", f"{share.mean():.1%}",
+                f"{np.quantile(share, 0.95):.1%}", f"{(np.abs(off[of]) <= 300 * 2**20).mean():.0%}",
+            )  # fmt: skip
+    console.print(table)
+    for why, count in Counter(run for run in found if isinstance(run, str)).items():
+        console.print(f"{count} test cases are not predicted: {why}")
+
+
 def rows_of(names: Sequence[str], known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
     """All runs: those of the named sources now, others as they are known."""
     kept = {row["run"]: tuple(row[column] for column in COLUMNS) for row in known}
@@ -294,11 +407,19 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES), help="what to run"
     )
+    parser.add_argument("--rows", type=Path, help="predict the measured runs of this file instead")
+    parser.add_argument("--memory", type=Path, help="predict the bytes of the test cases of this file")
+    parser.add_argument("--every", type=int, default=1, help="of the runs of --rows, every so many")
     parser.add_argument("--json", type=Path, help="write the figures here as well; others of this file stay")
     options = parser.parse_args()
     console = Console()
     if not console.is_terminal:
         console = Console(width=220)
+    for path, report in ((options.rows, corpus), (options.memory, memory)):
+        if path:
+            report(path, options.every, console)
+    if options.rows or options.memory:
+        return
     known = []
     if options.json and options.json.exists():
         known = json.loads(options.json.read_text(encoding="utf-8"))["tables"][0]["rows"]

@@ -22,6 +22,7 @@ from dilatant.cost.analytic import (
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel
+from dilatant.cost.runner import DILATANT, Runner
 from dilatant.plan import LayerSpec, ModelSpec, UnitSpec
 
 EFFICIENCY = 0.5
@@ -39,6 +40,8 @@ def operations_only(name: str) -> Hardware:
         matmul_efficiency=EFFICIENCY,
         memory_efficiency=1.0,
         launch=0.0,
+        host=0.0,
+        attention={},
         inside=free,
         between=free,
     )
@@ -68,12 +71,23 @@ def parameters(parts: Sequence[Part]) -> int:
 
 
 def llama(
-    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocabulary: int, *, gated: bool = True
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    *,
+    gated: bool = True,
+    fused: bool = False,
+    norms: tuple[float, float] | None = None,
 ) -> tuple[Part, ...]:
     """Embedding, blocks with grouped queries, head."""
     return (
         Part("embedding", embedding_shape(hidden, vocabulary), 1),
-        Part("block", block_shape(hidden, ffn, heads, kv_heads, gated=gated), layers),
+        Part(
+            "block", block_shape(hidden, ffn, heads, kv_heads, gated=gated, fused=fused, norms=norms), layers
+        ),
         Part("head", head_shape(hidden, vocabulary), 1),
     )
 
@@ -172,6 +186,7 @@ class PaperUnit:
     trains: frozenset[str] | None = None
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)
     recompute: Recompute | None = None
+    runner: Runner = DILATANT
 
 
 def model_spec(units: Sequence[PaperUnit]) -> ModelSpec:
@@ -200,7 +215,7 @@ def cost_model(units: Sequence[PaperUnit], hardware: Hardware) -> CostModel:
         for part in unit.parts:
             kind = f"{unit.name} {part.kind}"
             costs = analytic_costs(
-                {kind: part.as_run}, hardware, [Degrees(*own) for own in unit.degrees]
+                {kind: part.as_run}, hardware, [Degrees(*own) for own in unit.degrees], runner=unit.runner
             ).layers[kind]
             layers[kind] = costs if part.shape.attention_width else {d: _kept(costs[d]) for d in costs}
     return CostModel(hardware.name, "analytic", "bfloat16", layers)

@@ -44,7 +44,15 @@ def origin(said: str = "measured on a test") -> StepCosts:
     none, late = np.zeros((4, 3)), np.zeros((3, 2, 3))
     return StepCosts(
         StageCosts(
-            seconds, none, none, none, none, *np.zeros((4, 3)), late_bytes=late, items_per_token=np.ones(3)
+            seconds,
+            none,
+            none,
+            none,
+            none,
+            *np.zeros((4, 3)),
+            late,
+            np.ones(3),
+            host_seconds=np.zeros((3, 4)),
         ),
         origin=said,
     )

@@ -93,6 +93,7 @@ def unit_costs(stages: int) -> StageCosts:
         *np.zeros((3, stages)),
         late_bytes=late,
         items_per_token=np.ones(stages),
+        host_seconds=np.zeros((stages, 4)),
     )
 
 

@@ -271,6 +271,7 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
         *np.zeros((3, count)),
         late_bytes=late,
         items_per_token=np.ones(count),
+        host_seconds=np.zeros((count, 4)),
     )
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))
     tokens = {unit.name: rng.integers(1, 30, 16) for unit in step.plan.units}

@@ -58,6 +58,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="Also print the layout as flags of megatron, ms-swift or torchtitan.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and explain the choice. Nothing is trained.
@@ -74,6 +82,8 @@ def plan(
         )
     resolved = with_costs(options.read(), costs)
 
+    from dilatant.plan.framework_flags import FRAMEWORKS, framework_flags
+    from dilatant.plan.roles import roles_of
     from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.planned_run import (
         check_plan_folder,
@@ -88,6 +98,8 @@ def plan(
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
     from dilatant.report.say import open_console, print_line, show_progress
 
+    if framework is not None and framework not in FRAMEWORKS:
+        raise UserError(f"--for {framework}: there are flags of {', '.join(FRAMEWORKS)}")
     console = open_console(stderr=as_json)
     check_plan_folder(resolved)  # fail before the search
     problem = open_problem(resolved, like)
@@ -109,10 +121,20 @@ def plan(
     link_pages(folder.parent)
     if fault_tolerance is not None:
         _show_fault_tolerance(problem, folder, console)
+    if framework is not None:
+        language, batch = roles_of(problem.model.spec).language, problem.global_batch
+        as_flags = framework_flags(
+            winner.plan, framework, language, batch, winner.num_microbatches, winner.zero
+        )
     if as_json:
         print(report.to_json())
         return
     print_plan(report, console)
+    if framework is not None:
+        print_line(console, f"\nFor {framework}:")
+        print_line(console, f"  {as_flags.command()}", wrap=False)
+        for lost in as_flags.lost:
+            print_line(console, f"  It cannot express {lost}")
     console.print()
     show_places(
         console,

@@ -1,11 +1,13 @@
 """Analytic layer costs from FLOPs and bytes, for hardware that is not available. A cost model from this module has the
 origin "analytic": its seconds are modelled, not measured, so they serve to rank plans, not to predict a step time.
 
-A layer's forward seconds are the sum of its multiply-adds and those of attention at the speed of large matrix products,
-its activation traffic and one read of its weights at memory bandwidth, its kernel launches and, under tensor or context
-parallelism, its collectives over the links of its group, none of which overlaps. The input-gradient half repeats the
-forward's products (attention 2.5 times, because its backward recomputes the scores), the weight-gradient half repeats
-them once more. The working memory of a backward is half the bytes that the layer keeps for it, as for a Llama block.
+A layer's forward seconds are the sum of its multiply-adds at the speed of large matrix products, those of attention at
+the speed of its kernel, the traffic of its elementwise kernels and one read of its weights at memory bandwidth, its
+kernel launches and, under tensor or context parallelism, its collectives over the links of its group, none of which
+overlaps. The input-gradient half repeats the forward's products (attention 2.5 times, because its backward recomputes
+the scores) with twice the traffic, the weight-gradient half repeats the products once more and adds the gradient to its
+fp32 sum. No pass takes less than its host needs to issue its operations. The working memory of a backward is half the
+bytes that the layer keeps for it, as for a Llama block.
 
 Costs of groups of ranks from the measured cost of one tensor-parallel rank's shard: context parallelism is modelled
 (with balanced placement a rank has 1/cp of the linear and quadratic terms, and the whole constant term), and so are the
@@ -23,8 +25,11 @@ from dilatant.cost.hardware import GroupLinks, Hardware, Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
+from dilatant.cost.runner import DILATANT, Runner
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRADIENT_BYTES = 12
+"""Bytes per weight and microbatch in which a gradient is written in bf16 and added to its fp32 sum: 2, 2, 4 and 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +40,16 @@ class LayerShape:
     input directly (without an input gradient if nothing before the layer trains). `attention_width`: heads times head
     size; `attended_share`: fraction of token pairs that attend (1/2 if causal); `key_value_width`: width of keys plus
     values. `kept` and `weight_kept`: activation elements kept for the backward and for its weight half; `weight_only`:
-    the part of `kept` that only weight gradients need; `traffic`: elements read and written by elementwise kernels.
-    `output_width`: elements sent to the next layer for each of `output_share` tokens per input token (less than 1 if a
-    projector merges patches). `row_kept`: the part of `kept` that exists for whole rows even if the rest runs in
-    chunks. `routed_width`: elements per token that are sent to experts on other ranks: hidden width times the experts
-    per token. `parameters` and `launches` are per layer. `collectives`: tensor-parallel regions, each with an
-    all-gather before and a reduce-scatter after it. `trained_share`: fraction of the products whose weights train when
-    the layer trains. `forward_only`: multiply-adds that never have a backward (an autoencoder that makes targets).
-    `divided`: False if every tensor-parallel rank computes the whole layer.
+    the part of `kept` that only weight gradients need; `traffic`: elements read and written by elementwise kernels,
+    each operation by itself, and `fused_traffic` if norms, rotary embeddings and activations are one kernel each (0:
+    as `traffic`). `output_width`: elements sent to the next layer for each of `output_share` tokens per input token
+    (less than 1 if a projector merges patches). `row_kept`: the part of `kept` that exists for whole rows even if the
+    rest runs in chunks. `routed_width`: elements per token that are sent to experts on other ranks: hidden width times
+    the experts per token. `parameters`, `launches` and `operations`, which the host issues in a forward, are per
+    layer. `collectives`: tensor-parallel regions, each with an all-gather before and a reduce-scatter after it.
+    `trained_share`: fraction of the products whose weights train when the layer trains. `forward_only`: multiply-adds
+    that never have a backward (an autoencoder that makes targets). `divided`: False if every tensor-parallel rank
+    computes the whole layer.
     """
 
     matmul: int
@@ -64,6 +71,8 @@ class LayerShape:
     row_kept: float = 0.0
     forward_only: int = 0
     divided: bool = True
+    fused_traffic: float = 0.0
+    operations: int = 0
 
 
 def block_shape(
@@ -75,27 +84,44 @@ def block_shape(
     head_size: int | None = None,
     gated: bool = True,
     causal: bool = True,
+    norms: tuple[float, float] | None = None,
+    fused: bool = False,
 ) -> LayerShape:
-    """Return the shape of a transformer block with a fused attention kernel; encoders are rarely gated or causal."""
+    """Return the shape of a transformer block with a fused attention kernel; encoders are rarely gated or causal.
+
+    norms: elements per token that norms keep for the backward besides their outputs, and that they read and write;
+    None: two norms, computed in fp32 operation by operation (RMSNorm of transformers) if the block is gated, else one
+    kernel each (LayerNorm). fused: as a runner does whose norms, rotary embeddings and activations are one kernel each.
+    """
     size = head_size or hidden // heads
     query, key_value = heads * size, 2 * (key_value_heads or heads) * size
     attention = hidden * query + hidden * key_value + query * hidden
     feed_forward = (3 if gated else 2) * hidden * intermediate
-    # Two norm inputs and outputs, the residual, queries, keys and values, attention's output; then the feed-forward's.
+    if fused or not (norms or gated):
+        norms = 2.0 * hidden, 4.0 * hidden
+    # In fp32 the input is kept so, and the result before the weight; read or written are casts, square, mean, products.
+    kept_by_norms, moved_by_norms = norms or (6.0 * hidden, 36.0 * hidden)
+    around = 2 * hidden + kept_by_norms
     inner = (4 if gated else 2) * intermediate
+    turned = query + key_value // 2 if gated or causal else 0  # by rotary embeddings
+    # Residual sums, norms, rotary embeddings, activations.
+    apart = 6 * hidden + moved_by_norms + 9 * turned + (5 if gated else 2) * intermediate
+    together = 10 * hidden + 2 * turned + (3 if gated else 2) * intermediate
     return LayerShape(
         matmul=attention + feed_forward,
         leading=hidden * query + hidden * key_value,
         parameters=attention + feed_forward + 2 * hidden,
-        kept=4 * hidden + 2 * query + key_value + inner,
-        weight_kept=4 * hidden + 2 * query + key_value + (4 if gated else 2) * intermediate,
-        traffic=8 * hidden + 2 * query + key_value + inner,
+        kept=around + 2 * query + key_value + inner,
+        weight_kept=around + 2 * query + key_value + inner,
+        traffic=together if fused else apart,
+        fused_traffic=together,
         output_width=hidden,
         attention_width=query,
         attended_share=0.5 if causal else 1.0,
         key_value_width=key_value,
         weight_only=2 * hidden + intermediate,  # the norms' outputs, and the last product's input
         launches=16,
+        operations=140,
         collectives=2,
     )
 
@@ -146,24 +172,34 @@ def analytic_cost(
     dtype: str = "bfloat16",
     degrees: Degrees = ONE,
     gpus_per_node: int | None = None,
+    runner: Runner = DILATANT,
 ) -> LayerCost:
     """Model the cost of one layer on a group of devices as a function of a sample's tokens (before cp splits them).
-    gpus_per_node: None if all devices are on one node."""
+    gpus_per_node: None if all devices are on one node. runner: the program that trains."""
     if not shape.divided:
         degrees = degrees._replace(tp=1)
     links, group, cp = hardware.group_links(degrees, gpus_per_node), degrees.ranks, degrees.cp
-    flops, width = hardware.flops(dtype), BYTES[dtype]
+    flops, width = hardware.flops(runner.products or dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency
     product = Quadratic(b=2 * shape.matmul / flops / group)
     leading = Quadratic(b=2 * shape.leading / flops / group)
-    attention = Quadratic(a=4 * shape.attention_width * shape.attended_share / flops / group)
-    traffic = Quadratic(b=width * shape.traffic / memory / group)
-    once = Quadratic(c=width * shape.parameters / degrees.tp / memory + shape.launches * hardware.launch)
-    forth, back = (collective_seconds(shape, links, dtype, degrees, way) for way in (False, True))
+    attention, attention_back = (
+        Quadratic(a=times * shape.attention_width * shape.attended_share / rate / group)
+        for times, rate in zip((4.0, 10.0), hardware.attention_flops(runner.attention, dtype))
+    )
+    elements = shape.fused_traffic or shape.traffic if runner.fused else shape.traffic
+    if shape.collectives and not runner.shards_rows:  # norms and residual sums, by all ranks
+        elements += 10 * shape.output_width * (degrees.tp - 1)
+    traffic = Quadratic(b=width * elements / memory / group)
+    weights = shape.parameters / degrees.tp / memory
+    once = Quadratic(c=width * weights + shape.launches * hardware.launch)
+    summed = Quadratic(c=GRADIENT_BYTES * weights * shape.trained_share + shape.launches * hardware.launch)
+    waits = Quadratic(c=2 * shape.collectives * runner.wait if degrees.tp > 1 else 0.0)
+    forth, back = (collective_seconds(shape, links, dtype, degrees, way) + waits for way in (False, True))
     targets = Quadratic(b=2 * shape.forward_only / flops / group)
     forward = product + attention + traffic + once + forth + targets
-    input_gradient = product + attention.scaled(2.5) + traffic + once + back
-    weight_gradient = product.scaled(shape.trained_share) + once
+    input_gradient = product + attention_back + traffic.scaled(2.0) + once + back
+    weight_gradient = product.scaled(shape.trained_share) + summed
     kept = Quadratic(b=width * shape.kept / group)
     output = width * shape.output_width
     curves = {
@@ -186,7 +222,8 @@ def analytic_cost(
         "row_working_bytes": Quadratic(b=0.5 * width * shape.row_kept / cp),
     }
     rounded: dict[str, Any] = {name: curve.rounded() for name, curve in curves.items()}
-    return LayerCost(**rounded, parameters=-(-shape.parameters // degrees.tp))
+    host = float(f"{shape.operations * runner.operations * hardware.host:.6g}")
+    return LayerCost(**rounded, parameters=-(-shape.parameters // degrees.tp), host=host)
 
 
 def analytic_costs(
@@ -195,6 +232,7 @@ def analytic_costs(
     degrees: Iterable[Degrees] | Mapping[str, Iterable[Degrees]] = (ONE,),
     dtype: str = "bfloat16",
     gpus_per_node: int | None = None,
+    runner: Runner = DILATANT,
 ) -> CostModel:
     """Return the analytic cost model of these layer types at these degrees, or at each type's own. gpus_per_node: see
     `analytic_cost`. Raises UserError for an unknown dtype."""
@@ -205,7 +243,7 @@ def analytic_costs(
         dtype=dtype,
         layers={
             kind: {
-                own.without_experts: analytic_cost(shape, hardware, dtype, own, gpus_per_node)
+                own.without_experts: analytic_cost(shape, hardware, dtype, own, gpus_per_node, runner)
                 for own in sorted(set(by_kind[kind]))
             }
             for kind, shape in shapes.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -46,8 +46,9 @@ class Hardware:
     """A device type. `peak_flops` per second by dtype, `memory` in bytes, `bandwidth` in bytes per second.
 
     `inside` links devices of one node, `between` links a node to the others through `ports` network ports. `launch`:
-    seconds to start a kernel. The two efficiencies are the fractions of peak that large kernels reach. `source`: origin
-    of the numbers.
+    seconds from one kernel to the next on the device; `host`: seconds in which the host issues one operation. The two
+    efficiencies are the fractions of peak that large kernels reach; `attention`: those of its forward and backward, by
+    kernel ("packed": ours). `source`: origin of the numbers.
     """
 
     name: str
@@ -61,6 +62,8 @@ class Hardware:
     between: Link
     ports: Annotated[int, Meta(ge=1)] = 1
     source: str = ""
+    attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    host: float = 0.0
 
     def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
         """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
@@ -75,6 +78,14 @@ class Hardware:
         if dtype not in self.peak_flops:
             raise UserError(f"hardware {self.name} has no peak for {dtype}; it has {sorted(self.peak_flops)}")
         return self.peak_flops[dtype] * self.matmul_efficiency
+
+    def attention_flops(self, kernel: str, dtype: str) -> tuple[float, float]:
+        """Return the FLOP/s of an attention kernel over visible pairs, forward and backward; of unknown kernels those
+        of ours, and without any those of large kernels."""
+        known = (self.matmul_efficiency, self.matmul_efficiency)
+        forward, backward = self.attention.get(kernel) or self.attention.get("packed") or known
+        largest = self.flops(dtype) / self.matmul_efficiency
+        return forward * largest, backward * largest
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Link, float]:
@@ -114,7 +125,7 @@ def read_hardware_file(text: str, where: str) -> dict[str, Any]:
         document = read_yaml(text) or {}
     except yaml.YAMLError:
         raise UserError(f"{where} is there already and is not YAML; choose another name") from None
-    keys = {field.name for field in fields(Hardware)}
+    keys = {one.name for one in fields(Hardware)} | {"like"}
     if not isinstance(document, dict) or not all(
         isinstance(entry, dict) and keys >= entry.keys() for entry in document.values()
     ):
@@ -139,7 +150,12 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     if not isinstance(document, dict) or name not in document:
         known = ", ".join(sorted(map(repr, document))) if isinstance(document, dict) else "nothing"
         raise UserError(f"no hardware {name!r} in {where}; it has {known}. Copy an entry and edit it.")
-    return _read(name, document[name], where)
+    entry, seen = document[name], {name}
+    while isinstance(entry, dict) and entry.get("like") in document.keys() - seen:
+        seen.add(like := entry["like"])
+        own = {key: value for key, value in entry.items() if key != "like"}
+        entry = {**document[like], **own} if isinstance(document[like], dict) else own
+    return _read(name, entry, where)
 
 
 @cache
@@ -152,8 +168,12 @@ _WORDS = {
     "peak_flops": "a mapping of numbers",
     **dict.fromkeys(("inside", "between"), "a mapping with bandwidth and latency, in numbers"),
     "ports": "a whole number from 1 on",
+    "attention": "a mapping of kernels to two numbers",
     "source": "a text",
 }
+
+
+_OPTIONAL = {"source", "ports", "attention", "host"}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:
@@ -161,7 +181,7 @@ def _read(name: str, entry: Any, where: str) -> Hardware:
         raise UserError(f"hardware {name} in {where} must be a mapping of keys, got {entry!r}")
     kinds = get_type_hints(Hardware, include_extras=True)
     del kinds["name"]
-    problems = [f"{name}.{key} is missing" for key in sorted(kinds.keys() - entry - {"source", "ports"})]
+    problems = [f"{name}.{key} is missing" for key in sorted(kinds.keys() - entry - _OPTIONAL)]
     problems += [
         f"{name}.{key} is unknown; known are {sorted(kinds)}" for key in sorted(entry.keys() - kinds)
     ]

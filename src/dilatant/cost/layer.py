@@ -38,6 +38,7 @@ class LayerCost:
     `splits`: the weight gradient can be computed later. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of at most one chunk at once; `row_bytes` and `row_working_bytes` are the parts of
     `activation_bytes` and `working_bytes` that exist for whole rows even then (a head's norm).
+    `host`: seconds in which the host issues the operations of a forward, and of a backward: neither takes less.
     `fit_error`: largest relative error of the fits, None if nothing was measured.
     """
 
@@ -61,6 +62,7 @@ class LayerCost:
     forward_bytes: Quadratic = ZERO
     frozen_working_bytes: Quadratic = ZERO
     parameters: Annotated[int, Meta(ge=0)] = 0
+    host: Amount = 0.0
     fit_error: Amount | None = None
     dense_seconds: tuple[tuple[Annotated[int, Meta(ge=1)], Amount], ...] = ()
     splits: bool = True
@@ -95,7 +97,8 @@ def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
 class LayerWork:
     """The work of one layer after the frozen rule. `transient_bytes` exist only while the layer runs: working memory of
     its backward, and all its activations if they are not kept (no backward, or recomputed in it).
-    `common_bytes`: the part of `kept_bytes` that the blocks of a stage share."""
+    `common_bytes`: the part of `kept_bytes` that the blocks of a stage share. `host`: seconds of the host for the
+    forward, the input-gradient and the weight-gradient half, which take no less."""
 
     forward: Quadratic
     input_gradient: Quadratic
@@ -104,6 +107,7 @@ class LayerWork:
     weight_bytes: Quadratic
     transient_bytes: Quadratic
     common_bytes: Quadratic = ZERO
+    host: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def backward(self) -> Quadratic:
@@ -138,7 +142,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
     """
     if not trainable and not before:
         held = cost.activation_bytes if cost.forward_bytes == ZERO else cost.forward_bytes
-        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, held)
+        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, held, host=(cost.host, 0.0, 0.0))
     if before:
         input_gradient = cost.input_gradient
         weight_gradient = cost.weight_gradient if trainable else ZERO
@@ -168,6 +172,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
         transient_bytes=working + whole if recomputed else working,
         common_bytes=cost.common_bytes,
+        host=(cost.host, cost.host * (0.5 + recomputed), 0.5 * cost.host * trainable),
     )
 
 

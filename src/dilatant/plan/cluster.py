@@ -20,9 +20,10 @@ class Cluster:
 
     `inside` is the link between two devices of a node, `between` one node's link to the others: `ports` network ports
     of equal bandwidth, shared evenly by its devices. `bytes_per_device` is the memory that a plan may use, `reserve`
-    excluded. `parts` are the groups of a heterogeneous cluster, each with its `name` and `device` type; the first group
-    has the lowest ranks and nodes. For such a cluster `gpus_per_node` is that of the largest node, and memory and links
-    are the smallest of any group; use `at` for the group of one rank and `link` for the link between two ranks.
+    excluded. `parts` are the groups of a heterogeneous cluster, each with its `name` and `device` type; the first
+    group has the lowest ranks and nodes. For such a cluster `gpus_per_node` is that of the largest node, and memory
+    and links are the smallest of any group; `memory_bandwidth` is a device's, in bytes per second; use `at` for the
+    group of one rank and `link` for the link between two ranks.
     """
 
     nodes: int
@@ -35,6 +36,7 @@ class Cluster:
     name: str = ""
     device: str = ""
     parts: tuple[Cluster, ...] = ()
+    memory_bandwidth: float = float("inf")
 
     @property
     def groups(self) -> tuple[Cluster, ...]:
@@ -114,7 +116,8 @@ def cluster_of(
     """Return `nodes` nodes of `gpus_per_node` devices each, of whose memory plans leave `reserve` free."""
     links = hardware.inside, hardware.between, hardware.ports
     memory = hardware.memory - reserve.total
-    return Cluster(nodes, gpus_per_node, memory, *links, reserve, name, hardware.name if name else "")
+    device, speed = hardware.name if name else "", hardware.bandwidth * hardware.memory_efficiency
+    return Cluster(nodes, gpus_per_node, memory, *links, reserve, name, device, memory_bandwidth=speed)
 
 
 def cluster_of_groups(groups: Sequence[Cluster]) -> Cluster:

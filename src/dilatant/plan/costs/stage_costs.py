@@ -36,7 +36,8 @@ class StageCosts:
     update, for local gradients kept in addition to the sums. `late_bytes` `[stages, 2, 3]` is used by a backward that
     has reached the stage's beginning, in addition to kept bytes: row 0 by a whole backward that makes the first weight
     gradients, including those of later layers; row 1 by an input-gradient half, including the activations that later
-    layers keep for W. `items_per_token` `[stages]`: as in `UnitSpec`.
+    layers keep for W. `items_per_token` `[stages]`: as in `UnitSpec`. `host_seconds` `[stages, kinds]`: those in which
+    the host issues an action's operations; it takes no less.
     """
 
     seconds: NDArray[np.float64]
@@ -50,6 +51,7 @@ class StageCosts:
     own_gradient_bytes: NDArray[np.float64]
     late_bytes: NDArray[np.float64]
     items_per_token: NDArray[np.float64]
+    host_seconds: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +59,8 @@ class LayerTable:
     """Costs of one unit's layers at some degrees: `seconds [layers, kinds, 3]`, bytes `[layers, 3]` unless noted.
     A stage holds `common_bytes`, a part of `kept_bytes`, only once. `static_bytes [layers]` assumes unsharded optimizer
     state, of which `shared_bytes [layers]` can be sharded; `tied_bytes`, `tied_shared_bytes [layers]`: the part that a
-    holder of the first layer already has; `backward [layers]`: True if the layer or anything before it trains."""
+    holder of the first layer already has; `backward [layers]`: True if the layer or anything before it trains;
+    `host_seconds [layers, kinds]`."""
 
     seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
@@ -70,6 +73,7 @@ class LayerTable:
     tied_bytes: NDArray[np.float64]
     tied_shared_bytes: NDArray[np.float64]
     backward: NDArray[np.bool_]
+    host_seconds: NDArray[np.float64]
 
     def static_shared_by(
         self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)
@@ -104,6 +108,7 @@ def layer_table(
             cost = with_experts_on_ranks(cost, degrees.ep)
         work = frozen_work(cost, layer.trainable, before, how)
         kinds = work.forward, work.backward, work.input_gradient, work.weight_gradient
+        forward, inputs, weights = work.host
         held, trained, tied = layer.held(degrees), layer.held_trained(degrees), layer.held_before(degrees)
         row = {
             "seconds": [_triple(kind) for kind in kinds],
@@ -117,6 +122,7 @@ def layer_table(
             "tied_bytes": rules.of(tied, layer.trainable),
             "tied_shared_bytes": rules.shared(tied, layer.trainable),
             "backward": layer.trainable or before,
+            "host_seconds": [forward, inputs + weights, inputs, weights],
         }
         for name, value in row.items():
             columns[name].append(value)
@@ -202,6 +208,7 @@ def _sum_stage(
         kept_gradients if rules.keeps_gradients else 0.0,
         _late(transient, kept, weight, gradients),
         unit.items_per_token,
+        table.host_seconds[layers].sum(axis=0),
     )
 
 

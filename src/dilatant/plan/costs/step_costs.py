@@ -40,8 +40,11 @@ class StepCosts:
         return Workload(tokens, squares_of(tokens, self.item_tokens, self.media_pairs), self.dense)
 
     def scaled(self, factors: NDArray[np.float64]) -> StepCosts:
-        """Return the costs with `seconds` multiplied by `factors` [stages, kinds, 3]."""
-        return replace(self, stages=replace(self.stages, seconds=self.stages.seconds * factors))
+        """Return the costs with `seconds` multiplied by `factors` [stages, kinds, 3]. Factors other than 1 are
+        measured, so that they include the host's seconds."""
+        seconds = self.stages.seconds * factors
+        host = np.where((factors == 1.0).all(axis=-1), self.stages.host_seconds, 0.0)
+        return replace(self, stages=replace(self.stages, seconds=seconds, host_seconds=host))
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON, which `from_document` reads back to exactly the same numbers."""
@@ -51,11 +54,11 @@ class StepCosts:
     @classmethod
     def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
         """Read the output of `to_document` for `plan`. Raises ValueError for other content or another plan."""
+        count = len(plan.stages())
         try:
-            arrays = {
-                one.name: np.asarray(document["stages"][one.name], dtype=np.float64)
-                for one in fields(StageCosts)
-            }
+            # Documents of older versions have no seconds of the host.
+            stages = {"host_seconds": np.zeros((count, len(KIND_ORDER))), **document["stages"]}
+            arrays = {one.name: np.asarray(stages[one.name], dtype=np.float64) for one in fields(StageCosts)}
             others = {
                 name: msgspec.convert(document[name], kind, str_keys=True) for name, kind in _READ.items()
             }
@@ -68,11 +71,11 @@ class StepCosts:
             all(number >= 0 for number in positive) and np.isfinite(pairs).all()
         ):  # links may be infinitely fast
             raise ValueError("tokens, seconds and links must be numbers and not negative")
-        count = len(plan.stages())
         for name, values in arrays.items():
             shape = {
                 "seconds": (count, len(KIND_ORDER), 3),
                 "late_bytes": (count, 2, 3),
+                "host_seconds": (count, len(KIND_ORDER)),
                 **dict.fromkeys(
                     ("static_bytes", "gradient_bytes", "sum_bytes", "own_gradient_bytes", "items_per_token"),
                     (count,),
@@ -120,7 +123,8 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     nothing = np.zeros((count, 3))
     none, late = np.zeros(count), np.zeros((count, 2, 3))
     bytes_ = (nothing, nothing, nothing, nothing, none, none, none, none, late)
-    stages = StageCosts(seconds, *bytes_, items_per_token=np.ones(count))
+    host = np.zeros((count, len(KIND_ORDER)))
+    stages = StageCosts(seconds, *bytes_, items_per_token=np.ones(count), host_seconds=host)
     return StepCosts(stages, origin=TOKENS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,11 +16,15 @@ from dilatant.plan.costs.state_sharing import sharing_node
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, UnitPlan
 
+UPDATE_BYTES = 50.0
+"""Bytes per weight that an update moves: the gradient is read for its norm (4), scaled (8) and cleared (4), a fused
+AdamW reads and writes gradient, moments and master (28), and the master is rounded (6)."""
+
 
 @dataclass(frozen=True, slots=True)
 class SyncSeconds:
-    """Seconds by rank. beside: gradient sums that may overlap the last backward, bucket by bucket. after: gathers of
-    updated weights where holders shard optimizer state; begins when every rank has its sums."""
+    """Seconds by rank. beside: gradient sums that may overlap the last backward, bucket by bucket. after: updates, and
+    gathers of updated weights where holders shard optimizer state; begins when every rank has its sums."""
 
     beside: Mapping[int, float] = field(default_factory=dict)
     after: Mapping[int, float] = field(default_factory=dict)
@@ -53,11 +57,19 @@ def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: Paramete
     """
     sums: list[_Ring] = []
     gathers: list[_Ring] = []
+    updated: dict[int, float] = defaultdict(float)  # weights by rank
     for unit in plan.units:
         for size_bytes, ranks in _groups(unit, model.unit(unit.name), rules):
+            shards = Counter(sharing_node(rank, rules) for rank in ranks)
+            for rank in ranks if rules.summed and rules.optimizer else ():
+                shared = 1 if rules.zero == "none" else shards[sharing_node(rank, rules)]
+                updated[rank] += size_bytes / rules.summed / shared
             if len(ranks) > 1 and size_bytes:
                 _add_rings(size_bytes, ranks, rules, sums, gathers)
-    return SyncSeconds(*(_ring_seconds(rings, plan.ranks, cluster) for rings in (sums, gathers)))
+    beside, after = (_ring_seconds(rings, plan.ranks, cluster) for rings in (sums, gathers))
+    for rank, weights in updated.items():
+        after[rank] += UPDATE_BYTES * weights / cluster.at(rank).memory_bandwidth
+    return SyncSeconds(beside, after)
 
 
 def _add_rings(

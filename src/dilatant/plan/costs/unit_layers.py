@@ -198,9 +198,12 @@ class UnitLayers:
             least = self._workload.least_row(unit, samples, self._by_tokens)
             lightest, heaviest = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
+            forward, backward = (
+                np.maximum(table.seconds[:, kind] @ row, table.host_seconds[:, kind]) for kind in (0, 1)
+            )
             self._unshared[key] = MeanCosts(
-                seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
-                backward=table.seconds[:, 1] @ row,
+                seconds=forward + backward,
+                backward=backward,
                 work=fastest @ least,
                 forward=free.seconds[:, 0] @ least,
                 lightest=fastest @ lightest,

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.adapters.lora import is_adapter
@@ -98,6 +101,7 @@ def _shape(entry: LayerType) -> LayerShape:
         head_size=size,
         gated=any("gate" in name for module in modules for name, _ in module.named_parameters()),
         causal=causal,
+        norms=_norms(modules, heads * size, key_value_heads * size),
     )
     pairs = not any(word in entry.variant for word in _WITHOUT_PAIRS)
     return replace(
@@ -149,6 +153,47 @@ def _heads(entry: LayerType) -> tuple[int, int, int]:
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
+
+
+def _norms(modules: list[nn.Module], query: int, key: int) -> tuple[float, float] | None:
+    """Return the elements per token that a block's norms keep for the backward besides their outputs, and that they
+    read and write. None: none was found."""
+    kept, moved = 0.0, 0.0
+    for module in modules:
+        for path, norm in module.named_modules():
+            weight = getattr(norm, "weight", None)
+            if "norm" not in type(norm).__name__.lower() or weight is None or weight.dim() != 1:
+                continue
+            name, elements = path.rpartition(".")[2], weight.numel()
+            if name.startswith(("q_", "k_", "query_", "key_")):  # of every head
+                elements = query if name.startswith("q") else key
+            kept += elements * _kept_by(norm, weight.numel())
+            moved += elements * (2 if isinstance(norm, nn.LayerNorm | nn.RMSNorm) else 18)
+    return (kept, moved) if kept else None
+
+
+def _kept_by(norm: nn.Module, size: int) -> float:
+    """Return the elements that a norm in bf16 keeps for its backward, per element of its input."""
+    weights = {
+        name: torch.empty_like(one, dtype=torch.bfloat16, device="meta")
+        for name, one in norm.named_parameters()
+    }
+    known = {one.untyped_storage()._cdata for one in weights.values()}
+    rows = torch.empty(1, 64, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            held[storage._cdata] = storage
+        return tensor
+
+    try:
+        with saved_tensors_hooks(note, lambda tensor: tensor), torch.enable_grad():
+            functional_call(norm, weights, (rows,))
+    except (RuntimeError, TypeError):  # it takes more than its input
+        return 3.0
+    return sum(storage.nbytes() for storage in held.values()) / rows.numel() / 2
 
 
 def _experts_visited(entry: LayerType) -> float:

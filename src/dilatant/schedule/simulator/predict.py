@@ -156,8 +156,10 @@ def op_sums(
 
 
 def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of every op, `[ops]`. `sums` is as in `op_sums`."""
-    return np.einsum("ij,ij->i", costs.seconds[graph.stage, graph.kind], sums)
+    """Return the seconds of every op, `[ops]`: the device's, or the host's if it takes longer. `sums` is as in
+    `op_sums`."""
+    device = np.einsum("ij,ij->i", costs.seconds[graph.stage, graph.kind], sums)
+    return np.maximum(device, costs.host_seconds[graph.stage, graph.kind] * sums[:, 2])
 
 
 def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,60 @@
+"""A plan's layout as flags of other frameworks."""
+
+from __future__ import annotations
+
+import pytest
+
+from dilatant.plan.framework_flags import framework_flags
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+
+
+def pipelines(recompute=()) -> Plan:
+    """Two replicas of four chunks on two groups of two tensor-parallel ranks, and an encoder on the first rank."""
+    replicas = tuple(
+        Replica(
+            tuple(
+                Stage(2 * number, 2 * number + 2, (first + 2 * (number % 2), first + 2 * (number % 2) + 1), tp=2)
+                for number in range(4)
+            )
+        )
+        for first in (0, 4)
+    )
+    vision = UnitPlan("vision", (Replica((Stage(0, 3, (0,)),)),))
+    return Plan((vision, UnitPlan("language", replicas, recompute=recompute)))
+
+
+def test_megatron_gets_its_degrees_and_hears_what_it_cannot_run():
+    found = framework_flags(pipelines(("block",) * 7 + ("none",)), "megatron", "language", 32, 8, "all")
+    assert found.flags == {
+        "--tensor-model-parallel-size": 2,
+        "--pipeline-model-parallel-size": 2,
+        "--context-parallel-size": 1,
+        "--expert-model-parallel-size": 1,
+        "--micro-batch-size": 2,
+        "--global-batch-size": 32,
+        "--num-virtual-stages-per-pipeline-rank": 2,
+        "--sequence-parallel": "",
+        "--use-distributed-optimizer": "",
+        "--recompute-granularity": "full",
+        "--recompute-method": "uniform",
+        "--recompute-num-layers": 1,
+    }
+    assert "--sequence-parallel --use" in found.command()
+    assert [lost.split(":")[0] for lost in found.lost] == [
+        "stages and replicas of their own",
+        "recomputation of some blocks only",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("framework", "flag", "value"),
+    [
+        ("ms-swift", "--sequence_parallel", "true"),
+        ("ms-swift", "--micro_batch_size", 2),
+        ("torchtitan", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
+        ("torchtitan", "--parallelism.data_parallel_replicate_degree", 2),
+        ("torchtitan", "--training.local_batch_size", 16),
+    ],
+)
+def test_flags_are_the_frameworks_own(framework, flag, value):
+    assert framework_flags(pipelines(), framework, "language", 32, 8).flags[flag] == value
