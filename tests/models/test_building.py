@@ -163,6 +163,21 @@ def test_weights_that_a_family_does_not_draw_are_named() -> None:
         materialize(unit, 0, len(unit.layers), seed=5)
 
 
+def test_constants_of_constructors_and_weights_made_on_no_device_are_drawn() -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    apertus = {"model_type": "apertus", "hidden_size": 16, "intermediate_size": 24, **sizes}
+    drawn = MultimodalModel({}, apertus, seed=5).language.model.state_dict()
+    built = AutoModelForCausalLM.from_config(
+        parse_config(apertus, "config"), dtype=torch.float32
+    ).state_dict()
+    constants = [name for name in built if "act_fn" in name]
+    assert constants
+    assert all(torch.equal(drawn[name], built[name]) for name in constants)
+    xlnet = {"model_type": "xlnet", "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 64}
+    weights = [*MultimodalModel({}, xlnet, seed=5).language.model.parameters()]
+    assert all(weight.isfinite().all() and weight.abs().max() < 10 for weight in weights)
+
+
 def test_stages_of_a_partly_materialized_unit_run() -> None:
     whole = vision_language("gemma3_text", seed=5).language
     ids = tokens(1, 9)

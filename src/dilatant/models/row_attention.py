@@ -192,7 +192,8 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     named: "dilatant" requires attention plans; a name of transformers requires transformers' own mask. None uses plans
     if the family supports them, else transformers' mask, whose cost is the square of the row's length. If samples of a
     row would influence each other in a small copy of the model (see `training_proof`), every sample is a separate row.
-    A choice slower than plans is reported by a warning. Raises UserError for a requested attention that would be wrong.
+    A choice slower than plans is reported by a warning. Raises UserError for a requested attention that would be wrong,
+    and for a model of parts about which nothing can be proven.
     """
     language, media = model.language, model.media_attention
     if language.row_attention is not None:
@@ -209,7 +210,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
         if named == "dilatant" and (drops := dropout_of(language.model)) is not None:
             raise UserError(f"model.language_model: {drops}; set it to 0 in the model's config")
         proof = _prove(model, "plans")
-        if proof.packed is None or (proof.unproven is not None and (model.whole or named == "dilatant")):
+        if proof.packed is None or proof.unproven is not None:
             use_row_attention(model)
             _settle(model, proof)
             return
@@ -223,7 +224,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     if proof.alone is not None:
         raise UserError(
             f"model.language_model: {language.family} cannot be trained: even one sample alone, uncut, trains "
-            f"otherwise than in transformers (on a small copy, {proof.alone})"
+            f"otherwise than a causal model in transformers (on a small copy, {proof.alone})"
         )
     leak = leaks_between_samples(language.model) or proof.packed
     language.packs_rows = leak is None
@@ -252,12 +253,19 @@ def _prove(model: MultimodalModel, how: Literal["plans", "mask"]) -> Proof:
     # The copy has only text, which has the same mask under all masks of media.
     media = model.media_attention if isinstance(model.media_attention, str) else "causal"
     attach = partial(_attend_over_plans, media=media, units={}) if how == "plans" else None
-    return prove(model.language, model.whole, f"{how} {media}", attach)
+    proof = prove(model.language, model.whole, f"{how} {media}", attach)
+    if proof.unproven is not None and model.whole is None:
+        raise UserError(
+            f"model.language_model: {model.language.family} cannot be trained: a small copy that would prove how does "
+            f"not run in transformers ({proof.unproven}); mend its config if that is the reason, else take another "
+            "model or another version of transformers"
+        )
+    return proof
 
 
 def _settle(model: MultimodalModel, proof: Proof) -> None:
     """Store the proof, and whether the model may be cut. If no copy of a pretrained multimodal model can be made, cuts
     are allowed, because tests prove them for its family, with media."""
     language = model.language
-    language.uncut = None if proof.unproven is not None and model.whole is not None else proof.cut
+    language.uncut = None if proof.unproven is not None else proof.cut
     language.proof = proof

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -163,9 +164,14 @@ def _on_meta(
 ) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            return construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
+            model = construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
     except Exception as error:
         raise UserError(f"{where}: {config.model_type} cannot be built: {one_line(error)}") from None
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if not weight.is_meta:  # the memory of torch.FloatTensor(...) has no values yet
+                setattr(module, name, nn.Parameter(weight.to("meta"), weight.requires_grad))
+    return model
 
 
 def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrainedModel:

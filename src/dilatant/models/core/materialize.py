@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -46,9 +48,7 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     own = _of_own_making(unit, held, pieces)
     if own:  # the model draws all its weights and computed buffers itself
         fresh = [entry for entry in fresh if entry[1].partition(".")[0] != "model"]
-    here = {
-        id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
-    }
+    here = {id(tensor) for _, _, piece in pieces for _, tensor in _tensors(piece) if not tensor.is_meta}
     for layer, _, piece in fresh:
         _allocate_meta_tensors(piece, layer)
     if own:
@@ -67,7 +67,7 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     held_here = dict(model.named_parameters(remove_duplicate=False))
     skipping = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in skipping}  # a tied weight once
-    marked = _mark_undrawn([piece for _, _, piece in fresh], {*here, *skipped})
+    marked = _mark_undrawn(fresh, {*here, *skipped})
     with excluded_from_init(skipped.values()):
         drawn = here  # a tied weight may have been drawn with another layer in an earlier call
         for layer, path, piece in fresh:
@@ -83,15 +83,17 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
             owners = models_of(model)
             for module in reversed(shared):
                 owners[id(module)]._init_weights(module)
-    undrawn = [
-        f"{layer}: {name}"
-        for layer, _, piece in fresh
-        for name, parameter in piece.named_parameters()
-        if id(parameter) in marked and _is_undrawn(parameter)
-    ]
-    if undrawn:
+    undrawn = {place: tensor for place, tensor in marked.items() if _is_undrawn(tensor)}
+    constants = _constants(model) if undrawn and isinstance(model, PreTrainedModel) else {}
+    lacking = []
+    for (layer, path, name), tensor in undrawn.items():
+        if f"{path}.{name}" in constants:
+            tensor.copy_(constants[f"{path}.{name}"])
+        elif isinstance(tensor, nn.Parameter):
+            lacking.append(f"{layer}: {name}")
+    if lacking:
         raise UserError(
-            f"{type(model).__name__} does not initialise {', '.join(undrawn)}, so it cannot be trained from random "
+            f"{type(model).__name__} does not initialise {', '.join(lacking)}, so it cannot be trained from random "
             "weights; begin with pretrained ones"
         )
 
@@ -198,17 +200,43 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
         drawn |= {id(parameter) for parameter in own}
 
 
-def _mark_undrawn(pieces: Iterable[nn.Module], kept: Collection[int]) -> set[int]:
-    """Set the first number of each parameter that must be drawn to NaN; return their ids. kept: ids of the others."""
-    drawn = [
-        parameter
-        for piece in pieces
-        for parameter in piece.parameters()
-        if id(parameter) not in kept and parameter.is_floating_point() and not parameter.is_meta
-    ]
-    for parameter in drawn:
-        _first_number(parameter).fill_(torch.nan)
-    return {id(parameter) for parameter in drawn}
+class _WithConstants(TorchFunctionMode):
+    """Give the constants of constructors, such as `torch.tensor(0.8)`, values within `torch.device("meta")`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_constant = func is torch.tensor and isinstance(args[0] if args else None, float)
+        return func(*args, **{**({"device": "cpu"} if is_constant else {}), **(kwargs or {})})
+
+
+def _constants(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors that the model's constructor computes from constants; none if it cannot."""
+    with suppress(Exception), torch.device("meta"):
+        usual = cast(Any, type(model))(copy.deepcopy(model.config))
+        with _WithConstants():
+            valued = cast(Any, type(model))(copy.deepcopy(model.config))
+        # What is never on the meta device may have no values.
+        meta = {name for name, tensor in _tensors(usual) if tensor.is_meta}
+        return {f"model.{name}": each for name, each in _tensors(valued) if name in meta and not each.is_meta}
+    return {}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def _mark_undrawn(
+    pieces: Iterable[tuple[str, str, nn.Module]], kept: Collection[int]
+) -> dict[tuple[str, str, str], Tensor]:
+    """Set the first number of each tensor that must be drawn to NaN, and return them. kept: ids of the others."""
+    marked = {
+        (layer, path, name): tensor
+        for layer, path, piece in pieces
+        for name, tensor in _tensors(piece)
+        if id(tensor) not in kept and tensor.is_floating_point() and not tensor.is_meta
+    }
+    for tensor in marked.values():
+        _first_number(tensor).fill_(torch.nan)
+    return marked
 
 
 def _is_undrawn(parameter: Tensor) -> bool:

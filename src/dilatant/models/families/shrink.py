@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from dilatant.models.core.structure import DEPTH_KEYS
 
@@ -21,14 +24,16 @@ _AT_MOST = {
     r"(experts_per_tok(en)?|moe_k|moe_topk)$": 2,
     r"^(n_group|topk_group|num_expert_group)$": 1,
     r"^(mamba_)?n_?groups$": 2,
-    r"^(sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size)$": 4,
+    r"^(sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size|.*_window_len)$": 4,
+    r"^(local|lsh)_attn_chunk_length$": 4,
     r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len)$": 1024,
-    r"vocab_size": _VOCABULARY,
+    r"vocab(_size|$)": _VOCABULARY,
 }
 """Limits of settings in a small model, by name pattern. A window is shorter than a sample."""
 _WIDTHS = re.compile(
     r"^(.*hidden_size.*|.*intermediate_size.*|d_model|n_embd|n_inner|.*ffn_dim|.*ffn_hidden_size|d_inner|dim_ff|dff"
-    r"|word_embed_proj_dim|embedding_size|embedding_dim|laurel_rank|lru_width)$"
+    r"|word_embed_proj_dim|embedding_size|embedding_dim|emb_dim|axial_pos_embds_dim|laurel_rank|lru_width"
+    r"|.*_(in|out|input|output)_(dim|size))$"
 )
 _STATE_SPACES = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
@@ -36,29 +41,39 @@ _STATE_SPACES = (
     ("expand", "num_heads", "head_dim"),
 )
 """Settings of Mamba 2's blocks: the model's width times the first is the product of the other two."""
-_DEPTH = re.compile(rf"^({'|'.join(DEPTH_KEYS)}|n_layers)$")
+_DEPTH = re.compile(rf"^({'|'.join(DEPTH_KEYS)}|n_layers|num_blocks)$")
 _OF_BLOCKS = re.compile(
-    r"layer_types|layers_block_type|block_types|attention_layers|indexer_types|_per_layer|sparsity|^no_rope_layers$|^intermediate_size$"
+    r"layer_types|layers_block_type|block_types|attention_layers|attn_layers|indexer_types|_per_layer|sparsity|^no_rope_layers$|^intermediate_size$"
 )
+_SECTIONS = re.compile(r"^n_\w+_layers$")
 _NUMBERS_OF_BLOCKS = re.compile(r"(_layers|_layer_ids|_idxs)$")
 _BORDERS = re.compile(r"^(max_window_layers|moe_layer_(start|end)_index)$")
 _IDS = re.compile(r"(token_id|token_index)s?$")
 _MULTIPLIERS = re.compile(r"(multiplier|_scale|_scaling|scaling_factor)$|^scale_(emb|depth)$")
 
 
-def shrink(config: Any) -> dict[str, Any]:
-    """Return the settings of a small model like that of `config`, as `type(config).from_dict` takes them; of a
-    multimodal model only the text model is shrunk."""
-    settings = config.to_dict()
+def shrink(config: Any, has_encoders: bool = True) -> dict[str, Any]:
+    """Return the settings of a small model like that of `config`, as `type(config).from_dict` takes them. Without
+    `has_encoders` only the text model of a multimodal model is shrunk."""
+    settings = PreTrainedConfig.to_dict(config)  # a family's own may write the layout of released files
     for key in ("quantization_config", "dtype", "torch_dtype"):
         settings.pop(key, None)
-    text = config.get_text_config()
-    for key in config.sub_configs:
-        if getattr(config, key, None) is text:
-            settings[key] = _shrink_text(settings[key])
-            _fold_ids(settings)
-            return settings
-    return _shrink_text(settings)
+    parts = [key for key in config.sub_configs if isinstance(settings.get(key), dict)]
+    texts = [key for key in parts if getattr(config, key) is config.get_text_config()]
+    # All parts are divided by one number, so that widths that must be equal stay so.
+    width = _width(settings[texts[0]] if texts else settings)
+    divisor = (width or max((_width(settings[key]) for key in parts), default=0)) // _WIDTH or 1
+    for key in parts if has_encoders else texts:
+        settings[key] = _shrink_part(settings[key], divisor)
+    if texts:
+        _fold_ids(settings)
+    else:
+        settings = _shrink_part(settings, divisor)
+    small = settings[texts[0]] if texts else settings
+    for key, value in small.items():
+        if _MULTIPLIERS.search(key) and value == 1 and not isinstance(value, bool):
+            small[key] = _MULTIPLIER
+    return settings
 
 
 def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
@@ -70,60 +85,80 @@ def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
             yield from (each for each in (value if isinstance(value, list) else [value]) if each is not None)
 
 
-def _shrink_text(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink_part(settings: Mapping[str, Any], divisor: int) -> dict[str, Any]:
     small = dict(settings)
     depth = next((value for key, value in small.items() if _DEPTH.match(key) and isinstance(value, int)), 0)
     if depth:
-        _cut_blocks(small, depth)
-    _narrow(small)
+        _cut_blocks(small, depth, divisor)
+    _narrow(small, divisor)
     _fold_ids(small)
-    for key, value in small.items():
-        if _MULTIPLIERS.search(key) and value == 1 and not isinstance(value, bool):
-            small[key] = _MULTIPLIER
     return small
 
 
-def _cut_blocks(small: dict[str, Any], depth: int) -> None:
-    """Keep the first blocks, and one of each kind, in all per-block settings."""
+def _width(settings: Mapping[str, Any]) -> int:
+    keys = ("hidden_size", "d_model", "n_embd", "emb_dim")
+    return next((settings[key] for key in keys if isinstance(settings.get(key), int)), 0)
+
+
+def _cut_blocks(small: dict[str, Any], depth: int, divisor: int) -> None:
+    """Keep the first blocks, two of each kind (they may share weights) and one of each section, in all per-block
+    settings."""
     lists = [
         key
         for key, value in small.items()
-        if isinstance(value, list) and len(value) == depth and _OF_BLOCKS.search(key)
+        if isinstance(value, list | tuple) and len(value) == depth and _OF_BLOCKS.search(key)
     ]
     kept = list(range(min(depth, 3)))
     for key in lists:
         kinds = [repr(kind) for kind in small[key]]
-        kept += [kinds.index(kind) for kind in dict.fromkeys(kinds) if len(set(kinds)) < 8]
+        if len(set(kinds)) < 8:
+            kept += [place for place, kind in enumerate(kinds) if kinds[:place].count(kind) < 2]
+    sections = {key: value for key, value in small.items() if _SECTIONS.match(key) and isinstance(value, int)}
+    is_whole = sum(sections.values()) == depth
+    begins = dict(zip(sections, accumulate([0, *sections.values()]), strict=False)) if is_whole else {}
+    kept += begins.values()
     shared = min(int(small.get("num_kv_shared_layers") or 0), 2)
     kept = sorted({*kept, *range(depth - shared, depth)})
     for key, value in small.items():
         if key in lists:
             small[key] = [value[index] for index in kept]
+        elif key in begins:
+            small[key] = sum(0 <= index - begins[key] < value for index in kept)
         elif _DEPTH.match(key) and value == depth:
             small[key] = len(kept)
         elif _NUMBERS_OF_BLOCKS.search(key) and isinstance(value, list):
             small[key] = [kept.index(index) for index in value if index in kept]
         elif key == "per_layer_config" and isinstance(value, dict):
-            small[key] = {kept.index(int(index)): own for index, own in value.items() if int(index) in kept}
-            for own in small[key].values():
-                _narrow(own)
+            small[key] = {
+                kept.index(int(index)): _differences(small, own, divisor)
+                for index, own in value.items()
+                if int(index) in kept
+            }
         elif _BORDERS.match(key) and isinstance(value, int):
             small[key] = sum(index < value for index in kept)
     if shared:
         small["num_kv_shared_layers"] = shared
 
 
-def _narrow(small: dict[str, Any]) -> None:
+def _differences(whole: dict[str, Any], own: Mapping[str, Any], divisor: int) -> dict[str, Any]:
+    """Return the small settings of a block whose large ones differ from those of the `whole` model by `own`."""
+    others, block = dict(whole), {**whole, **own}
+    _narrow(others, divisor)
+    _narrow(block, divisor)
+    return {key: value for key, value in block.items() if key in own or value != others[key]}
+
+
+def _narrow(small: dict[str, Any], divisor: int) -> None:
     """Reduce the heads in number and width, and all other widths by one divisor."""
     heads = next((small[key] for key in ("num_attention_heads", "n_head", "n_heads") if small.get(key)), None)
-    wide = next((small[key] for key in ("hidden_size", "d_model", "n_embd") if small.get(key)), 0)
-    divisor = max(1, wide // _WIDTH) if isinstance(wide, int) else 1
+    positional = small.get("qk_rope_head_dim")
+    all_of_head = positional and small.get("head_dim") == small.get("qk_nope_head_dim", 0) + positional
     for key, value in small.items():
         if isinstance(value, dict) and key.startswith("rope"):
             small[key] = _narrow_positions(value)
         elif isinstance(value, dict) and key in ("attn_config", "ffn_config"):
-            _narrow(value)
-        elif isinstance(value, list) and _WIDTHS.match(key):
+            _narrow(value, divisor)
+        elif isinstance(value, list | tuple) and _WIDTHS.match(key):
             small[key] = [_divided(each, divisor) for each in value]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             continue
@@ -140,11 +175,12 @@ def _narrow(small: dict[str, Any]) -> None:
         if small.get(expand) and small.get(number) and not small.get("mamba_d_ssm"):
             small[number] = min(small[number], 4)
             small[width] = small[expand] * small["hidden_size"] // small[number]
-    if small.get("qk_rope_head_dim"):
+    if positional:
+        whole = small.get("qk_nope_head_dim", 0) + small["qk_rope_head_dim"]
         if small.get("qk_head_dim"):
-            small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+            small["qk_head_dim"] = whole
         if small.get("head_dim"):
-            small["head_dim"] = small["qk_rope_head_dim"]
+            small["head_dim"] = whole if all_of_head else small["qk_rope_head_dim"]
 
 
 def _divided(width: int, divisor: int) -> int:

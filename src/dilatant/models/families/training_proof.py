@@ -11,12 +11,13 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 import transformers
@@ -38,8 +39,9 @@ LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
 """Limit for the parameters of a copy; if a family's width settings are unknown, the copy may stay wide."""
-_CHECKS = 3
+_CHECKS = 4
 """Number of what a proof checks: another one makes cached proofs invalid."""
+_NOT_CAUSAL = "its logits depend on later tokens; is_decoder or a similar key of its config may forbid that"
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
 """Relative differences that pass as fp32 rounding: of the loss, and of a gradient relative to its own largest element
 or to that of all gradients. A wrong mask, position or scale causes changes of order 1."""
@@ -57,7 +59,7 @@ def prove(
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it warns of ids outside the small vocabulary
     try:
-        settings = shrink(unit.model.config)
+        settings = shrink(unit.model.config, has_encoders=whole is None)
         path = _path(unit, settings, how)
         kept = _read(path)
         if kept is not None:
@@ -72,7 +74,7 @@ def prove(
     proof = replace(proof, seconds=time.perf_counter() - begin)
     with suppress(OSError):  # without a writable cache, the proof is not stored
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, json.dumps(asdict(proof)))
+        write_durably(path, msgspec.json.encode(proof).decode())
     return proof
 
 
@@ -86,6 +88,14 @@ def _prove(
     head = cast(Any, small.model.get_output_embeddings())
     samples = _samples(head.weight.shape[0], [*special_ids(settings)])
     wanted = _of_transformers(small, samples, whole)
+    if whole is None:
+        ids = torch.as_tensor(samples[0].input_ids)[None]
+        with torch.no_grad():
+            early, later = (
+                small.model(input_ids=each, use_cache=False).logits for each in (ids[:, :-1], ids)
+            )
+        if (early - later[:, :-1]).abs().max() > _GRADIENT * early.abs().max():
+            return Proof(_NOT_CAUSAL, _NOT_CAUSAL, alone=_NOT_CAUSAL)
     if attach is not None:
         attach(small)
     one_row, one_each = [tuple(range(len(samples)))], [(number,) for number in range(len(samples))]
@@ -120,9 +130,8 @@ def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mappin
         model.set_attn_implementation(_attention(unit))
         small = LanguageUnit(unit.unit, model, {})
     else:
-        part = replace(
-            whole, config=config, attn_implementation=_named(whole), dtype=torch.float32, lora=None
-        )
+        named = whole.attn_implementation if whole.attn_implementation in ("eager", "sdpa") else None
+        part = replace(whole, config=config, attn_implementation=named, dtype=torch.float32, lora=None)
         small = LanguageUnit(unit.unit, part.language_model(), part.placeholder_ids, **part.of_language)
         _refuse_large(small.model)
     materialize(small, 0, len(small.layers), 0)
@@ -142,10 +151,6 @@ def _refuse_large(model: nn.Module) -> None:
 def _attention(unit: LanguageUnit) -> str:
     own = unit.generating_attention or unit.model.config._attn_implementation
     return own if own in ("eager", "sdpa") else "sdpa" if unit.model._supports_sdpa else "eager"
-
-
-def _named(whole: PretrainedModel) -> str | None:
-    return whole.attn_implementation if whole.attn_implementation in ("eager", "sdpa") else None
 
 
 def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
@@ -237,9 +242,8 @@ def _path(unit: LanguageUnit, settings: Mapping[str, Any], how: str) -> Path:
 
 def _read(path: Path) -> Proof | None:
     try:
-        kept = json.loads(path.read_text())
-        return Proof(**{**kept, "differences": tuple(kept["differences"]), "is_kept": True})
-    except (OSError, ValueError, TypeError, KeyError):
+        return replace(msgspec.json.decode(path.read_bytes(), type=Proof), is_kept=True)
+    except (OSError, msgspec.MsgspecError):
         return None
 
 
