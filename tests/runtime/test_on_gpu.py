@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from cases.engine_case import Case, build_model, build_samples
+from dilatant.comm import backends
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.launch import Worker, launch_local
+from dilatant.data.media.pixels import Pixels
+from dilatant.models.core.stage import on_device
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.runtime import Execution, Runtime
@@ -135,3 +141,35 @@ def _one_sample_is_broken(worker: Worker) -> str:
 def test_a_failing_action_ends_who_waits_in_nccl() -> None:
     for message in launch_local(_one_sample_is_broken, 2):
         assert "sample-4" in message
+
+
+class _StoreOfOneMachine(torch.distributed.HashStore):
+    on_one_machine = True
+
+
+@_needs_gpus(1, "NCCL's answers to the deadlines")
+def test_a_communicator_of_one_rank_answers_and_is_aborted_in_time() -> None:
+    store: Any = _StoreOfOneMachine()
+    device = torch.device("cuda", 0)
+    backend = backends.open_nccl(store, 0, 1, timedelta(seconds=30), device, for_edge=True)
+    work = backend.all_reduce(torch.ones(4, device=device), torch.distributed.ReduceOp.SUM)
+    work.wait()
+    torch.cuda.synchronize()
+    assert work.is_completed()
+    assert backend.error() == ""
+    began = time.monotonic()
+    backends.abort_all([backend])
+    assert time.monotonic() - began < backends.ABORT_SECONDS
+
+
+@_needs_gpus(1, "that media are copied without a wait")
+def test_media_are_copied_without_a_device_wait() -> None:
+    pixels = Pixels(np.full((2, 3, 4, 4), 255, np.uint8), 1 / 255, (0.5, 0.4, 0.3), (0.5, 0.5, 0.5))
+    device = torch.device("cuda", 0)
+    on_device([pixels], device)  # starts CUDA
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copied = on_device([pixels], device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert np.array_equal(copied.cpu().numpy(), pixels.normalized())
