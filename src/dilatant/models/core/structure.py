@@ -22,9 +22,8 @@ from transformers import AutoModel, PreTrainedModel
 
 from dilatant.config.errors import UserError, one_line
 
-# Config keys that hold the number of blocks, and lists with one entry per block.
+# Config keys that hold the number of blocks.
 DEPTH_KEYS = ("num_hidden_layers", "encoder_layers", "num_layers", "n_layer", "depth")
-PER_LAYER_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 FIRST_NAMES = ("embed_", "per_layer_")
 """Name prefixes of modules that run before the blocks wherever they are registered (Gemma's per-layer inputs)."""
