@@ -24,13 +24,6 @@ PLAIN = {
     "gpt_neox": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
     "granite": {**_TINY, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "mixtral": {**_TINY, "num_local_experts": 2},
-    "gpt_neox_japanese": {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_multiple_size": 2,
-    },
 }
 HYBRID = {
     "qwen3_next": {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -60,7 +61,12 @@ class ShapePlaceholder(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         shapes: list[Any] = []
-        _mapped((args, kwargs), lambda each: shapes.append((each.shape, each.dtype)) or each)
+
+        def look_at(each: Tensor) -> Tensor:
+            shapes.append((each.shape, each.dtype))
+            return each
+
+        _mapped((args, kwargs), look_at)
         key = tuple(shapes)
         if key not in self._known:
             try:
@@ -98,8 +104,11 @@ class SkippedBlock(Placeholder):
     """A block of another stage: before this one, the last of those, or behind it. width: number of elements of the
     tuple that the family's blocks return; 0 if they return a tensor."""
 
-    def __init__(self, original: nn.Module, where: Literal["before", "last before", "behind"]) -> None:
+    def __init__(
+        self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]
+    ) -> None:
         super().__init__(original)
+        self.number = number
         self.where = where
         self.width = 0
         for number, hook in original._forward_hooks.items():
@@ -148,7 +157,7 @@ def slice_model(
         block
         if first <= number < end
         else SkippedBlock(
-            block, "behind" if number >= end else "before" if number + 1 < first else "last before"
+            block, number, "behind" if number >= end else "before" if number + 1 < first else "last before"
         )
         for number, block in enumerate(model.get_submodule(structure.blocks).children())
     ]
@@ -180,7 +189,9 @@ def with_blocks(
         for path in () if keep else paths:
             parent, _, child_name = path.rpartition(".")
             replaced = getattr(model.get_submodule(parent), child_name)
-            if isinstance(replaced, nn.Module):
+            if isinstance(replaced, nn.ModuleList):
+                setattr(root.get_submodule(parent), child_name, nn.ModuleList(map(kind, replaced)))
+            elif isinstance(replaced, nn.Module):
                 setattr(root.get_submodule(parent), child_name, kind(replaced))
             else:
                 del root.get_submodule(parent)._parameters[child_name]
@@ -189,9 +200,10 @@ def with_blocks(
         container = root.get_submodule(path)
         own, prefix = container._parameters, f"{path}." if path else ""
         container._parameters = {name: each for name, each in own.items() if prefix + name in structure.after}
-        for name in own.keys() - container._parameters.keys() if stand_in is ShapePlaceholder else ():
-            zeros = torch.zeros(own[name].shape, dtype=own[name].dtype)
-            container.register_buffer(name, zeros, persistent=False)
+        for name, each in own.items() if stand_in is ShapePlaceholder else ():
+            if each is not None and name not in container._parameters:
+                zeros = torch.zeros(each.shape, dtype=each.dtype)
+                container.register_buffer(name, zeros, persistent=False)
     return cast(PreTrainedModel, root)
 
 
@@ -208,16 +220,18 @@ def run_slice(
     enters: bool,
     ends: bool,
     behind: nn.Module | None = None,
+    taps: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Run the `forward` of a slice with these `blocks`. Return the hidden states that leave the stage: behind its
     blocks if it `ends` there, otherwise what `forward` returns.
 
     given: the input of `forward` or, if the stage `enters` behind it, of the first block. behind: module whose input
-    leaves the stage, if it is not the last block's output.
+    leaves the stage, if it is not the last block's output. taps: skipped block → what it returned on its stage, if
+    more than the next block reads it.
     """
     skipped = [block for block in blocks.children() if isinstance(block, SkippedBlock)]
     held = held_blocks(blocks)
-    passage = _Passage(given if enters else None)
+    passage = _Passage(given if enters else None, taps)
     handles = []
     for block in skipped:
         block.passage = passage
@@ -251,7 +265,7 @@ def run_slice(
             block.passage = None
     for block in skipped:
         block.width = width
-    return run_slice(forward, given, blocks, enters=enters, ends=ends, behind=behind)
+    return run_slice(forward, given, blocks, enters=enters, ends=ends, behind=behind, taps=taps)
 
 
 _MOST_RETURNED = 4
@@ -270,10 +284,12 @@ class _ReturnsTuple(BaseException):
 
 
 class _Passage:
-    """One forward through the blocks of a slice. arrived: the first block's input, if it comes from another stage."""
+    """One forward through the blocks of a slice. arrived: the first block's input, if it comes from another stage.
+    taps: see `run_slice`."""
 
-    def __init__(self, arrived: Tensor | None) -> None:
+    def __init__(self, arrived: Tensor | None, taps: Mapping[int, Tensor]) -> None:
         self.arrived = arrived
+        self._taps = taps
         self.is_waiting = arrived is not None
         self.is_skipping = False
         self._has_entered = arrived is None
@@ -286,6 +302,8 @@ class _Passage:
             raise _StageEnd(self.arrived if self.is_waiting and self.arrived is not None else hidden)
         if block.where == "last before" and self.arrived is not None:
             hidden, self.is_waiting = _in_shape_of(hidden, self.arrived), False
+        if block.number in self._taps:
+            hidden = _in_shape_of(hidden, self._taps[block.number])
         self._dimensions = 0 if block.width else hidden.ndim
         self.is_skipping = True
         return hidden

@@ -133,7 +133,7 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
             hidden = skeleton(**{input_name: row}).last_hidden_state
     except Exception:
         return frozenset()
-    reached = _leaves(hidden)
+    reached = leaves_of(hidden)
     return frozenset(
         name
         for name, parameter in skeleton.named_parameters()
@@ -141,7 +141,7 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
     )
 
 
-def _leaves(output: Tensor) -> set[int]:
+def leaves_of(output: Tensor) -> set[int]:
     """Return the ids of the leaf tensors from which a tensor was computed."""
     leaves: set[int] = set()
     seen: set[Any] = set()

@@ -49,6 +49,8 @@ class Unit(Stage):
     """The frozen parameters that cannot influence any output."""
     uncut: str | None = None
     """The reason why the unit cannot be cut into stages; None if it can."""
+    undivided: str | None = None
+    """The reason why tensor-parallel ranks cannot share the unit; None if its family decides."""
     four_bit: frozenset[str] = frozenset()
     """Logical names of the weights that stages hold in four bits (see `core.dtype`)."""
 

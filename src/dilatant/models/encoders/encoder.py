@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -185,13 +186,20 @@ class EncoderStage(Stage):
             encoded = forward(given) if adapter is not None else self.run_slice(forward, given)
         return encoded if self.blocks_path is None else encoded.reshape(len(given), -1, encoded.shape[-1])
 
-    def run_slice(self, forward: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+    def run_slice(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        given: Tensor,
+        taps: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
         """Run the `forward` of the stage's slice on its input, or on hidden states of the stage before."""
         if self.blocks_path is None:
             return forward(given)
         assert self.model is not None
         blocks = self.model.get_submodule(self.blocks_path)
-        return run_slice(forward, given, blocks, enters=not self.is_first, ends=not self.is_through)
+        return run_slice(
+            forward, given, blocks, enters=not self.is_first, ends=not self.is_through, taps=taps
+        )
 
 
 class EncoderUnit(Unit, EncoderStage):

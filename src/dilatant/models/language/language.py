@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import TOKENS, grid_part
-from dilatant.models.core.slicing import slice_model
+from dilatant.models.core.slicing import ShapePlaceholder, slice_model
 from dilatant.models.core.stage import Boundary, Loss
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.unit import Unit
@@ -200,6 +200,7 @@ class LanguageUnit(Unit, LanguageStage):
                 end_block,
                 keep_before=is_first,
                 keep_after=is_last,
+                stand_in=ShapePlaceholder,
             ),
             text=self.text,
             span=StageSpan(first_block, end_block, is_first, is_last),

@@ -7,7 +7,7 @@ computed over a batch, it would depend on the division into microbatches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def _routers(decoder: Any) -> list[tuple[nn.Module, int]]:
         (module, getattr(recorder, "index", 0))
         for module in decoder.modules()
         for recorder in recorders
-        if isinstance(module, getattr(recorder, "target_class", recorder))
+        if isinstance(module, cast(Any, getattr(recorder, "target_class", recorder)))
     ]
 
 
