@@ -46,9 +46,8 @@ def test_another_sample_changes_nothing_of_one_beside_it():
 
 
 def test_a_family_that_is_not_known_says_what_is_missing():
-    config = whole_config("llava")
-    config.model_type = "vipllava"
-    with pytest.raises(UserError, match=r"'vipllava' is not a family that opens whole.*towers, projectors"):
+    config = whole_config("llava").text_config
+    with pytest.raises(UserError, match=r"'llama' is not a family that opens whole.*towers, projectors"):
         PretrainedModel.of(config, "model.id")
 
 

@@ -65,15 +65,18 @@ class StartOptions:
         from dilatant.config.config import apply_override
         from dilatant.config.files.exports import encoders_of_export, is_export_of_parts
         from dilatant.config.start import starting_config
-        from dilatant.models.families.families import FAMILIES
+        from dilatant.models.families.generic import opens_whole
+        from dilatant.models.families.pretrained import PretrainedModel
         from dilatant.models.sources import load_pretrained_config
 
         model = self.model or ""
         if is_export_of_parts(model):
             encoders: tuple[str, ...] | None = tuple(encoders_of_export(model))
         else:
-            family = FAMILIES.get(load_pretrained_config(model, "--model", trust).model_type)
-            encoders = None if family is None else tuple(family.towers)
+            config = load_pretrained_config(model, "--model", trust)
+            encoders = (
+                tuple(PretrainedModel.of(config, "--model").family.towers) if opens_whole(config) else None
+            )
         tree = starting_config(model, self.data, self.held_out, encoders, self.lora, self.output_dir)
         if trust:
             tree["model"].get("language_model", tree["model"])["trust_remote_code"] = True

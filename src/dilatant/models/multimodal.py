@@ -32,7 +32,7 @@ from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder, build_encoder
-from dilatant.models.families.families import FAMILIES
+from dilatant.models.families.generic import opens_whole
 from dilatant.models.families.pretrained import PretrainedModel, composite_of, load_pretrained_weights
 from dilatant.models.families.pretrained_answers import PretrainedGeneration
 from dilatant.models.families.training_proof import prove
@@ -386,7 +386,7 @@ class MultimodalModel(nn.Module):
         has_words = not Path(source).is_dir() or any((Path(source) / name).is_file() for name in files)
         tokenizer = load_tokenizer(source) if has_words else None
         config = load_pretrained_config(source, "from_pretrained")
-        if getattr(config, "thinker_config", config).model_type not in FAMILIES:
+        if not opens_whole(config):
             text = load_language_model(source, dtype=dtype, attn_implementation=attn_implementation)
             return cls({}, text, tokenizer=tokenizer, seed=0)
         kind = dtype or dtype_of_config(config)

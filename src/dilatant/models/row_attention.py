@@ -32,6 +32,7 @@ from dilatant.attention.masks.packing import (
 )
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
+from dilatant.models.families.media_proof import prove_media
 from dilatant.models.families.training_proof import prove
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.media_attention import MediaMasks, in_words
@@ -195,6 +196,17 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     A choice slower than plans is reported by a warning. Raises UserError for a requested attention that would be wrong,
     and for a model of parts about which nothing can be proven.
     """
+    is_read = model.whole is not None and model.whole.family.generic is not None
+    leak = prove_media(model, partial(_choose, named=named)) if is_read else None
+    _choose(model, named)
+    if leak is not None and model.language.packs_rows:
+        model.language.packs_rows = False
+        warnings.warn(
+            f"every sample will be a row and a microbatch of its own: in a packed row, {leak}", stacklevel=4
+        )
+
+
+def _choose(model: MultimodalModel, named: str | None = None) -> None:
     language, media = model.language, model.media_attention
     if language.row_attention is not None:
         named = "dilatant"
@@ -233,13 +245,13 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
         warnings.warn(
             "every sample will be a row and a microbatch of its own: samples of a packed row would reach each other "
             f"({leak}), and attention over plans, which parts them, cannot be used: {reason}",
-            stacklevel=3,
+            stacklevel=4,
         )
     elif named is None:
         warnings.warn(
             f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
             "(train.row_tokens) cost less",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -44,7 +44,7 @@ from dilatant.models.sources import load_encoder, load_language_model
 
 FORMAT = 1
 _CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
-_CODE = ("projector", "adapter", *_CALLBACKS)
+_CODE = ("projector", *_CALLBACKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def save_model(
             "merge": encoder.merge,
             "features": encoder.features,
             "tokens_per_row": encoder.tokens_per_row,
-            "code": [key for key in ("adapter", *_CALLBACKS) if getattr(encoder, key) is not None],
+            "code": [key for key in _CALLBACKS if getattr(encoder, key) is not None],
         }
     manifest = {
         "format": FORMAT,
@@ -138,7 +138,7 @@ def load_model(
 ) -> SavedModel:
     """Read what `save_model` wrote into `folder`.
 
-    code: encoder → its parts that are code ("projector", "adapter" or a callback), which the folder lacks. dtype:
+    code: encoder → its parts that are code ("projector" or a callback), which the folder lacks. dtype:
     default as saved. media_attention: the mask function, if the model has one. Raises UserError for a folder that is
     not such a model, and for missing code.
     """

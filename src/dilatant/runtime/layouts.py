@@ -35,7 +35,7 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
     ]
     for name in dict.fromkeys(p.unit for p in plan.stages() if not (p.is_first and p.is_last)):
         cut = units[name]
-        if isinstance(cut, LanguageUnit) and cut.uncut is not None:
+        if cut.uncut is not None:
             problems.append(
                 f"{name}: cut into stages, it would train another model (on a small copy, {cut.uncut}); give it pp: 1, "
                 "and more replicas or tp"

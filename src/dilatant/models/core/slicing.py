@@ -1,20 +1,24 @@
-"""Slicing: build a transformers model with fewer blocks, with the same forward and the same weights.
+"""Slicing: a stage is the model's own forward, in which blocks of other stages do nothing.
 
-The slice shares every parameter with the original model. Only the modules on the path to the blocks are copied (as
-shells), so that they can hold a shorter list; placeholders replace modules that run on other stages.
+Blocks before the stage are skipped, the stage's first block takes what arrived in place of its first argument, and what
+comes behind the stage's last block ends the forward. Nothing is renumbered: layer indices, kinds of layers and hooks
+keep their meaning. A slice shares every parameter with the model; only the modules on the path to the blocks are copied
+(as shells), and placeholders without weights stand where modules of other stages were.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
-from dilatant.models.core.structure import DEPTH_KEYS, PER_LAYER_KEYS, Structure
+from dilatant.models.core.structure import Structure
 
 
 class Placeholder(nn.Module):
@@ -35,6 +39,89 @@ class Placeholder(nn.Module):
         if isinstance(self._original[0], nn.Embedding):
             return torch.zeros((), device=hidden_states.device)
         return hidden_states
+
+
+class ShapePlaceholder(Placeholder):
+    """Placeholder for a module before the blocks: returns zeros in the shape of what the module would return, which it
+    finds without the module's weights, once for each shape of its inputs."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__(original)
+        self.register_buffer("here", torch.empty(0), persistent=False)  # moves with the stage
+        self._known: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "here":
+            if name in self._buffers:
+                return self._buffers[name]
+            raise AttributeError(name)
+        value = super().__getattr__(name)
+        is_tensor = isinstance(value, Tensor)
+        return torch.zeros(value.shape, dtype=value.dtype, device=self.here.device) if is_tensor else value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        shapes: list[Any] = []
+
+        def look_at(each: Tensor) -> Tensor:
+            shapes.append((each.shape, each.dtype))
+            return each
+
+        _mapped((args, kwargs), look_at)
+        key = tuple(shapes)
+        if key not in self._known:
+            try:
+                self._known[key] = self._run("meta", args, kwargs)
+            except (RuntimeError, NotImplementedError):  # it reads its inputs
+                self._known[key] = self._run("cpu", args, kwargs)
+        return _mapped(
+            self._known[key], lambda each: torch.zeros(each.shape, dtype=each.dtype, device=self.here.device)
+        )
+
+    @torch.no_grad()
+    def _run(self, device: str, *given: Any) -> Any:
+        """Run the module with empty weights; return its outputs on the meta device."""
+        (original,) = self._original
+        named = (*original.named_parameters(), *original.named_buffers())
+        weights = {name: torch.zeros_like(tensor, device=device) for name, tensor in named}
+        args, kwargs = _mapped(given, lambda each: each.to(device))
+        with torch.device(device):
+            output = torch.func.functional_call(original, weights, args, kwargs)
+        return _mapped(output, lambda each: each.to("meta"))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)(**{name: _mapped(each, change) for name, each in value.items()})
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(each, change) for each in value)
+    return value
+
+
+class SkippedBlock(Placeholder):
+    """A block of another stage: before this one, the last of those, or behind it. width: number of elements of the
+    tuple that the family's blocks return; 0 if they return a tensor."""
+
+    def __init__(
+        self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]
+    ) -> None:
+        super().__init__(original)
+        self.number = number
+        self.where = where
+        self.width = 0
+        for number, hook in original._forward_hooks.items():
+            if (
+                getattr(hook, "__module__", "") == output_capturing.__name__
+            ):  # families take hidden states by it
+                self._forward_hooks[number] = hook
+        self.passage: _Passage | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.passage is not None, "a slice runs by run_slice"
+        hidden = self.passage.skip(self, _input_of(args, kwargs))
+        return (hidden, *[None] * (self.width - 1)) if self.width else hidden
 
 
 def shell_of(
@@ -59,68 +146,213 @@ def slice_model(
     end: int,
     keep_before: bool,
     keep_after: bool,
-    passes: bool = False,
+    stand_in: type[Placeholder] = Placeholder,
 ) -> PreTrainedModel:
-    """Return a module of the same class with blocks `first <= block < end`, sharing weights with `model`.
+    """Return a module of the same class with the weights of blocks `first <= block < end` alone, shared with `model`.
 
-    Without `keep_before` (`keep_after`) the modules before (after) the blocks are placeholders. passes: a slice without
-    blocks has the config of one block, because it runs with an identity block (see `passage.PassingBlock`). Choose the
-    attention implementation before slicing: the slice has its own config, the blocks keep theirs.
+    Without `keep_before` (`keep_after`) the modules before (after) the blocks are placeholders; those before are
+    `stand_in`.
     """
-    configs: dict[int, Any] = {}
-    shown = (min(first, structure.num_blocks - 1), max(end, 1)) if passes and first == end else (first, end)
-    root = shell = _shorter(model, structure, configs, *shown)
+    blocks = [
+        block
+        if first <= number < end
+        else SkippedBlock(
+            block, number, "behind" if number >= end else "before" if number + 1 < first else "last before"
+        )
+        for number, block in enumerate(model.get_submodule(structure.blocks).children())
+    ]
+    return with_blocks(model, structure, blocks, keep_before, keep_after, stand_in)
+
+
+def with_blocks(
+    model: PreTrainedModel,
+    structure: Structure,
+    blocks: Iterable[nn.Module],
+    keep_before: bool,
+    keep_after: bool,
+    stand_in: type[Placeholder] = Placeholder,
+) -> PreTrainedModel:
+    """Return a shell of `model` with a list of other `blocks` (see `slice_model`)."""
+    root = shell = _shell_with_own_dropout(model)
     original: nn.Module = model
     *containers, name = structure.blocks.split(".")
     for part in containers:
         original = getattr(original, part)
-        child = _shorter(original, structure, configs, *shown)
+        child = _shell_with_own_dropout(original)
         setattr(shell, part, child)
         shell = child
-    setattr(shell, name, nn.ModuleList(list(getattr(original, name))[first:end]))
-    for paths, keep in ((structure.before, keep_before), (structure.after, keep_after)):
-        if not keep:
-            for path in paths:
-                parent, _, child_name = path.rpartition(".")
-                setattr(root.get_submodule(parent), child_name, Placeholder(model.get_submodule(path)))
-    if not keep_before:
+    setattr(shell, name, nn.ModuleList(blocks))
+    for paths, keep, kind in (
+        (structure.before, keep_before, stand_in),
+        (structure.after, keep_after, Placeholder),
+    ):
+        for path in () if keep else paths:
+            parent, _, child_name = path.rpartition(".")
+            replaced = getattr(model.get_submodule(parent), child_name)
+            if isinstance(replaced, nn.ModuleList):
+                setattr(root.get_submodule(parent), child_name, nn.ModuleList(map(kind, replaced)))
+            elif isinstance(replaced, nn.Module):
+                setattr(root.get_submodule(parent), child_name, kind(replaced))
+            else:
+                del root.get_submodule(parent)._parameters[child_name]
+    for path in () if keep_before else structure.containers:
         # Parameters registered on a container itself (class tokens, position tables) belong to the embedding.
-        for path in structure.containers:
-            container = root.get_submodule(path)
-            container._parameters = {}
+        container = root.get_submodule(path)
+        own, prefix = container._parameters, f"{path}." if path else ""
+        container._parameters = {name: each for name, each in own.items() if prefix + name in structure.after}
+        for name, each in own.items() if stand_in is ShapePlaceholder else ():
+            if each is not None and name not in container._parameters:
+                zeros = torch.zeros(each.shape, dtype=each.dtype)
+                container.register_buffer(name, zeros, persistent=False)
     return cast(PreTrainedModel, root)
 
 
-def _shorter(
-    module: nn.Module, structure: Structure, configs: dict[int, Any], first: int, end: int
-) -> nn.Module:
-    """Copy `module`, sharing its children that have weights, with the config of a model of fewer blocks."""
-    # Copy dropout between layers: it may be in training mode in one slice and not in another.
-    stateless = {
-        name: copy.copy(child)
-        for name, child in module._modules.items()
-        if child is not None
-        and not (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
-    }
-    shell: Any = shell_of(module, stateless)
-    config = getattr(module, "config", None)
-    if config is not None:
-        if id(config) not in configs:
-            configs[id(config)] = _shorter_config(config, structure.num_blocks, first, end)
-        shell.config = configs[id(config)]
-    return shell
+def held_blocks(blocks: nn.Module) -> list[nn.Module]:
+    """Return the blocks in a slice's list that are not skipped."""
+    return [block for block in blocks.children() if not isinstance(block, SkippedBlock)]
 
 
-def _shorter_config(config: Any, num_blocks: int, first: int, end: int) -> Any:
-    shorter = copy.deepcopy(config)
-    for key in PER_LAYER_KEYS:
-        entries = getattr(shorter, key, None)
-        own = getattr(type(shorter), shorter.attribute_map.get(key, key), None)
-        if isinstance(own, property) and own.fset is None:  # derived from the depth
-            continue
-        if entries is not None and len(entries) == num_blocks:
-            setattr(shorter, key, list(entries)[first:end])
-    for key in DEPTH_KEYS:
-        if getattr(shorter, key, None) == num_blocks:
-            setattr(shorter, key, end - first)
-    return shorter
+def run_slice(
+    forward: Callable[[Tensor], Tensor],
+    given: Tensor,
+    blocks: nn.Module,
+    *,
+    enters: bool,
+    ends: bool,
+    behind: nn.Module | None = None,
+    taps: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Tensor:
+    """Run the `forward` of a slice with these `blocks`. Return the hidden states that leave the stage: behind its
+    blocks if it `ends` there, otherwise what `forward` returns.
+
+    given: the input of `forward` or, if the stage `enters` behind it, of the first block. behind: module whose input
+    leaves the stage, if it is not the last block's output. taps: skipped block → what it returned on its stage, if
+    more than the next block reads it.
+    """
+    skipped = [block for block in blocks.children() if isinstance(block, SkippedBlock)]
+    held = held_blocks(blocks)
+    passage = _Passage(given if enters else None, taps)
+    handles = []
+    for block in skipped:
+        block.passage = passage
+    try:
+        if enters:
+            handles += [
+                block.register_forward_pre_hook(passage.enter, with_kwargs=True, prepend=True)
+                for block in held
+            ]
+        if ends and behind is not None:
+            handles.append(behind.register_forward_pre_hook(passage.end_before, with_kwargs=True))
+        elif ends and held and held[-1] is [*blocks.children()][-1]:
+            handles.append(held[-1].register_forward_hook(passage.end_behind))
+        # The forward runs on zeros without a graph, so that no gradient bypasses the first block.
+        output = forward(torch.zeros_like(given) if enters else given)
+        if passage.is_waiting:  # families may leave out blocks: here, all of the stage
+            output = forward(given)
+        return output
+    except _StageEnd as end:
+        return end.hidden
+    except _ReturnsTuple:
+        width = 1
+    except (ValueError, TypeError):  # if the family unpacks a tuple that skipped blocks did not return
+        width = max(1, *(block.width for block in skipped)) + 1 if passage.is_skipping else _MOST_RETURNED + 1
+        if width > _MOST_RETURNED:
+            raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        for block in skipped:
+            block.passage = None
+    for block in skipped:
+        block.width = width
+    return run_slice(forward, given, blocks, enters=enters, ends=ends, behind=behind, taps=taps)
+
+
+_MOST_RETURNED = 4
+
+
+class _StageEnd(BaseException):
+    """Leaves a model's forward behind the stage's last block, with the `hidden` states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _ReturnsTuple(BaseException):
+    """The family takes the first element of what its blocks return."""
+
+
+class _Passage:
+    """One forward through the blocks of a slice. arrived: the first block's input, if it comes from another stage.
+    taps: see `run_slice`."""
+
+    def __init__(self, arrived: Tensor | None, taps: Mapping[int, Tensor]) -> None:
+        self.arrived = arrived
+        self._taps = taps
+        self.is_waiting = arrived is not None
+        self.is_skipping = False
+        self._has_entered = arrived is None
+        self._dimensions = 0
+
+    def skip(self, block: SkippedBlock, hidden: Tensor) -> Tensor:
+        """Return what a skipped block returns, given its input; end the forward behind the stage."""
+        self._look_at(hidden)
+        if block.where == "behind":
+            raise _StageEnd(self.arrived if self.is_waiting and self.arrived is not None else hidden)
+        if block.where == "last before" and self.arrived is not None:
+            hidden, self.is_waiting = _in_shape_of(hidden, self.arrived), False
+        if block.number in self._taps:
+            hidden = _in_shape_of(hidden, self._taps[block.number])
+        self._dimensions = 0 if block.width else hidden.ndim
+        self.is_skipping = True
+        return hidden
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the first argument of the first block that runs (a pre-hook)."""
+        if self._has_entered:
+            return None
+        empty = _input_of(args, kwargs)
+        self._look_at(empty)
+        self._has_entered, self.is_waiting, self.is_skipping = True, False, False
+        arrived = _in_shape_of(empty, cast(Tensor, self.arrived))
+        if args:
+            return (arrived, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": arrived}
+
+    def end_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """End the forward before a module (a pre-hook)."""
+        raise _StageEnd(_input_of(args, kwargs))
+
+    def end_behind(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """End the forward behind a module (a forward hook)."""
+        raise _StageEnd(output[0] if isinstance(output, tuple) else output)
+
+    def _look_at(self, hidden: Tensor) -> None:
+        if hidden.ndim < self._dimensions:
+            raise _ReturnsTuple
+        self._dimensions = 0
+
+
+def _in_shape_of(empty: Tensor, arrived: Tensor) -> Tensor:
+    """Return what arrived in the shape that the family gives its hidden states before this block."""
+    return arrived.reshape(empty.shape) if arrived.numel() == empty.numel() else arrived
+
+
+def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the hidden states among the arguments of a block."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _shell_with_own_dropout(module: nn.Module) -> nn.Module:
+    """Copy `module`, sharing its children that have weights: dropout between layers may be in training mode in one
+    slice and not in another."""
+    return shell_of(
+        module,
+        {
+            name: copy.copy(child)
+            for name, child in module._modules.items()
+            if child is not None
+            and not (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
+        },
+    )

@@ -22,9 +22,8 @@ from transformers import AutoModel, PreTrainedModel
 
 from dilatant.config.errors import UserError, one_line
 
-# Config keys that hold the number of blocks, and lists with one entry per block.
+# Config keys that hold the number of blocks.
 DEPTH_KEYS = ("num_hidden_layers", "encoder_layers", "num_layers", "n_layer", "depth")
-PER_LAYER_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 FIRST_NAMES = ("embed_", "per_layer_")
 """Name prefixes of modules that run before the blocks wherever they are registered (Gemma's per-layer inputs)."""
@@ -134,7 +133,7 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
             hidden = skeleton(**{input_name: row}).last_hidden_state
     except Exception:
         return frozenset()
-    reached = _leaves(hidden)
+    reached = leaves_of(hidden)
     return frozenset(
         name
         for name, parameter in skeleton.named_parameters()
@@ -142,7 +141,7 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
     )
 
 
-def _leaves(output: Tensor) -> set[int]:
+def leaves_of(output: Tensor) -> set[int]:
     """Return the ids of the leaf tensors from which a tensor was computed."""
     leaves: set[int] = set()
     seen: set[Any] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +47,10 @@ class Unit(Stage):
     """Logical names of the parameters that do not train (see `freeze`)."""
     unused: frozenset[str] = frozenset()
     """The frozen parameters that cannot influence any output."""
+    uncut: str | None = None
+    """The reason why the unit cannot be cut into stages; None if it can."""
+    undivided: str | None = None
+    """The reason why tensor-parallel ranks cannot share the unit; None if its family decides."""
     four_bit: frozenset[str] = frozenset()
     """Logical names of the weights that stages hold in four bits (see `core.dtype`)."""
 
@@ -168,20 +171,8 @@ class Unit(Stage):
             )
 
     def _weights_between(self, first: int, end: int) -> tuple[Weight, ...]:
-        """Return the weights of the layers, with the keys that they have in the slice, which counts blocks from 0."""
         held = set(self.layers[first:end])
-        if self.structure is None:
-            return tuple(weight for weight in self.weights if weight.layer in held)
-        first_block, _ = self._blocks(first, end)
-        blocks = self.structure.blocks + "."
-        weights = []
-        for weight in self.weights:
-            if weight.layer in held:
-                if weight.part == "model" and weight.key.startswith(blocks):
-                    index, rest = weight.key[len(blocks) :].split(".", 1)
-                    weight = replace(weight, key=f"{blocks}{int(index) - first_block}.{rest}")
-                weights.append(weight)
-        return tuple(weights)
+        return tuple(weight for weight in self.weights if weight.layer in held)
 
     def _freeze_at_start(self, names: frozenset[str] = frozenset()) -> None:
         """Freeze `names`, and keep frozen the parameters that the family never trains or the user froze before."""

@@ -150,7 +150,7 @@ class StageDropout:
         self._plain: dict[str, nn.Module] = {}
         trained = {name for name, p in unit.named_logical_parameters() if p.requires_grad}
         trains = {weight.layer for weight in unit.weights if weight.canonical in trained}
-        layers = _paths_of_layers(stage, unit)
+        layers = _paths_of_layers(unit)
         paths: set[str] = set()
         for path, module in list(stage.named_modules(remove_duplicate=False)):
             if type(module) is nn.Dropout and module.p > 0:
@@ -224,18 +224,12 @@ class StageDropout:
             self.draws = before
 
 
-def _paths_of_layers(stage: Stage, unit: Unit) -> dict[str, str]:
-    """Map the paths of the modules in `stage` that belong to one layer to the layer's name."""
-    structure = unit.structure
-    if structure is None:
+def _paths_of_layers(unit: Unit) -> dict[str, str]:
+    """Map the paths of the modules that belong to one layer to the layer's name, but for those before the blocks."""
+    if unit.structure is None:
         return {path: layer for layer, path in unit.pieces()}
-    end = 1 + structure.num_blocks
-    blocks = [layer for layer in unit.layers[1:end] if layer in stage.layers]
-    return {
-        **{f"model.{structure.blocks}.{index}": layer for index, layer in enumerate(blocks)},
-        **{f"model.{path}": unit.layers[end] for path in structure.after},
-        "projector": unit.layers[-1],
-    }
+    before = {f"model.{path}" for path in unit.structure.before}
+    return {path: layer for layer, path in unit.pieces() if path not in before}
 
 
 def _generators(device: torch.device, without_cpu: bool) -> tuple[bytes, ...]:

@@ -27,6 +27,7 @@ from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import EncodedSample, MediaMarkup
 from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.geometry import encoder_geometry
+from dilatant.models.core.slicing import ShapePlaceholder
 from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.encoders.encoder import EncoderStage
 from dilatant.models.encoders.fixed_tower import FixedTower, Projection, used_part
@@ -69,6 +70,7 @@ class AnyresEncoderUnit(StagedEncoderUnit):
     """An `EncoderUnit` whose items differ in tiles and in rows of the text, both determined by the image's shape."""
 
     packs = True
+    stand_in = ShapePlaceholder
     stage_type = AnyresStage
     shape: AnyresShape
     placeholder_id: int

@@ -44,7 +44,8 @@ class ConformerStage(SoundStage):
             padded = nn.utils.rnn.pad_sequence([sounds[number] for number in group], batch_first=True)
             lengths = torch.tensor([counts[number] for number in group], device=padded.device)
             is_there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
-            output = _around(model, is_hidden)(padded, is_there).last_hidden_state
+            run = partial(_encoded, _around(model, is_hidden), is_there)
+            output = self.run_slice(run, padded)
             for number, sound in zip(group, output, strict=True):
                 rows[number] = sound[: counts[number] if is_hidden else conformer_rows(counts[number])]
         return torch.cat([rows[number] for number in range(len(sounds))])
@@ -113,6 +114,10 @@ class _ConvolutionsDone(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, mask
+
+
+def _encoded(model: Any, is_there: Tensor, sounds: Tensor) -> Tensor:
+    return model(sounds, is_there).last_hidden_state
 
 
 def _around(model: nn.Module, is_hidden: bool) -> Any:

@@ -1,9 +1,4 @@
-"""Encoders: a transformers encoder, or any module, with the projector to the language model's width.
-
-A slice without its embedding normally runs the family's own forward with hidden states in place of the input. This
-fails if the forward itself processes the input (checks its length, convolves it). Then an `Adapter` runs the slice
-from hidden states by calling the model's own modules.
-"""
+"""Encoders: a transformers encoder, or any module, with the projector to the language model's width."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -22,9 +18,15 @@ from transformers import PreTrainedModel
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key
-from dilatant.models.core.geometry import EncoderGeometry, height_and_width
+from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.random_draws import SampleLayout
-from dilatant.models.core.slicing import slice_model
+from dilatant.models.core.slicing import (
+    Placeholder,
+    ShapePlaceholder,
+    SkippedBlock,
+    run_slice,
+    slice_model,
+)
 from dilatant.models.core.stage import (
     Boundary,
     Stage,
@@ -65,54 +67,16 @@ class Adapter:
     embed: Callable[[nn.Module, Tensor], Tensor] | None = None
 
 
-def _resume_whisper(model: Any, hidden: Tensor) -> Tensor:
-    for layer in model.layers:
-        # Whisper's encoder may skip layers in training (LayerDrop).
-        if not (model.training and model.layerdrop > 0 and torch.rand([]) < model.layerdrop):
-            hidden = layer(hidden, None)
-    return model.layer_norm(hidden)
-
-
-def _resume_idefics(model: Any, hidden: Tensor) -> Tensor:
-    # The forward would derive a patch mask from the pixel size; here all patches are visible.
-    return model.post_layernorm(model.encoder(inputs_embeds=hidden).last_hidden_state)
-
-
-def _resume_dinov3(model: Any, hidden: Tensor) -> Tensor:
-    # The forward would derive positions from the pixel size.
-    size = height_and_width(model.config.image_size)
-    places = model.rope_embeddings(torch.empty(1, 1, *size, device=hidden.device))
-    return model.norm(model.model(hidden, position_embeddings=places).last_hidden_state)
-
-
-def _embed_pixtral(model: Any, pixels: Tensor) -> Tensor:
-    return model.ln_pre(model.patch_conv(pixels).flatten(2).transpose(1, 2))
-
-
-def _resume_pixtral(model: Any, hidden: Tensor) -> Tensor:
-    # The forward would concatenate all images in one row with a mask per image.
-    patch = height_and_width(model.config.patch_size)
-    rows, columns = (s // p for s, p in zip(height_and_width(model.config.image_size), patch, strict=True))
-    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(hidden.device)
-    places = model.patch_positional_embedding(hidden, grid)
-    return model.transformer(hidden, attention_mask=None, position_embeddings=places).last_hidden_state
-
-
-ADAPTERS: Mapping[str, Adapter] = {
-    "whisper": Adapter(_resume_whisper),
-    "idefics3_vision": Adapter(_resume_idefics),
-    "smolvlm_vision": Adapter(_resume_idefics),
-    "dinov3_vit": Adapter(_resume_dinov3),
-    "pixtral": Adapter(_resume_pixtral, _embed_pixtral),
-}
-
-
 class EncoderStage(Stage):
     """Layers of an encoder and its projector, run on all items of the samples in one batch.
 
     model: the encoder or a slice of it, None on a stage with only the projector. projector: None before the last stage.
-    adapter: runs slices of some families (see `ADAPTERS`).
     """
+
+    blocks_path: str | None = None
+    """Path of the list of blocks in `model`; None for an encoder of one layer."""
+    is_through = True
+    """True if the stage holds what the encoder runs behind its blocks."""
 
     def __init__(
         self,
@@ -205,15 +169,37 @@ class EncoderStage(Stage):
                 )
 
     def _encode(self, model: nn.Module, inputs: StageInputs, hidden: Tensor | None) -> Tensor:
+        name, adapter = self.geometry.input_name, self.adapter
+        if hidden is not None and adapter is None:  # the forward takes the shape of its input from ones
+            inputs = {name: hidden.new_ones(len(hidden), *self.geometry.row_shape)}
+        inputs = {name: in_dtype_of(model, tensor) for name, tensor in inputs.items()}
+        given = next(iter(inputs.values())) if hidden is None else hidden
+
+        def forward(given: Tensor) -> Tensor:
+            if adapter is None or (hidden is None and adapter.embed is None):
+                return _hidden_of(model(**inputs))
+            if hidden is None and adapter.embed is not None:
+                given = adapter.embed(model, inputs[name])
+            return adapter.resume(model, given)
+
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
-            if hidden is None and (self.adapter is None or self.adapter.embed is None):
-                return _hidden_of(model(**{name: in_dtype_of(model, t) for name, t in inputs.items()}))
-            if self.adapter is not None:
-                if hidden is None:
-                    assert self.adapter.embed is not None
-                    hidden = self.adapter.embed(model, in_dtype_of(model, inputs[self.geometry.input_name]))
-                return self.adapter.resume(model, hidden)
-            return _hidden_of(model(**{self.geometry.input_name: hidden}))
+            encoded = forward(given) if adapter is not None else self.run_slice(forward, given)
+        return encoded if self.blocks_path is None else encoded.reshape(len(given), -1, encoded.shape[-1])
+
+    def run_slice(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        given: Tensor,
+        taps: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
+        """Run the `forward` of the stage's slice on its input, or on hidden states of the stage before."""
+        if self.blocks_path is None:
+            return forward(given)
+        assert self.model is not None
+        blocks = self.model.get_submodule(self.blocks_path)
+        return run_slice(
+            forward, given, blocks, enters=not self.is_first, ends=not self.is_through, taps=taps
+        )
 
 
 class EncoderUnit(Unit, EncoderStage):
@@ -227,6 +213,8 @@ class EncoderUnit(Unit, EncoderStage):
     stage_type: type[EncoderStage] = EncoderStage
     has_blocks = True
     """False for a transformers model that is one layer, as modules of other libraries are."""
+    stand_in: type[Placeholder] = ShapePlaceholder
+    """What stands in for modules before the blocks on later stages."""
     tail = "norm"
     """The layer of the modules after the blocks."""
     model: nn.Module
@@ -245,8 +233,6 @@ class EncoderUnit(Unit, EncoderStage):
         adapter: Adapter | None = None,
     ) -> None:
         structure = None
-        if isinstance(model, PreTrainedModel):
-            adapter = adapter or ADAPTERS.get(model.config.model_type)
         if self.has_blocks and (isinstance(model, PreTrainedModel) or adapter is not None):
             structure = find_structure(model)
             blocks = (f"layers.{i}" for i in range(structure.num_blocks))
@@ -269,6 +255,7 @@ class EncoderUnit(Unit, EncoderStage):
             adapter=adapter,
         )
         self.structure = structure
+        self.blocks_path = None if structure is None else structure.blocks
         self.width = geometry.width
         self.width_out = width_out
         self.unused = self._unused(model)
@@ -341,6 +328,7 @@ class EncoderUnit(Unit, EncoderStage):
             is_first=first == 0,
             adapter=self.adapter,
         )
+        stage.blocks_path, stage.is_through = self.blocks_path, end >= last
         stage.training = self.training
         return stage
 
@@ -348,14 +336,19 @@ class EncoderUnit(Unit, EncoderStage):
         if self.structure is None:
             return model
         first_block, end_block = self._blocks(first, end)
-        return slice_model(
+        part = slice_model(
             cast(PreTrainedModel, model),
             self.structure,
             first_block,
             end_block,
             keep_before=first == 0,
             keep_after=end >= len(self.layers) - 1,
+            stand_in=self.stand_in,
         )
+        if self.adapter is not None:  # which goes through the blocks itself
+            blocks = part.get_submodule(self.structure.blocks)
+            blocks._modules = {n: b for n, b in blocks._modules.items() if not isinstance(b, SkippedBlock)}
+        return part
 
 
 def _rows(unit: str, encoder_tokens: int, tokens: int, sample: EncodedSample) -> int:

@@ -19,7 +19,7 @@ from dilatant.data.media_units.tiled_image_unit import TiledImageUnit, check_til
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import plain_key
 from dilatant.models.core.geometry import encoder_geometry, height_and_width
-from dilatant.models.core.slicing import shell_of, slice_model
+from dilatant.models.core.slicing import shell_of, with_blocks
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
@@ -169,4 +169,5 @@ def used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:
     if layer is None or (layer == -1 and config.model_type in _NORMED_LAST):
         return encoder
     blocks = layer if layer >= 0 else structure.num_blocks + 1 + layer
-    return slice_model(encoder, structure, 0, blocks, keep_before=True, keep_after=False)
+    used = [*encoder.get_submodule(structure.blocks).children()][:blocks]
+    return with_blocks(encoder, structure, used, keep_before=True, keep_after=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -93,7 +93,6 @@ class NativeStage(PackedEncoderStage):
     sizes_name = GRID
     taps: tuple[int, ...] = ()
     """Numbers (in the whole encoder) of the blocks here whose hidden states are also outputs (DeepStack)."""
-    first_block = 0
     end_block = 0
     patches_at_once = PATCHES_AT_ONCE
     """Frames run in groups of at most this many patches; a larger single frame runs alone."""
@@ -109,27 +108,37 @@ class NativeStage(PackedEncoderStage):
         return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
 
     def _through_blocks(self, model: nn.Module, fed: Tensor, grid: Tensor, has_taps: bool) -> Tensor:
-        width = self.geometry.width
+        width, tower = self.geometry.width, cast(Any, model)
         fed, taps = (fed[:, :width], [fed[:, width:]]) if has_taps else (fed, [])
-        tower = cast(Any, copy.copy(model))
-        if hasattr(tower, "deepstack_visual_indexes"):  # of the whole encoder; the stage may have none
-            tower.deepstack_visual_indexes = [block - self.first_block for block in self.taps]
-        full = getattr(tower, "fullatt_block_indexes", None)
-        if full is not None:
-            tower.fullatt_block_indexes = [block - self.first_block for block in full]
-        output = tower(in_dtype_of(model, fed), grid_thw=grid)
-        if f"{self.unit}.merger" in self.layers:
-            return cast(Tensor, output.pooler_output)
-        hidden = output.last_hidden_state
-        if full is not None:
-            hidden = _in_order(tower, hidden, grid)
-        tapped = [*(getattr(output, "deepstack_features", None) or ())]
+        tapped: dict[int, Tensor] = {}
+        ends_merged = f"{self.unit}.merger" in self.layers
+
+        def run(given: Tensor) -> Tensor:
+            output = tower(in_dtype_of(model, given), grid_thw=grid)
+            if ends_merged:
+                return output.pooler_output
+            is_in_windows = hasattr(tower, "fullatt_block_indexes")
+            return (
+                _in_order(tower, output.last_hidden_state, grid)
+                if is_in_windows
+                else output.last_hidden_state
+            )
+
+        with ExitStack() as closing:
+            for block in self.taps:
+                module = tower.get_submodule(f"{self.blocks_path}.{block}")
+                keep = partial(_keep, tapped, block)
+                closing.callback(module.register_forward_hook(keep).remove)
+            hidden = self.run_slice(run, fed)
         if self.shards is not None:  # after the last block all tokens are gathered already
-            tapped = [
-                each if block + 1 == self.end_block else self.shards.join_beside(each, hidden.shape[:-1])
-                for block, each in zip(self.taps, tapped, strict=True)
-            ]
-        return torch.cat([hidden, *taps, *tapped], dim=-1)
+            for block in self.taps:
+                if block + 1 != self.end_block:
+                    tapped[block] = self.shards.join_beside(tapped[block], fed.shape[:-1])
+        return torch.cat([hidden, *taps, *(tapped[block] for block in self.taps)], dim=-1)
+
+
+def _keep(kept: dict[int, Tensor], number: int, module: nn.Module, args: Any, output: Tensor) -> None:
+    kept[number] = output
 
 
 class NativeEncoderUnit(PackedEncoderUnit):
@@ -215,7 +224,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         assert isinstance(stage, NativeStage)
         first_block, end_block = self._blocks(first, end)
         stage.taps = tuple(block for block in self._taps if first_block <= block < end_block)
-        stage.first_block, stage.end_block = first_block, end_block
+        stage.end_block = end_block
         return stage
 
 

@@ -13,6 +13,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import grid_part
 from dilatant.models.core.random_draws import SampleLayout
+from dilatant.models.core.slicing import Placeholder
 from dilatant.models.core.stage import StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.encoders.encoder import EncoderStage, EncoderUnit
 from dilatant.models.parallel.shared_samples import SampleParallel
@@ -45,6 +46,8 @@ class NamedModule(TowerProjector):
 
 class StagedEncoderUnit(EncoderUnit):
     """An encoder unit that runs as the stage of all its layers, because `stage_type` runs differently."""
+
+    stand_in = Placeholder  # their stages pass hidden states in place of the input
 
     def whole_stage(self) -> EncoderStage:
         """Return the stage of all layers."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -89,11 +90,14 @@ class PooledStage(NativeStage):
             if not is_hidden:
                 padding = torch.zeros(places.shape[:2], dtype=torch.bool, device=fed.device)
                 hidden = tower.patch_embedder(in_dtype_of(model, hidden), places, padding)
-            output = tower.encoder(
-                inputs_embeds=in_dtype_of(model, hidden), attention_mask=None, pixel_position_ids=places
-            )
-            encoded |= dict(zip(numbers, output.last_hidden_state, strict=True))
+            run = partial(_through_blocks, tower, places)
+            encoded |= dict(zip(numbers, self.run_slice(run, in_dtype_of(model, hidden)), strict=True))
         return torch.cat([encoded[number] for number in range(len(parts))])
+
+
+def _through_blocks(tower: Any, places: Tensor, hidden: Tensor) -> Tensor:
+    output = tower.encoder(inputs_embeds=hidden, attention_mask=None, pixel_position_ids=places)
+    return output.last_hidden_state
 
 
 class PooledEncoderUnit(NativeEncoderUnit):

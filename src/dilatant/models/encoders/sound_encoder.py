@@ -24,7 +24,7 @@ from dilatant.data.media_units.processors import sound_processor
 from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
 from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.slicing import Placeholder
+from dilatant.models.core.slicing import Placeholder, held_blocks
 from dilatant.models.core.stage import Boundary, in_dtype_of
 from dilatant.models.encoders.packed_encoder import (
     NamedModule,
@@ -154,13 +154,13 @@ def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
         lengths = [min(chunk, each - at) for each in frames.tolist() for at in range(0, each, chunk)]
         borders = rows_of(torch.tensor(lengths)).cumsum(0)
         borders = functional.pad(borders, (1, 0)).to(hidden.device, torch.int32)
-        for block in model.layers:
+        for block in held_blocks(model.layers):
             (hidden,) = block(hidden, cu_seqlens=borders)
         return hidden
     encoded = []
     for sound in hidden.split(rows_of(frames).tolist()):
         sound = sound[None]
-        for block in model.layers:
+        for block in held_blocks(model.layers):
             sound = block(sound, None)
         encoded.append(sound[0])
     return torch.cat(encoded)

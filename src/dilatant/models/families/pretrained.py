@@ -28,8 +28,10 @@ from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
+from dilatant.models.encoders.generic_encoder import positions_of
 from dilatant.models.encoders.tower import HostModel
-from dilatant.models.families.families import Family, MediaAttention, family_of
+from dilatant.models.families.families import FAMILIES, Family, MediaAttention, family_of
+from dilatant.models.families.generic import opens_whole, read_family
 from dilatant.models.language.cross_attention import CrossAttention
 from dilatant.models.language.extension import Extension
 from dilatant.models.language.packed_row import Positions, spatial_positions
@@ -50,9 +52,10 @@ class PretrainedModel:
 
     @classmethod
     def of(cls, config: Any, where: str, **options: Any) -> PretrainedModel:
-        """Recognise the family. Raises UserError for an unknown one. Omni is reduced to its thinker, without speech."""
+        """Recognise the family, or read it. Raises UserError. Omni is reduced to its thinker, without speech."""
         config = getattr(config, "thinker_config", config)
-        return cls(config, family_of(config, where), **options)
+        is_read = config.model_type not in FAMILIES and opens_whole(config)
+        return cls(config, (read_family if is_read else family_of)(config, where), **options)
 
     @property
     def placeholder_ids(self) -> dict[str, int]:
@@ -132,6 +135,9 @@ class PretrainedModel:
         if not self.family.spatial:
             first = self.family.first_position
             return partial(_counted, first) if first else None
+        if self.family.generic is not None:
+            shapes = self.family.generic.shapes
+            return partial(positions_of, shapes, "vision", self.placeholder_ids["vision"])
         merge = self.config.vision_config.spatial_merge_size
         units = tuple((name, self.placeholder_ids[name]) for name in self.spatial_units)
         return partial(_spatial, units, merge, self.family.behind_time)

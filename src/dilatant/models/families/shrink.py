@@ -76,6 +76,41 @@ def shrink(config: Any, has_encoders: bool = True) -> dict[str, Any]:
     return settings
 
 
+def shrink_widths(config: Any, spatial: bool = False) -> dict[str, Any]:
+    """Return the settings of a narrow multimodal model, whose encoders keep all their blocks and their windows.
+    spatial: True for positions in time, height and width."""
+    settings = PreTrainedConfig.to_dict(config)
+    for key in ("quantization_config", "dtype", "torch_dtype"):
+        settings.pop(key, None)
+    parts = [key for key in config.sub_configs if isinstance(settings.get(key), dict)]
+    of_parts = {key: settings[key].get("embed_dim") or _width(settings[key]) for key in parts}
+    # An encoder may name the text model's width, and the reverse.
+    widths = {wide: _divided(wide, wide // _WIDTH or 1) for wide in of_parts.values() if wide}
+    for key in parts:
+        part, divisor = dict(settings[key]), of_parts[key] // _WIDTH or 1
+        rope = part.get("rope_parameters")
+        if getattr(config, key) is config.get_text_config():
+            if spatial and isinstance(rope, dict) and "mrope_section" not in rope:
+                part["rope_parameters"] = {**rope, "mrope_section": [_HEAD_WIDTH] * 3}  # narrowed below
+            narrow = _shrink_part(part, divisor)
+        else:
+            narrow = dict(part)
+            _narrow(narrow, divisor)
+            narrow |= {name: part[name] for name in ("window_size",) if name in part}
+        for name, wide in part.items():
+            if isinstance(wide, int) and wide in widths and _WIDTHS.match(name):
+                narrow[name] = widths[wide]
+            elif name in _OF_ENCODERS and isinstance(wide, int) and narrow[name] == wide:
+                narrow[name] = widths.get(wide) or _divided(wide, divisor)
+        settings[key] = narrow
+    _fold_ids(settings)
+    return settings
+
+
+_OF_ENCODERS = ("embed_dim", "mlp_dim", "projection_dim")
+"""Further widths."""
+
+
 def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
     """Yield the token ids in settings and in their nested parts."""
     for key, value in settings.items():
@@ -198,7 +233,7 @@ def _narrow_positions(rope: dict[str, Any]) -> dict[str, Any]:
             narrow[key] = value[:pairs]
         elif key == "mrope_section" and sum(value) > pairs:
             parts = [max(1, pairs * part // sum(value)) if part else 0 for part in value]
-            narrow[key] = [pairs - sum(parts[1:]), *parts[1:]]
+            narrow[key] = [*parts[:-1], pairs - sum(parts[:-1])]
     return narrow
 
 

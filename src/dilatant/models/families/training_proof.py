@@ -27,9 +27,11 @@ from transformers.utils import logging as transformers_logging
 
 from dilatant.config.environment import cache_folder
 from dilatant.config.files.durable import write_durably
+from dilatant.config.model import LANGUAGE
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.materialize import materialize, seeded
 from dilatant.models.core.stage import StepData
+from dilatant.models.core.unit import Unit
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.shrink import shrink, special_ids
 from dilatant.models.language.language import LanguageUnit
@@ -39,7 +41,7 @@ LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
 """Limit for the parameters of a copy; if a family's width settings are unknown, the copy may stay wide."""
-_CHECKS = 4
+_CHECKS = 5
 """Number of what a proof checks: another one makes cached proofs invalid."""
 _NOT_CAUSAL = "its logits depend on later tokens; is_decoder or a similar key of its config may forbid that"
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
@@ -99,22 +101,21 @@ def _prove(
     if attach is not None:
         attach(small)
     one_row, one_each = [tuple(range(len(samples)))], [(number,) for number in range(len(samples))]
-    whole_model, one_layer_each = [0, len(small.layers)], range(len(small.layers) + 1)
     largest = [(0.0, 0.0)]
 
-    def problem_of(rows: Sequence[tuple[int, ...]], cuts: Sequence[int]) -> str | None:
+    def problem_of(rows: Sequence[tuple[int, ...]], is_cut: bool) -> str | None:
         try:
-            found = _of_stages(small, samples, rows, list(pairwise(cuts)))
+            found = _with_gradients(small, loss_of({small.unit: small}, samples, rows, is_cut))
         except Exception as error:
             return _one_line(error)
-        problem, differences = _differ(wanted, found)
+        problem, differences = differ(wanted, found)
         if problem is None:
             largest.append(differences)
         return problem
 
-    packed = problem_of(one_row, whole_model)
-    alone = None if packed is None else problem_of(one_each, whole_model)
-    cut = problem_of(one_row if packed is None else one_each, one_layer_each)
+    packed = problem_of(one_row, is_cut=False)
+    alone = None if packed is None else problem_of(one_each, is_cut=False)
+    cut = problem_of(one_row if packed is None else one_each, is_cut=True)
     loss, gradient = (max(each) for each in zip(*largest, strict=True))
     return Proof(packed, cut, alone, differences=(loss, gradient))
 
@@ -159,7 +160,7 @@ def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
     for number, length in enumerate(LENGTHS):
         ids = plain[torch.randint(len(plain), (length,)).numpy()]
         labels = np.concatenate([[-100], ids[1:]])
-        samples.append(EncodedSample(f"{number}", ids, labels, draw=number + 1))
+        samples.append(EncodedSample(f"{number}", ids, labels, sizes={LANGUAGE: length}, draw=number + 1))
     return samples
 
 
@@ -182,31 +183,30 @@ def _of_transformers(
     return _with_gradients(small, loss / sum(sample.target_tokens for sample in samples))
 
 
-def _of_stages(
-    small: LanguageUnit,
-    samples: Sequence[EncodedSample],
-    rows: Sequence[tuple[int, ...]],
-    stages: Sequence[tuple[int, int]],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute loss and gradients with packed `rows` of samples that run through `stages` as in training."""
-    sized = [replace(sample, sizes={small.unit: len(sample.input_ids)}) for sample in samples]
-    data = StepData.of(sized, {small.unit: small.losses[small.unit]})
-    parts = [small.stage(first, end).eval() for first, end in stages]
+def loss_of(
+    units: Mapping[str, Unit], samples: Sequence[EncodedSample], rows: Sequence[tuple[int, ...]], is_cut: bool
+) -> Tensor:
+    """Compute the loss of `rows` of samples through whole units or, if `is_cut`, a stage for every layer of those that
+    may be cut, as in training."""
+    *_, anchor = units
+    data = StepData.of(samples, {anchor: units[anchor].losses[anchor]})
     loss = torch.zeros(())
     for row in rows:
         inbound: dict[str, Tensor] = {}
-        for (_, end), part in zip(stages, parts, strict=True):
-            output = part.run(data, row, inbound)
-            if end < len(small.layers):
-                hidden = cast(Tensor, output.rows)
-                width = small.boundary(end, small.unit).width
-                if hidden.shape[-1] != width:
+        for name, unit in units.items():
+            count, arrived = len(unit.layers), dict(inbound)
+            for first, end in pairwise(range(count + 1) if is_cut and unit.uncut is None else (0, count)):
+                output = unit.stage(first, end).eval().run(data, row, arrived)
+                sent = output.rows_for(name)
+                width = unit.boundary(end, name).width
+                if sent is not None and end < count and sent.shape[-1] != width:
                     raise ValueError(
-                        f"layer {end} takes hidden states of {hidden.shape[-1]} numbers, not {width}"
+                        f"layer {end} takes hidden states of {sent.shape[-1]} numbers, not {width}"
                     )
-                inbound = {small.unit: hidden}
-        loss = loss + output.losses[small.unit]
-    return _with_gradients(small, loss)
+                arrived = {} if sent is None else {name: sent}
+            inbound |= arrived
+        loss = loss + output.losses[anchor]
+    return loss
 
 
 def _with_gradients(small: LanguageUnit, loss: Tensor) -> tuple[Tensor, list[Tensor | None]]:
@@ -214,7 +214,7 @@ def _with_gradients(small: LanguageUnit, loss: Tensor) -> tuple[Tensor, list[Ten
     return loss.detach(), list(torch.autograd.grad(loss, parameters, allow_unused=True))
 
 
-def _differ(
+def differ(
     wanted: tuple[Tensor, list[Tensor | None]], found: tuple[Tensor, list[Tensor | None]]
 ) -> tuple[str | None, tuple[float, float]]:
     """Return a description of the difference, or None, and the relative differences of the loss and of a gradient."""
@@ -235,8 +235,13 @@ def _differ(
 
 
 def _path(unit: LanguageUnit, settings: Mapping[str, Any], how: str) -> Path:
-    about = [type(unit.model).__qualname__, how, _attention(unit), _CHECKS]
-    about += [transformers.__version__, torch.__version__, json.dumps(settings, sort_keys=True, default=str)]
+    about = [type(unit.model).__qualname__, how, _attention(unit)]
+    return proof_path([*about, json.dumps(settings, sort_keys=True, default=str)])
+
+
+def proof_path(about: Sequence[Any]) -> Path:
+    """Return the file of the cached proof of what `about` names, by these versions."""
+    about = [*about, _CHECKS, transformers.__version__, torch.__version__]
     return cache_folder() / "proofs" / f"{sha256(repr(about).encode()).hexdigest()[:24]}.json"
 
 

@@ -5,7 +5,6 @@ Encoder rows that later stages need are sent after the tokens of their sample; p
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,11 +93,6 @@ class CrossAttention(Extension):
             ):  # tensor-parallel ranks communicate in every block, also without encoder rows
                 return
         forward.keywords[STATES] = self._seen(rows, forward.samples, tokens)
-
-    def enter(self, forward: LanguageForward) -> None:
-        decoder: Any = copy.copy(forward.decoder)  # whose slice numbers its blocks from 0
-        decoder.cross_attention_layers = [block - forward.span.first for block in self.blocks]
-        forward.decoder = decoder
 
     def send(self, forward: LanguageForward, rows: Tensor) -> Tensor:
         encoder_rows, is_row = forward.state[self]

@@ -8,6 +8,7 @@ the last stage).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +59,8 @@ class LanguageForward:
     decoder: the stage's slice of the text model; keywords: those of its forward. shards: sequence parallelism of the
     blocks. rows: unit → encoder rows [rows, hidden]. ids: [batch, tokens], on the first stage. hidden: the decoder's
     input [batch, tokens, width]; in `begin`, the received rows of this rank's tokens, [tokens, width]. Of a packed row
-    only: data; samples; row, this rank's tokens; losses by name. state: what an extension keeps until `send`.
+    only: data; samples; row, this rank's tokens; losses by name. state: what an extension keeps until `send`. closing:
+    what is undone behind the blocks.
     """
 
     text: TextLayout
@@ -74,6 +76,7 @@ class LanguageForward:
     row: PackedRow | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     state: dict[Any, Any] = field(default_factory=dict)
+    closing: ExitStack = field(default_factory=ExitStack)
 
     @property
     def packed(self) -> PackedRow:
@@ -106,8 +109,8 @@ class Extension:
     def enter(self, forward: LanguageForward) -> None:
         """Change the decoder, its input or its keywords before the blocks run."""
 
-    def leave(self, forward: LanguageForward, hidden: Tensor, output: Any) -> Tensor:
-        """Change the hidden states behind the blocks, [batch, tokens, width], or add losses. output: the decoder's."""
+    def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
+        """Change the hidden states behind the blocks, [batch, tokens, width], or add losses."""
         return hidden
 
     def send(self, forward: LanguageForward, rows: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import TOKENS, grid_part
-from dilatant.models.core.passage import PassingBlock
-from dilatant.models.core.slicing import slice_model
+from dilatant.models.core.slicing import ShapePlaceholder, slice_model
 from dilatant.models.core.stage import Boundary, Loss
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.unit import Unit
@@ -29,6 +28,7 @@ from dilatant.models.language.packed_row import PackedRow, Positions, token_plac
 from dilatant.models.language.proven_traits import Proof
 from dilatant.models.language.queries import Queries
 from dilatant.models.language.router_loss import RouterLoss, count_routers, has_router_loss, router_weight
+from dilatant.models.language.side_states import PerLayer
 
 
 class LanguageUnit(Unit, LanguageStage):
@@ -42,8 +42,6 @@ class LanguageUnit(Unit, LanguageStage):
     """Proven properties of the model with the chosen attention (see `row_attention.choose_attention`)."""
     packs_rows: bool = True
     """True if samples may share a row; otherwise every sample is a microbatch of its own."""
-    uncut: str | None = None
-    """The reason why the model cannot be cut into stages; None if it can."""
     queries: Queries
     """The learned queries, if they are one of `parts`."""
     without_plans: str | None = None
@@ -72,6 +70,8 @@ class LanguageUnit(Unit, LanguageStage):
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         layer, outputs, extensions = f"{name}.embedding", outputs or {}, list(extensions)
+        if not is_part and (carried := PerLayer.of(model.config.get_text_config())) is not None:
+            extensions.append(carried)
         crossing = next((each for each in extensions if isinstance(each, CrossAttention)), None)
         apart = None if crossing is None else crossing.unit
         merged = {unit: id_ for unit, id_ in placeholder_ids.items() if unit != apart}
@@ -200,7 +200,7 @@ class LanguageUnit(Unit, LanguageStage):
                 end_block,
                 keep_before=is_first,
                 keep_after=is_last,
-                passes=True,
+                stand_in=ShapePlaceholder,
             ),
             text=self.text,
             span=StageSpan(first_block, end_block, is_first, is_last),
@@ -208,8 +208,6 @@ class LanguageUnit(Unit, LanguageStage):
         )
         stage.before_language_model = self.before_language_model
         stage.row_attention, stage.loss_chunk = self.row_attention, self.loss_chunk
-        if first_block == end_block:
-            stage.passing = PassingBlock(self.blocks[min(first_block, len(self.blocks) - 1)])
         return stage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.attention.masks.placement import place_row
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
-from dilatant.models.core.passage import PassingBlock, run_between
 from dilatant.models.core.random_draws import SampleLayout
+from dilatant.models.core.slicing import run_slice
 from dilatant.models.core.stage import Predictions, Stage, StageInputs, StageOutput, StepData
 from dilatant.models.core.weights import Weight
 from dilatant.models.language.chunked_head import (
@@ -91,8 +91,6 @@ class LanguageStage(Stage):
     before_language_model: BeforeLanguageModel | None = None
     """before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or merge rows itself and return "inputs_embeds" [batch, tokens, hidden]."""
-    passing: PassingBlock | None
-    """The block of a stage without blocks."""
 
     def __init__(
         self,
@@ -109,7 +107,6 @@ class LanguageStage(Stage):
         self.text = text
         self.span = span
         self.extensions = list(extensions)
-        self.passing = None
         for extension in extensions:
             if isinstance(extension, nn.Module):
                 self.add_module(extension.part, extension)
@@ -264,12 +261,20 @@ class LanguageStage(Stage):
     @property
     def behind_blocks(self) -> nn.Module | None:
         modules = (extension.gathers_before(self._decoder) for extension in self.extensions)
-        return next((module for module in modules if module is not None), None)
+        module = next((module for module in modules if module is not None), None)
+        following = next(
+            (b for b in self.block_list.children() if getattr(b, "where", "") == "behind"), module
+        )
+        return None if module is None else following
 
     @property
     def _decoder(self) -> nn.Module:
         """The text model, or this stage's slice of it."""
         return self.model.get_submodule(self.text.decoder)
+
+    @property
+    def block_list(self) -> nn.Module:
+        return self.model.get_submodule(self.text.blocks)
 
     def _begin(self, rows: Mapping[str, Tensor], hidden: Tensor | None, **keywords: Any) -> LanguageForward:
         return LanguageForward(self.text, self.span, self._decoder, self.shards, dict(rows), hidden, keywords)
@@ -281,17 +286,18 @@ class LanguageStage(Stage):
         keywords = {"attention_mask": None, "position_ids": None, "use_cache": False, **forward.keywords}
         if PLAN_KEYWORD in keywords:
             keywords["attention_mask"] = None
-        output, hidden = run_between(
-            forward.decoder,
-            cast(nn.ModuleList, self.model.get_submodule(self.text.blocks)),
-            {"inputs_embeds": forward.hidden, **keywords},
-            enters=not self.span.is_first,
-            leaves=not self.span.is_last,
-            passing=self.passing,
-            behind=self.behind_blocks,
-        )
+        assert forward.hidden is not None
+        with forward.closing:
+            hidden = run_slice(
+                lambda hidden: forward.decoder(inputs_embeds=hidden, **keywords).last_hidden_state,
+                forward.hidden,
+                self.block_list,
+                enters=not self.span.is_first,
+                ends=not self.span.is_last,
+                behind=self.behind_blocks,
+            )
         for extension in self.extensions:
-            hidden = extension.leave(forward, hidden, output)
+            hidden = extension.leave(forward, hidden)
         return hidden
 
     def _embed(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.models.language.extension import Extension, LanguageForward
@@ -29,10 +29,19 @@ def router_weight(model: PreTrainedModel) -> float:
 
 def count_routers(model: PreTrainedModel) -> int:
     """Return the number of blocks with a router."""
-    recorded = cast(Any, model.base_model)._can_record_outputs["router_logits"]
+    return len(_routers(model.base_model))
+
+
+def _routers(decoder: Any) -> list[tuple[nn.Module, int]]:
+    """Return the routers of a text model, in order, with the place of the logits in what each returns."""
+    recorded = decoder._can_record_outputs["router_logits"]
     recorders = recorded if isinstance(recorded, list) else [recorded]
-    classes: tuple[Any, ...] = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
-    return sum(isinstance(module, classes) for module in model.base_model.modules())
+    return [
+        (module, getattr(recorder, "index", 0))
+        for module in decoder.modules()
+        for recorder in recorders
+        if isinstance(module, cast(Any, getattr(recorder, "target_class", recorder)))
+    ]
 
 
 class RouterLoss(Extension):
@@ -43,14 +52,22 @@ class RouterLoss(Extension):
         self.experts_per_token = experts_per_token
 
     def enter(self, forward: LanguageForward) -> None:
-        if forward.data is not None and not forward.data.predicts:
-            forward.keywords["output_router_logits"] = True
+        if forward.data is None or forward.data.predicts:
+            return
+        logits: list[Tensor] = []
+        forward.state[self] = logits
+        for router, place in _routers(forward.decoder):
 
-    def leave(self, forward: LanguageForward, hidden: Tensor, output: Any) -> Tensor:
-        if "output_router_logits" in forward.keywords and output.router_logits:
+            def keep(module: nn.Module, args: Any, output: Any, place: int = place) -> None:
+                logits.append(output[place] if isinstance(output, tuple) else output)
+
+            forward.closing.callback(router.register_forward_hook(keep).remove)
+
+    def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
+        if forward.state.get(self):
             row, data = forward.packed, forward.data
             assert data is not None
-            logits = [row.unpadded(each) for each in output.router_logits]
+            logits = [row.unpadded(each) for each in forward.state[self]]
             add_up = None if row.share is None else row.share.sum
             losses = router_loss(logits, row.sample_of, row.lengths, self.experts_per_token, add_up)
             forward.losses[self.name] = losses / data.counts[self.name]

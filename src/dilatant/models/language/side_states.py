@@ -34,7 +34,7 @@ class SideStates(Extension):
 
     @abstractmethod
     def from_keywords(
-        self, states: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+        self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
     ) -> Tensor:
         """Return the outgoing side states after the model ran with these keywords: [batch, tokens, width(end)], on all
         tensor-parallel ranks."""
@@ -47,10 +47,11 @@ class SideStates(Extension):
         forward.hidden, forward.state[self] = forward.hidden[..., :width], states
         forward.keywords |= self.to_keywords(states, first, end, forward.shards)
 
-    def leave(self, forward: LanguageForward, hidden: Tensor, output: Any) -> Tensor:
+    def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
         if forward.span.is_last:
             return hidden
-        states = self.from_keywords(forward.state[self], forward.keywords, forward.span.end, forward.shards)
+        first, end = forward.span.first, forward.span.end
+        states = self.from_keywords(forward.state[self], forward.keywords, first, end, forward.shards)
         return torch.cat([hidden, states], dim=-1)
 
 
@@ -70,6 +71,15 @@ class DeepStack(SideStates):
     def embed(self, forward: LanguageForward, embeddings: Tensor) -> Tensor:
         return functional.pad(embeddings, (0, self.width(0)))
 
+    def enter(self, forward: LanguageForward) -> None:
+        super().enter(forward)
+        decoder: Any = copy.copy(forward.decoder)
+        add = decoder._deepstack_process
+        decoder._deepstack_process = lambda hidden, at, rows: (
+            hidden if rows is None else add(hidden, at, rows)
+        )
+        forward.decoder = decoder  # which adds nothing behind skipped blocks
+
     def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
         used = min(states.shape[-1], (end - first) * self.hidden)
         if not used:
@@ -78,12 +88,12 @@ class DeepStack(SideStates):
         states = states if shards is None else shards.split_beside(states)
         rows = states.split(self.hidden, -1)
         return {
-            "deepstack_visual_embeds": [each.flatten(0, 1) for each in rows],
+            "deepstack_visual_embeds": [*(first * [None]), *(each.flatten(0, 1) for each in rows)],
             "visual_pos_masks": torch.ones(states.shape[:2], dtype=torch.bool, device=states.device),
         }
 
     def from_keywords(
-        self, states: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+        self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
     ) -> Tensor:
         return states[..., states.shape[-1] - self.width(end) :]
 
@@ -101,10 +111,8 @@ class SharedStates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PerLayer(SideStates):
-    """Side states of Gemma 4. input_width: width of a block's per-token input, or 0. config: that of the whole text
-    model."""
+    """Side states of Gemma 4. input_width: width of a block's per-token input, or 0."""
 
-    config: Any
     blocks: int
     input_width: int
     shared: tuple[SharedStates, ...] = field(default=())
@@ -114,7 +122,7 @@ class PerLayer(SideStates):
         """Derive the side states from a text model's config; None if its blocks take only hidden states."""
         each = getattr(config, "hidden_size_per_layer_input", None) or 0
         reusing = getattr(config, "num_kv_shared_layers", None) or 0
-        if not (each or reusing):
+        if not (each or reusing) or not hasattr(config, "per_layer_config"):
             return None
         kinds, blocks = list(config.layer_types), config.num_hidden_layers
         own = kinds[: blocks - reusing]
@@ -124,7 +132,7 @@ class PerLayer(SideStates):
             last = blocks - 1 - kinds[::-1].index(kind)
             of_block = config.per_layer_config[store]
             shared.append(SharedStates(kind, store, last, of_block.num_key_value_heads, of_block.head_dim))
-        return cls(config, blocks, each, tuple(shared))
+        return cls(blocks, each, tuple(shared))
 
     def _inputs(self, block: int) -> int:
         return (self.blocks - block) * self.input_width
@@ -140,14 +148,10 @@ class PerLayer(SideStates):
         model: Any = copy.copy(forward.decoder)
         if forward.ids is not None and self.input_width:
             assert forward.hidden is not None
-            whole: Any = copy.copy(model)  # with the config of all blocks
-            whole.__dict__["config"] = self.config
-            ids = without_placeholders(forward.ids, forward.text.unembedded, self.config.pad_token_id)
-            inputs = whole.project_per_layer_inputs(forward.hidden, whole.get_per_layer_inputs(ids, None))
+            ids = without_placeholders(forward.ids, forward.text.unembedded, model.config.pad_token_id)
+            inputs = model.project_per_layer_inputs(forward.hidden, model.get_per_layer_inputs(ids, None))
             forward.hidden = torch.cat([forward.hidden, inputs.flatten(-2)], dim=-1)
-        # Otherwise the slice would project its inputs a second time, and use the whole model's block numbers.
-        model.hidden_size_per_layer_input = 0
-        model.first_kv_shared_layer_idx = -1
+        model.hidden_size_per_layer_input = 0  # otherwise the forward would project its inputs a second time
         forward.decoder = model
         super().enter(forward)
 
@@ -161,17 +165,17 @@ class PerLayer(SideStates):
             stored[kind] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
             at += 2 * heads * width
         keywords: dict[str, Any] = {"shared_kv_states": stored}
-        if self.input_width and end > first:
+        if self.input_width:
             own = states[..., : (end - first) * self.input_width]
             own = own if shards is None else shards.split_beside(own)
-            keywords["per_layer_inputs"] = own.unflatten(-1, (end - first, self.input_width))
+            inputs = own.reshape(*own.shape[:2], end - first, self.input_width)
+            keywords["per_layer_inputs"] = functional.pad(inputs, (0, 0, first, self.blocks - end))
         return keywords
 
     def from_keywords(
-        self, states: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+        self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
     ) -> Tensor:
-        inputs = keywords.get("per_layer_inputs")
-        used = 0 if inputs is None else inputs.shape[-2] * self.input_width
+        used = self._inputs(first) - self._inputs(end)
         left = [states[..., used : used + self._inputs(end)]]
         for each in self._held(end):
             keys_and_values = torch.stack(keywords["shared_kv_states"][each.kind], 1)

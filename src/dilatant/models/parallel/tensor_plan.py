@@ -104,6 +104,7 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     of_experts = frozenset(cuts)
     rules = rules_of_family(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
+    reason = unit.undivided or reason
     for _, block in blocks if rules else ():
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:

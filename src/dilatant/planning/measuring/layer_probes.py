@@ -16,6 +16,7 @@ from dilatant.cost.profile import LayerProbe
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.core.dtype import cast_weights, quantize
 from dilatant.models.core.materialize import materialize
+from dilatant.models.core.slicing import held_blocks
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language import LanguageUnit
@@ -88,7 +89,7 @@ def _before_head(layer: nn.Module) -> Callable[..., Tensor]:
 
 def _blocks(layer: nn.Module) -> Sequence[nn.Module]:
     stage = cast(LanguageStage, cast(OneLayer, layer).stage)
-    return [*cast(nn.ModuleList, stage.model.get_submodule(stage.text.blocks))]
+    return held_blocks(stage.model.get_submodule(stage.text.blocks))
 
 
 def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLayer:
@@ -103,7 +104,7 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
         assert unit.structure is not None
         blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
         stage.shards = shard_tokens(
-            [*blocks.children()], [regions], _SingleRankGroup(unit.shared_by), stage.behind_blocks
+            held_blocks(blocks), [regions], _SingleRankGroup(unit.shared_by), stage.behind_blocks
         )
     quantize(stage, unit.four_bit, device)
     adapted = any(is_adapter(weight.name) for weight in stage.weights)

@@ -13,7 +13,6 @@ from torch.func import functional_call
 
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.adapters.lora import is_adapter
-from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.parallel.experts import fused_experts
@@ -131,9 +130,10 @@ def _modules(entry: LayerType) -> tuple[list[nn.Module], int]:
 
 
 def _projector(entry: LayerType, parameters: int) -> LayerShape:
-    unit = cast(EncoderUnit, entry.unit)
     assert entry.geometry is not None
-    linears = [module for module in unit.projector.modules() if isinstance(module, nn.Linear)]
+    linears = [
+        module for each in _modules(entry)[0] for module in each.modules() if isinstance(module, nn.Linear)
+    ]
     share = entry.geometry.tokens_per_row / entry.geometry.encoder_tokens
     if not linears:
         return LayerShape(0, 0, parameters, 0, 0, 0, entry.geometry.width, output_share=share, launches=0)

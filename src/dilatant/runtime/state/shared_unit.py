@@ -13,6 +13,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.core.materialize import materialize
+from dilatant.models.core.slicing import held_blocks
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language_stage import LanguageStage
@@ -73,7 +74,7 @@ class ShardedUnit:
         stage.model = model = with_weights(model, own)
         structure = self._unit.structure
         assert structure is not None
-        blocks = list(model.get_submodule(structure.blocks).children())
+        blocks = held_blocks(model.get_submodule(structure.blocks))
         start = max(first - 1, 0)
         experts = self._plan.experts[start : start + len(blocks)]
         shard_experts(blocks, experts, self._ranks, self._holders_of(placed))

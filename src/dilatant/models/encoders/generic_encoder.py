@@ -1,0 +1,356 @@
+"""Generic encoders: those of multimodal models that no code here knows, through transformers' own interface.
+
+A stage runs the family's own `get_image_features` (see `core.slicing`). Stages behind the first have no pixels: they
+take ones of the same shape, and shapes stand in for the modules before the blocks. What follows the blocks, the rest of
+the encoder and what projects its rows, is the last layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.data.media.pixels import as_array
+from dilatant.data.media_units.processed_image_unit import ProcessedImageUnit, flatten
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor
+from dilatant.data.sample import EncodedSample, MediaMarkup
+from dilatant.data.text.encoding import grid_part
+from dilatant.models.adapters.lora import adapted_key, plain_key
+from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.random_draws import SampleLayout
+from dilatant.models.core.slicing import ShapePlaceholder, slice_model
+from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.structure import Structure
+from dilatant.models.core.unit import Unit
+from dilatant.models.core.weights import Weight, name_weights
+from dilatant.models.encoders.encoder import Callbacks, EncoderStage
+from dilatant.models.encoders.narrow_encoder import (
+    TOKENS,
+    FeatureShapes,
+    Layout,
+    default_processor,
+    encoder_in,
+    in_order,
+    items_of,
+    keep_output,
+    layout_of,
+    narrow_encoder,
+    patch_of,
+    rows_by,
+    rows_of_text,
+    taps_of,
+    unused_keys,
+    width_of_blocks,
+)
+from dilatant.models.encoders.packed_encoder import StagedEncoderUnit
+from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
+from dilatant.models.parallel.shared_samples import SampleParallel
+
+TYPICAL_PATCHES = 32
+"""Patches on each side of the typical image (see `EncoderGeometry`)."""
+
+
+class GenericStage(SampleParallel, EncoderStage):
+    """Layers of a generic encoder, run on groups of items with the same layout. shapes: see `FeatureShapes`.
+
+    Hidden states between stages are followed by the outputs of earlier blocks that more than the next block reads.
+    """
+
+    shapes: FeatureShapes
+    taps: tuple[int, ...] = ()
+    """These blocks, of the whole encoder."""
+    first_block = 0
+    end_block = 0
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        samples = self.chosen(data, samples)
+        if not samples:
+            return StageOutput()
+        media_of(data, samples, self, names=())  # refuses samples whose media were not loaded
+        loaded = [data.samples[sample].media[self.unit] for sample in samples]
+        arrays = {name: np.concatenate([as_array(each[name]) for each in loaded]) for name in loaded[0]}
+        hidden = None if self.is_first else inbound[self.unit]
+        return StageOutput(self._encode_items(arrays, hidden, data.device))
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
+        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
+
+    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
+        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Encode items. inputs: their flattened arrays and shapes; hidden: [tokens, width]. Returns hidden states or
+        rows of the text, [rows, width]."""
+        inputs = inputs or {}
+        device = next(iter(inputs.values())).device
+        return self._encode_items({name: each.cpu().numpy() for name, each in inputs.items()}, hidden, device)
+
+    def _encode_items(
+        self, arrays: Mapping[str, NDArray], hidden: Tensor | None, device: torch.device
+    ) -> Tensor:
+        items = items_of(arrays)
+        groups: dict[Layout, list[int]] = {}
+        for number, item in enumerate(items):
+            groups.setdefault(layout_of(item), []).append(number)
+        lengths = {layout: self.shapes.tokens(layout) for layout in groups}
+        arrived: list[Tensor] = []
+        if hidden is not None:
+            arrived = list(hidden.split([lengths[layout_of(item)][0] for item in items]))
+        rows: dict[int, Tensor] = {}
+        for layout, numbers in groups.items():
+            inputs = {
+                name: torch.cat([torch.as_tensor(items[number][name]) for number in numbers]).to(device)
+                for name, _, _ in layout
+            }
+            given = None if hidden is None else torch.cat([arrived[number] for number in numbers])
+            encoded = self._through(inputs, given)
+            rows |= dict(zip(numbers, encoded.chunk(len(numbers)), strict=True))
+        return torch.cat([rows[number] for number in range(len(items))])
+
+    def _through(self, inputs: Mapping[str, Tensor], given: Tensor | None) -> Tensor:
+        model = cast(nn.Module, self.model)
+        with self.recording(model, [*inputs.values()] if given is None else [given]):
+            inputs = {name: in_dtype_of(model, each) for name, each in inputs.items()}
+            if given is None:
+                taps: dict[int, Tensor] = {}
+                first = next(iter(inputs.values()))
+            else:
+                parts = in_dtype_of(model, given).split(self.geometry.width, dim=-1)
+                first, *carried = (part.contiguous() for part in parts)
+                taps = dict(zip(sent_with(self.taps, self.first_block), carried, strict=True))
+            seen = {**taps, self.first_block - 1: first}
+            with ExitStack() as closing:
+                for number in self.taps:
+                    block = model.get_submodule(f"{self.blocks_path}.{number}")
+                    if self.first_block <= number < self.end_block:
+                        closing.callback(
+                            block.register_forward_hook(partial(keep_output, seen, number)).remove
+                        )
+                hidden = self.run_slice(partial(rows_by, model, inputs), first, taps).flatten(0, -2)
+            if self.is_through:
+                return hidden
+            return torch.cat([hidden, *(seen[tap] for tap in sent_with(self.taps, self.end_block))], dim=-1)
+
+
+def sent_with(taps: Iterable[int], block: int) -> tuple[int, ...]:
+    """Return the blocks whose outputs follow the hidden states before `block`."""
+    return tuple(tap for tap in taps if tap < block - 1)
+
+
+class GenericEncoderUnit(SampleParallel, StagedEncoderUnit):
+    """Layers `embedding`, `layers.<i>` and `projector`: all that follows the blocks."""
+
+    packs = True
+    stage_type = GenericStage
+    stand_in = ShapePlaceholder
+    undivided = "of a family that is not listed, no proof says that ranks may share them"
+    structure: Structure
+    shapes: FeatureShapes
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        structure: Structure,
+        projector: tuple[str, ...],
+        geometry: EncoderGeometry,
+        width_out: int,
+        placeholder_id: int,
+        typical: Mapping[str, NDArray],
+    ) -> None:
+        weights = name_weights(name, model, structure, "projector", None)
+        blocks = (f"layers.{i}" for i in range(structure.num_blocks))
+        EncoderStage.__init__(
+            self,
+            unit=name,
+            layers=tuple(f"{name}.{layer}" for layer in ("embedding", *blocks, "projector")),
+            weights=tuple(_in_part(weight, projector) for weight in weights),
+            model=model,
+            projector=model,
+            geometry=geometry,
+            callbacks=Callbacks(),
+        )
+        self.structure = structure
+        self.blocks_path = structure.blocks
+        self.width, self.width_out = geometry.width, width_out
+        self.placeholder_id = placeholder_id
+        self.typical = typical
+        self._freeze_at_start()
+
+    def pieces(self) -> Iterator[tuple[str, str]]:
+        held = dict(self.model.named_modules())
+        return (entry for entry in Unit.pieces(self) if entry[1].removeprefix("model.") in held)
+
+    @property
+    def config(self) -> Any:
+        path, _, _ = self.structure.blocks.partition(".")
+        return getattr(self.model.get_submodule(path), "config", self.model.config)
+
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit if first == 0 else grid_part(self.unit)})
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        is_output = end == len(self.layers)
+        return Boundary(
+            width=self.width_out if is_output else self._width_before(end),
+            dtype=self.row_dtype,
+            rows_of=self._rows_of_text if is_output else self._tokens,
+        )
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """Make images of the typical size."""
+        count = max(1, round(tokens / self.geometry.encoder_tokens))
+        item = {k: torch.as_tensor(as_array(v)) for k, v in flatten(self.typical).items()}
+        inputs = {name: torch.cat([each] * count).to(device) for name, each in item.items()}
+        if layer == 0:
+            return inputs.pop(self.geometry.input_name), inputs
+        rows = count * self.geometry.encoder_tokens
+        return torch.randn(rows, self._width_before(layer), device=device), inputs
+
+    def _width_before(self, layer: int) -> int:
+        return self.geometry.width * (1 + len(sent_with(self.taps, layer - 1)))
+
+    def stage(self, first: int, end: int) -> EncoderStage:
+        stage = super().stage(first, end)
+        assert isinstance(stage, GenericStage)
+        if stage.model is None:
+            stage.model = self._slice(self.model, first, end)
+        stage.projector = None if stage.projector is None else stage.model
+        stage.shapes, stage.is_through, stage.taps = self.shapes, end == len(self.layers), self.taps
+        stage.first_block, stage.end_block = self._blocks(first, end)
+        return stage
+
+    def _slice(self, model: nn.Module, first: int, end: int) -> nn.Module:
+        first_block, end_block = self._blocks(first, end)
+        ends = {"keep_before": first == 0, "keep_after": end == len(self.layers)}
+        whole = cast(PreTrainedModel, model)
+        return slice_model(whole, self.structure, first_block, end_block, **ends, stand_in=self.stand_in)
+
+    def _rows_of_text(self, sample: EncodedSample) -> int:
+        """Count a sample's rows: from its items if they are loaded, otherwise from the text's placeholders."""
+        if not sample.sizes.get(self.unit, 0):
+            return 0
+        media = sample.media.get(self.unit)
+        if not media:
+            return int((sample.input_ids == self.placeholder_id).sum())
+        items = items_of({name: as_array(each) for name, each in media.items()})
+        return sum(self.shapes.tokens(layout_of(item))[1] for item in items)
+
+    def _tokens(self, sample: EncodedSample) -> int:
+        return sample.sizes.get(self.unit, 0)
+
+
+def _in_part(weight: Weight, projector: tuple[str, ...]) -> Weight:
+    is_projector = any(weight.key == path or weight.key.startswith(f"{path}.") for path in projector)
+    return replace(weight, part="projector") if is_projector else weight
+
+
+def positions_of(
+    shapes: FeatureShapes, unit: str, placeholder_id: int, sample: EncodedSample
+) -> NDArray[np.int64]:
+    """Return a sample's positions in time, height and width by the family's own rule, below its index in the sample:
+    int64 [4, tokens]."""
+    model: Any = narrow_encoder(shapes)[0]
+    is_media = sample.input_ids == placeholder_id
+    token = next(getattr(model.config, key) for key in TOKENS if hasattr(model.config, key))
+    given: dict[str, Any] = {
+        "input_ids": torch.as_tensor(np.where(is_media, token, 0))[None],
+        "mm_token_type_ids": torch.as_tensor(is_media.astype(np.int64))[None],
+    }
+    if sample.sizes.get(unit, 0) and unit in sample.media:
+        items = items_of({name: as_array(each) for name, each in sample.media[unit].items()})
+        given |= {name: torch.cat([torch.as_tensor(item[name]) for item in items]) for name in items[0]}
+    known = inspect.signature(inspect.unwrap(type(model).get_rope_index)).parameters
+    places, *_ = model.get_rope_index(**{name: each for name, each in given.items() if name in known})
+    return np.concatenate([np.arange(len(is_media))[None], places[:, 0].numpy()])
+
+
+@dataclass(frozen=True)
+class GenericTower(Tower):
+    """An encoder that was found in the model. holder: path of the module with `get_image_features`; settings: those of
+    the narrow model that counts tokens."""
+
+    holder: str = "model"
+    narrow: str = ""
+
+    @property
+    def shapes(self) -> FeatureShapes:
+        """The numbers of tokens of items."""
+        return FeatureShapes(self.narrow, self.holder, *self._inside())
+
+    def _inside(self) -> tuple[str, tuple[str, ...]]:
+        prefix = f"{self.holder}." if self.holder else ""
+        return self.path.removeprefix(prefix), tuple(each.removeprefix(prefix) for each in self.projector)
+
+    def build(self, host: HostModel) -> GenericEncoderUnit:
+        path, projector = self._inside()
+        model, _ = encoder_in(host.build(), self.holder, path, projector)
+        processor = default_processor(host.config)
+        side = TYPICAL_PATCHES * patch_of(host.config)
+        typical = processor(np.full((side, side, processor.channels), 128, np.uint8))
+        tokens, rows = self.shapes(typical)
+        structure = in_order(self.shapes, layout_of(typical))
+        config = getattr(model.get_submodule(path), "config", model.config)
+        geometry = EncoderGeometry(
+            kind="image",
+            input_name="pixel_values",
+            tokens_per_row=rows,
+            encoder_tokens=tokens,
+            width=width_of_blocks(self.shapes, typical, config),
+            height=side,
+            row_width=side,
+            channels=processor.channels,
+        )
+        narrow, _ = narrow_encoder(self.shapes)
+        rows_of_narrow = rows_of_text(self.shapes, layout_of(typical))
+        width = rows_of_narrow.shape[-1] // narrow.config.get_text_config().hidden_size * host.text_width
+        unit = GenericEncoderUnit(
+            host.name, model, structure, projector, geometry, width, host.placeholder_id, typical
+        )
+        unit.shapes = self.shapes
+        unit.taps = taps_of(self.shapes, layout_of(typical))
+        keys = unused_keys(self.shapes, layout_of(typical))
+        unit.unused = frozenset(weight.name for weight in unit.weights if adapted_key(weight.key) in keys)
+        unit.freeze_names(unit.unused)
+        return unit
+
+    def key_of(self, weight: Weight) -> str:
+        key = plain_key(weight.key)
+        return f"{self.holder}.{key}" if self.holder else key
+
+    def media_unit(
+        self, host: HostModel, settings: Settings | None, written: MediaMarkup
+    ) -> ProcessedImageUnit:
+        processor = default_processor(host.config)
+        if settings is not None and "image_processor_type" in settings:
+            processor = HuggingFaceImageProcessor(json.dumps(dict(settings), sort_keys=True))
+        return ProcessedImageUnit(host.name, host.placeholder_id, processor, self.shapes, written=written)
+
+    def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
+        items = items_of({name: each.cpu().numpy() for name, each in inputs.items()})
+        return {
+            name: _padded([torch.as_tensor(item[name]) for item in items]).to(ids.device) for name in items[0]
+        }
+
+
+def _padded(arrays: list[Tensor]) -> Tensor:
+    """Concatenate arrays of items, padded to one shape behind the first dimension, as families' processors do."""
+    most = torch.tensor([each.shape[1:] for each in arrays]).amax(0).tolist()
+    whole = arrays[0].new_zeros(sum(map(len, arrays)), *most)
+    begin = 0
+    for each in arrays:
+        whole[(slice(begin, begin + len(each)), *map(slice, each.shape[1:]))] = each
+        begin += len(each)
+    return whole

@@ -1,0 +1,177 @@
+"""Media proof: show on a small copy of a family that was read, not listed, that it trains as transformers does.
+
+The copy has the family, random weights and images from the family's own processor. Loss and all gradients of samples
+with images, each alone in the family's own forward, are compared with those of our units, all samples in one packed
+row, with whole units and with a stage for every layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilatant.config.errors import UserError, one_line
+from dilatant.config.files.durable import write_durably
+from dilatant.config.model import LANGUAGE
+from dilatant.data.media.pixels import concatenate_inputs
+from dilatant.data.sample import EncodedSample, MediaMarkup, MediaSize
+from dilatant.models.core.materialize import seeded
+from dilatant.models.encoders.narrow_encoder import patch_of
+from dilatant.models.families.families import MediaAttention
+from dilatant.models.families.pretrained import PretrainedModel, composite_of
+from dilatant.models.families.pretrained_answers import composite_inputs
+from dilatant.models.families.shrink import special_ids
+from dilatant.models.families.training_proof import differ, loss_of, proof_path
+from dilatant.models.multimodal import MultimodalModel
+
+SAMPLES = ((5, (8.6, 12.1), 3, (10.7, 6.4), 6), (9,), ((9.3, 9.3), 7))
+"""The parts of each sample: tokens of text, and heights and widths of images in patches."""
+Result = tuple[Tensor, list[Tensor | None]]
+
+
+def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None]) -> str | None:
+    """Prove the family of `model`, whose attention `attend` sets, with the first of `MASKS` that is its own. Return the
+    reason if samples cannot share a row, and record in its encoder the reason if it cannot be cut. Raises UserError if
+    its units would train another model."""
+    assert model.whole is not None
+    assert model.whole.family.generic is not None
+    path = proof_path(["media", model.whole.family.generic.narrow, model.whole.attn_implementation])
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = _first_right(model.whole, attend)
+        with suppress(OSError):  # without a writable cache, the proof is not stored
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if found[2] is None:
+                write_durably(path, json.dumps(found))
+    mask, packed, alone, cut = found
+    if alone is not None:
+        raise UserError(
+            f"model: {model.whole.config.model_type!r} is a family that was read from its model, and its small copy "
+            f"does not train as in transformers ({alone}); name its encoder and its language model under "
+            "model.encoders and model.language_model"
+        )
+    model.whole = replace(model.whole, family=replace(model.whole.family, media_attention=mask))
+    model.media_attention = mask
+    for encoder in model.encoders:
+        model[encoder].uncut = cut
+    return packed
+
+
+def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> tuple[Any, ...]:
+    """Return the first mask under which samples alone are right, or the first mask, and the problems with it."""
+    found: list[tuple[Any, ...]] = []
+    for mask in MASKS:
+        own = replace(whole, family=replace(whole.family, media_attention=mask))
+        try:
+            with seeded(0, "media proof"), torch.enable_grad():
+                found.append((mask, *_prove(_narrow(own), attend)))
+        except Exception as error:
+            found.append((mask, *(one_line(error),) * 3))
+    return next((each for each in found if each[2] is None), found[0])
+
+
+MASKS: tuple[MediaAttention, ...] = ("causal", "bidirectional")
+"""Masks among the tokens of an image that are tried."""
+
+
+def _narrow(whole: PretrainedModel) -> PretrainedModel:
+    """Return the same family with the sizes of its small copy."""
+    assert whole.family.generic is not None
+    config = type(whole.config).from_dict(json.loads(whole.family.generic.narrow))
+    small = PretrainedModel.of(config, "model", attn_implementation=whole.attn_implementation)
+    return replace(small, family=replace(small.family, media_attention=whole.family.media_attention))
+
+
+def _prove(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> tuple[str | None, ...]:
+    """Return the problems of packed rows, of each sample alone, and of a stage for every layer; each None if right."""
+    model = MultimodalModel({}, whole, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    attend(model)
+    model.eval()
+    samples = _samples(model, whole)
+    wanted = _of_transformers(model, whole, samples)
+    everything = tuple(range(len(samples)))
+    alone = [(number,) for number in everything]
+    packs = model.language.packs_rows
+    problems: list[str | None] = []
+    for rows, is_cut in (([everything], False), (alone, False), ([everything], True)):
+        try:
+            rows = rows if packs and not (is_cut and problems[0]) else alone
+            loss = loss_of(model.units, samples, rows, is_cut)
+            problems.append(differ(wanted, _with_gradients(model, loss))[0])
+        except Exception as error:
+            problems.append(one_line(error))
+    return tuple(problems)
+
+
+def _samples(model: MultimodalModel, whole: PretrainedModel) -> list[EncodedSample]:
+    (name,) = model.encoders
+    unit: Any = whole.family.towers[name].media_unit(whole.host(name), None, MediaMarkup("<image>"))
+    noise = np.random.default_rng(0)
+    plain = np.setdiff1d(np.arange(100), [*special_ids(whole.config.to_dict())])
+    samples = []
+    for number, parts in enumerate(SAMPLES):
+        ids: list[int] = []
+        items, tokens = [], 0
+        for part in parts:
+            if isinstance(part, int):
+                ids += noise.choice(plain, part).tolist()
+                continue
+            height, width = (round(each * patch_of(whole.config)) for each in part)
+            items.append(unit.see(noise.integers(0, 255, (height, width, 3), dtype=np.uint8)))
+            size = MediaSize(width, height)
+            ids += [unit.placeholder_id] * unit.merged_tokens(size)
+            tokens += unit.encoder_tokens(size)
+        labels = np.where(np.array(ids) == unit.placeholder_id, -100, ids)
+        media = (
+            {name: {key: concatenate_inputs([each[key] for each in items]) for key in items[0]}}
+            if items
+            else {}
+        )
+        sizes = {LANGUAGE: len(ids), name: tokens}
+        samples.append(
+            EncodedSample(
+                f"{number}", np.array(ids), np.concatenate([[-100], labels[1:]]), media, sizes, number + 1
+            )
+        )
+    return samples
+
+
+def _of_transformers(model: MultimodalModel, whole: PretrainedModel, samples: list[EncodedSample]) -> Result:
+    composite = composite_of(model.weights_of_whole(), whole).eval()
+    named = dict(composite.named_parameters())
+    loss = torch.zeros(())
+    for sample in samples:
+        ids, labels = torch.as_tensor(sample.input_ids)[None], torch.as_tensor(sample.labels)[None]
+        media = {
+            name: {key: torch.as_tensor(np.asarray(each)) for key, each in inputs.items()}
+            for name, inputs in sample.media.items()
+        }
+        logits = composite(**composite_inputs(whole, ids, media, torch.float32), use_cache=False).logits
+        loss = loss + functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+    loss = loss / sum(sample.target_tokens for sample in samples)
+    weights = {weight.name: (unit, weight) for unit, weight in model.weights_of_whole()}
+    wanted = [named[whole.key_of(*weights[name])] for name in _trained(model)]
+    return loss.detach(), list(torch.autograd.grad(loss, wanted, allow_unused=True))
+
+
+def _with_gradients(model: MultimodalModel, loss: Tensor) -> Result:
+    return loss.detach(), list(torch.autograd.grad(loss, [*_trained(model).values()], allow_unused=True))
+
+
+def _trained(model: MultimodalModel) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by logical name."""
+    named = (entry for unit in model.units.values() for entry in unit.named_logical_parameters())
+    return {name: parameter for name, parameter in named if parameter.requires_grad}

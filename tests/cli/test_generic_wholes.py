@@ -1,0 +1,122 @@
+"""A multimodal model whose family no code here names: opened, proven, trained in stages and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from PIL import Image
+from torch.nn import functional
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cases.tiny_project import Dilatant
+from dilatant.config import load_config
+from dilatant.data.text.encode import encode_sample
+from dilatant.data.text.tokenizer import load_tokenizer
+from dilatant.models.families.families import FAMILIES
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained_answers import composite_inputs
+from dilatant.planning.assemble import assemble_samples
+
+TEXT = {
+    "model_type": "mistral",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+VISION = {
+    "model_type": "pixtral",
+    "hidden_size": 24,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 12,
+    "image_size": 32,
+    "patch_size": 4,
+}
+
+
+def save(folder: Path) -> Any:
+    """A tiny Mistral 3 with vision, as the hub has it."""
+    config = CONFIG_MAPPING["mistral3"](
+        text_config=TEXT, vision_config=VISION, image_token_index=299, spatial_merge_size=2
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    load_tokenizer("bytes").save_pretrained(str(folder))
+    size = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({**size, "patch_size": {"height": 4, "width": 4}})
+    )
+    return model
+
+
+@torch.no_grad()
+def loss_of(config: Path, model: Any) -> float:
+    """The loss of all samples in transformers' own forward, one by one."""
+    whole = PretrainedModel.of(model.config, "model")
+    samples = assemble_samples(load_config(config))
+    total = targets = 0.0
+    for index in range(len(samples.train)):
+        encoded = encode_sample(samples.train[index], samples.encoding)
+        ids, labels = (torch.as_tensor(each)[None] for each in (encoded.input_ids, encoded.labels))
+        media = {
+            unit: {name: torch.as_tensor(np.asarray(each)) for name, each in inputs.items()}
+            for unit, inputs in encoded.media.items()
+        }
+        logits = model(**composite_inputs(whole, ids, media, torch.float32)).logits
+        total += float(functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum"))
+        targets += encoded.target_tokens
+    return total / targets
+
+
+def test_a_family_that_is_not_named_is_trained_in_stages_and_exported(
+    project: Path, dilatant: Dilatant
+) -> None:
+    assert "mistral3" not in FAMILIES
+    source = save(project / "whole")
+    for number in range(12):  # of unlike sizes
+        image = Image.open(project / "images" / f"{number}.png").resize((16 + 3 * number, 16 + number % 5))
+        image.save(project / "images" / f"{number}.png")
+    tree = {
+        "output_dir": "run",
+        "model": {"id": "whole", "freeze": ["vision.encoder"]},
+        "data": {"train": [{"path": "train.jsonl"}], "max_length": 320, "workers": 0},
+        "train": {
+            "steps": 2,
+            "global_batch_size": 12,
+            "optimizer": {"learning_rate": 0.01},
+            "schedule": {"kind": "constant"},
+            "report_to": [],
+            "device": "cpu",
+        },
+        "parallel": {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2},
+    }
+    config = project / "config.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    code, _, err = dilatant("train", config)
+    assert code == 0, err
+    exported = AutoModelForImageTextToText.from_pretrained(project / "run" / "export")
+    before, after = source.state_dict(), exported.state_dict()
+    assert after.keys() == before.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert not any("vision_tower" in key for key in changed)
+    assert any("multi_modal_projector" in key for key in changed)
+    assert any("lm_head" in key for key in changed)
+    steps = [json.loads(line) for line in (project / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [step["loss"] for step in steps if "loss" in step]
+    assert abs(losses[0] - loss_of(config, source.eval())) < 1e-4
+    assert loss_of(config, exported.eval()) < losses[0]

@@ -1,0 +1,102 @@
+"""Any cut of any family is the whole model: its loss and its gradients, forward and backward."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases.cut_wholes import opened
+from cases.tiny_models import LANGUAGE_MODELS, gradients
+from cases.tiny_wholes import WHOLES
+from cases.whole_samples import samples_of
+from dilatant.data.sample import EncodedSample
+from dilatant.models.core.stage import StepData
+from dilatant.models.multimodal import MultimodalModel
+
+_TINY = {key: value for key, value in LANGUAGE_MODELS["llama"].items() if key != "model_type"}
+PLAIN = {
+    **LANGUAGE_MODELS,
+    "gpt_neox": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "granite": {**_TINY, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    "mixtral": {**_TINY, "num_local_experts": 2},
+}
+HYBRID = {
+    "qwen3_next": {
+        **_TINY,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 0,
+        "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    },
+    "falcon_mamba": {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 3},
+    "lfm2": {**_TINY, "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]},
+}
+FAMILIES = {**{f"whole {name}": {} for name in WHOLES}, **PLAIN, **HYBRID}
+
+
+@cache
+def model_of(family: str) -> MultimodalModel:
+    """The model, with the attention that is chosen for it."""
+    if family.startswith("whole "):
+        return opened(family.removeprefix("whole "))
+    return MultimodalModel({}, {"model_type": family, **FAMILIES[family]}, seed=0)
+
+
+def texts(model: MultimodalModel) -> list[EncodedSample]:
+    """Two samples of text."""
+    ids = [np.random.default_rng(length).integers(3, 60, length) for length in (9, 14)]
+    return [
+        EncodedSample(f"{len(own)}", own, np.append(-100, own[1:]), sizes={"language": len(own)})
+        for own in ids
+    ]
+
+
+def loss_of(
+    model: MultimodalModel, samples: list[EncodedSample], borders: dict[str, list[int]]
+) -> torch.Tensor:
+    """The loss of the samples through stages between these layers of each unit, each sample a microbatch."""
+    data = StepData.of(samples, model.graph.losses)
+    total = torch.zeros(())
+    for number in range(len(samples)):
+        inbound: dict[str, torch.Tensor] = {}
+        for name, unit in model.units.items():
+            arrived = dict(inbound)
+            for first, end in zip(borders[name], borders[name][1:], strict=False):
+                output = unit.stage(first, end).run(data, (number,), arrived)
+                arrived = {} if (rows := output.rows_for(name)) is None else {name: rows}
+            if (rows := output.rows_for("language")) is not None:
+                inbound[name] = rows
+        total = total + output.losses["language"]
+    return total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=2, deadline=None, print_blob=True)
+@given(data=st.data())
+def test_any_cut_trains_like_the_whole(family: str, data: st.DataObject) -> None:
+    model = model_of(family)
+    samples = samples_of(model)[:2] if family.startswith("whole ") else texts(model)
+    ends = {unit: [0, len(each.layers)] for unit, each in model.units.items()}
+    cuts = {
+        unit: sorted({*ends[unit], *data.draw(st.sets(st.integers(1, ends[unit][1] - 1)))}) for unit in ends
+    }
+    results = []
+    for borders in (ends, cuts):
+        loss = loss_of(model, samples, borders)
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+        model.zero_grad()
+    (whole, expected), (cut, found) = results
+    torch.testing.assert_close(cut, whole, rtol=1e-6, atol=0)
+    assert found.keys() == expected.keys()
+    for key, gradient in found.items():
+        # The same products in the same order, but autograd may join branches in another one.
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-6, msg=key)

@@ -1,0 +1,55 @@
+"""Families that no code names open by transformers' own interface, and are proven or refused in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from dilatant.config.errors import UserError
+from dilatant.models.families.families import FAMILIES
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import choose_attention
+
+
+def config_of(family: str) -> Any:
+    """The family's default config, with small images if its encoder takes one size."""
+    config = CONFIG_MAPPING[family]()
+    vision = config.vision_config
+    if isinstance(getattr(vision, "image_size", None), int) and vision.image_size >= 32 * vision.patch_size:
+        vision.image_size = 16 * vision.patch_size
+    return config
+
+
+@pytest.mark.parametrize(
+    ("family", "is_cut"),
+    [
+        ("mistral3", True),  # native sizes, Pixtral
+        ("deepseek_vl", True),
+        pytest.param("got_ocr2", True, marks=pytest.mark.slow),
+        pytest.param("glm4v", True, marks=pytest.mark.slow),  # M-RoPE
+        pytest.param("paddleocr_vl", True, marks=pytest.mark.slow),
+        pytest.param("lighton_ocr", True, marks=pytest.mark.slow),
+        pytest.param("vipllava", True, marks=pytest.mark.slow),  # features of several blocks
+    ],
+)
+def test_a_family_that_is_not_named_trains_as_transformers_does(family: str, is_cut: bool) -> None:
+    assert family not in FAMILIES
+    model = MultimodalModel({}, PretrainedModel.of(config_of(family), "model"), device="meta")
+    choose_attention(model)
+    assert model.language.packs_rows
+    assert (model["vision"].uncut is None) == is_cut
+
+
+@pytest.mark.parametrize("family", ["blip", "kosmos-2", "florence2", "t5gemma2"])
+def test_a_family_with_another_interface_is_refused_in_one_line(family: str) -> None:
+    with pytest.raises(UserError, match=f"'{family}' (does not open whole|is not a family)") as raised:
+        PretrainedModel.of(CONFIG_MAPPING[family](), "model")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_family_whose_processor_needs_torchvision_says_so() -> None:
+    with pytest.raises(UserError, match="needs torchvision"):
+        MultimodalModel({}, PretrainedModel.of(config_of("lfm2_vl"), "model"), device="meta")
