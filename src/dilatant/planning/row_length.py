@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from dilatant.config import Config
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.plan import Plan
@@ -37,19 +39,24 @@ def row_length(
     if not is_one_stage or not is_row_length_open(problem.config, problem.target):
         return None
     shortest, count = problem.config.row_tokens, problem.config.parallel.microbatches or 1
-    batches = problem.simulated().tokens[problem.model.anchor].reshape(-1, problem.global_batch)
-    held = float(batches.sum(axis=1).max()) / replicas
+    steps = problem.samples.workload.steps(problem.global_batch)
+    held = np.array([step.tokens[problem.model.anchor].sum() for step in steps]) / replicas
     known = [shortest, *(length for length in LENGTHS if length > shortest)]
-    lengths = [shortest, *(longer for shorter, longer in pairwise(known) if shorter < held)]
+    lengths = [shortest, *(longer for shorter, longer in pairwise(known) if shorter < held.max())]
     why = "longer ones would not fit memory" if len(lengths) > 1 else "a step has no more for a replica"
     for tokens in reversed(lengths):
         longer = problem.with_row_tokens(tokens)
-        score = scorer_of(longer, schedule)(plan, count, tokens)
-        if tokens == shortest or problem.target.cluster.overflow(plan.ranks, score.peak_bytes) <= 0.0:
+        fullest = steps[
+            np.argmax(held / np.ceil(held / tokens))
+        ]  # of all known steps, not of the simulated ones alone
+        crowded = replace(longer, samples=replace(longer.samples, workload=fullest))
+        worst = scorer_of(crowded, schedule)(plan, count, tokens)
+        if tokens == shortest or problem.target.cluster.overflow(plan.ranks, worst.peak_bytes) <= 0.0:
             break
     if tokens != shortest:
         named = " and ".join(f"{length:,}" for length in lengths)
-        why = f"the longest of {named} that fit memory, {problem.memory_text(plan, score)}"
+        why = f"the longest of {named} that fit memory, {problem.memory_text(plan, worst)}"
+    score = scorer_of(longer, schedule)(plan, count, tokens)
     return longer, score, f"Rows hold up to {tokens:,} tokens (train.row_tokens is open): {why}."
 
 
