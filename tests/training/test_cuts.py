@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_other_cut_has_a_faster_slowest_stage(folder: Path) -> None:
     """The vocabulary is so large that the head takes as long as several blocks; the first blocks are frozen."""
     frozen = [f"language.layers.{number}" for number in range(2)]
-    section = model_section(config={**LANGUAGE, "vocab_size": 3000})
+    section = model_section(config={**LANGUAGE, "vocab_size": 6000})
     sections: dict[str, Any] = {"model": {**section, "freeze": ["vision.encoder", *frozen]}}
     own = planned(folder, {"pp": 2}, **sections)
     others = [planned(folder, {"pp": 2, "cuts": [0, first]}, **sections) for first in range(1, 6)]

@@ -134,7 +134,9 @@ class NativeStage(PackedEncoderStage):
             for block in self.taps:
                 if block + 1 != self.end_block:
                     tapped[block] = self.shards.join_beside(tapped[block], fed.shape[:-1])
-        return torch.cat([hidden, *taps, *(tapped[block] for block in self.taps)], dim=-1)
+        parts = [hidden, *taps, *(tapped[block] for block in self.taps)]
+        # Merged, there are fewer rows than of taps, of which such a stage has none.
+        return torch.cat([part for part in parts if part.shape[-1]], dim=-1)
 
 
 def _keep(kept: dict[int, Tensor], number: int, module: nn.Module, args: Any, output: Tensor) -> None:
