@@ -101,6 +101,8 @@ def _run(row: Mapping[str, Any]) -> Measured:
         raise ValueError("of lower quality")
     if row["multimodal"] or "vision" in model:
         raise ValueError("multimodal: the work per sample is not told")
+    if "lora" in str(row.get("task")).lower():
+        raise ValueError("adapters")
     if model.get("moe"):
         raise ValueError("experts across data-parallel ranks")
     seconds = (
@@ -135,6 +137,16 @@ def _run(row: Mapping[str, Any]) -> Measured:
         model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"], gated=gated,
         fused=runner.fused, norms=(6.0 * hidden, 36.0 * hidden) if row["precision"].startswith("amp") else None,
     )  # fmt: skip
+    weights = sum(part.count * part.shape.matmul for part in parts)
+    peak = (
+        hardware.peak_flops[runner.products or "bfloat16"]
+        * row["tp"]
+        * row["pp"]
+        * row["dp"]
+        * (row["cp"] or 1)
+    )
+    if 6.0 * weights * row["gbs"] * model["seq"] / peak > seconds:
+        raise ValueError("faster than the peak of its devices")
     recompute: Recompute = "none"
     if re.match("full|gradient_check", row["recompute"] or ""):
         recompute = "block"
