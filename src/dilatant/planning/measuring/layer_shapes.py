@@ -175,7 +175,7 @@ def _norms(modules: list[nn.Module], query: int, key: int) -> tuple[float, float
 def _kept_by(norm: nn.Module, size: int) -> float:
     """Return the elements that a norm in bf16 keeps for its backward, per element of its input."""
     weights = {
-        name: torch.empty_like(one, dtype=torch.bfloat16, device="meta")
+        name: torch.empty_like(one, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for name, one in norm.named_parameters()
     }
     known = {one.untyped_storage()._cdata for one in weights.values()}
