@@ -16,13 +16,21 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from machine import machine
-from papers.corpus import MEGATRON, Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
+from papers.corpus import (
+    MEGATRON,
+    RUNNERS,
+    Measured,
+    MeasuredMemory,
+    measured_memory,
+    measured_runs,
+    read_lines,
+)
 from papers.models import PaperUnit, Part, gpt, llama, operations_only, seconds
 from papers.planner import Case, even_chain, layout_text, same_samples
 from papers.tables import Outcome, PaperTable, figure, judged, spread
@@ -32,6 +40,7 @@ from rich.table import Table
 from dilatant.config.recompute import Recompute
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes, bytes_text
+from dilatant.cost.runner import Runner
 from dilatant.plan.cluster import cluster_of
 from dilatant.plan.rank_mapping import RankOrder
 
@@ -39,6 +48,9 @@ MOST_SEARCHED = 300
 """GPUs up to which our own search is run as well."""
 
 TENSOR_DEGREES = (1, 2, 4, 8)
+
+
+OF_2022 = RUNNERS["bloom-prequel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,7 @@ class Published:
     seconds: float
     counted: str = "printed"
     order: RankOrder | None = None
+    runner: Runner = OF_2022
 
     @property
     def gpus(self) -> int:
@@ -110,7 +123,7 @@ def korthikanti() -> Iterator[Published]:
         for how, recompute, step in (("full", "block", full), ("selective", "none", selective)):
             yield Published(
                 f"GPT {name}, {how} recomputation", source, parts, 2048, "A100", 8, 1, pp, 1, batch, micro, chunks,
-                recompute, step,  # type: ignore[arg-type]
+                recompute, step, runner=replace(OF_2022, shards_rows=how == "selective"),  # type: ignore[arg-type]
             )  # fmt: skip
 
 
@@ -140,6 +153,7 @@ def megascale() -> Iterator[Published]:
             6,
             "none",
             step,
+            runner=replace(MEGATRON, attention="flash"),
         )
 
 
@@ -157,7 +171,7 @@ def llama_3() -> Iterator[Published]:
         step = model_operations(parts, tokens) * batch / (gpus * teraflops * 1e12)
         yield Published(
             f"Llama 3 405B on {gpus:,} GPUs, {tokens // 1024}k tokens", source, parts, tokens, "H100", 8, cp, 16, dp,
-            batch, 1, None, "none", step, "from its TFLOP/s, causal attention counted half", RankOrder.STAGES,
+            batch, 1, None, "none", step, "from its TFLOP/s, causal attention counted half", RankOrder.STAGES, MEGATRON,
         )  # fmt: skip
 
 
@@ -178,7 +192,7 @@ def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
     # Megatron and Llama 3 shard optimizer state over replicas; older runs did not, which costs no time here.
     rules = ParameterBytes(zero="all")
     layers = sum(part.count for part in run.parts)
-    unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute)
+    unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, run.runner)
     nodes = -(-run.gpus // 8)
     workload = same_samples({"language": run.tokens}, run.batch)
     case = Case((unit,), hardware, cluster_of(hardware, nodes, min(run.gpus, 8)), workload, run.batch, rules)
@@ -199,7 +213,8 @@ def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
     operations = model_operations(run.parts, run.tokens) * run.batch
     ours, layout = None, ""
     if searched and run.gpus <= MOST_SEARCHED:
-        free = PaperUnit("language", run.parts, (), None, tuple((tp, 1) for tp in TENSOR_DEGREES))
+        degrees = tuple((tp, 1) for tp in TENSOR_DEGREES)
+        free = PaperUnit("language", run.parts, (), None, degrees, runner=run.runner)
         best = Case((free,), hardware, case.cluster, workload, run.batch, rules).search(
             sizes=(1, 2, 4), chunks=(1, 2, 4)
         )
