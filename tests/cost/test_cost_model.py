@@ -303,8 +303,7 @@ def test_analytic_costs_follow_flops_and_shrink_with_parallelism():
     assert shape.parameters == pytest.approx(218.1e6, rel=1e-3)  # a Llama-3 8B block
     one, two = analytic_cost(shape, hardware), analytic_cost(shape, hardware, degrees=Degrees(2))
     least = 2 * shape.matmul * 4096 / hardware.flops("bfloat16")
-    # Products reach three quarters of the peak, and norms, activations and attention come on top.
-    assert least < one.forward(4096) < 1.8 * least
+    assert least < one.forward(4096) < 1.75 * least  # norms and rotary embeddings operation by operation
     assert one.forward(4096) / 2 < two.forward(4096) < one.forward(4096)
     assert two.activation_bytes(4096) == pytest.approx(one.activation_bytes(4096) / 2)
     backward = one.input_gradient(4096) + one.weight_gradient(4096)
