@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -34,11 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("repeatable", derandomize=True, deadline=None)
     settings.register_profile("searching", deadline=None)
     settings.load_profile("repeatable" if config.option.markexpr == "not slow" else "searching")
+    gc.disable()  # while tests are imported: torch and transformers leave little garbage and much to look through
     if hasattr(config, "workerinput"):
         start_fork_server()
     is_first_of_several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if is_first_of_several and not config.option.collectonly:
         compile_kernels()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
