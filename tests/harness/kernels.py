@@ -1,7 +1,8 @@
 """Compile numba's kernels before tests start, each once: processes of tests would each compile those they meet.
 
 Tests that call the kernels run here in two processes, one half of the kernels each; what they find is ignored, as they
-run again among all others. Numba caches what it compiles beside the source, so that only a changed tree waits.
+run again among all others. Numba caches what it compiles beside the source; a tree whose caches are younger than their
+sources starts at once.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ HALVES = (
 
 def compile_kernels() -> None:
     tests = Path(__file__).parents[1]
+    if all(_is_cached(source) for source in (tests.parent / "src").rglob("*.py")):
+        return
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     running = [
@@ -54,3 +57,11 @@ def compile_kernels() -> None:
     ]
     for process in running:
         process.wait()
+
+
+def _is_cached(source: Path) -> bool:
+    """Tell whether a file has no kernels, or has caches of some that are younger than the file."""
+    if "@njit(cache=True" not in source.read_text(encoding="utf-8"):
+        return True
+    caches = [*(source.parent / "__pycache__").glob(f"{source.stem}.*.nbi")]
+    return bool(caches) and max(each.stat().st_mtime for each in caches) > source.stat().st_mtime
