@@ -89,7 +89,7 @@ def conversation(questions, answers):
     ]
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
+@settings(max_examples=25, deadline=None, print_blob=True)
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3), kind=st.sampled_from(sorted(ENDS)))
 def test_answers_and_their_end_carry_loss_and_nothing_else(turns, kind):
     template, end = ENDS[kind]
@@ -110,7 +110,7 @@ def test_answers_and_their_end_carry_loss_and_nothing_else(turns, kind):
     assert written == expected
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
+@settings(max_examples=25, deadline=None, print_blob=True)
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3), kind=st.sampled_from(sorted(ENDS)))
 def test_generation_prompt_is_a_prefix_of_the_training_sample(turns, kind):
     chat = chat_tokenizer(tokenizer_with(ENDS[kind][0]))

@@ -258,7 +258,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(
     extras=st.lists(JSON_VALUES, min_size=1, max_size=6),
     gaps=st.lists(st.sampled_from([",", ", ", " ,", ",\n", ",\r\n  ", ",  "]), min_size=1, max_size=6),
@@ -287,7 +287,7 @@ def test_a_large_array_is_read_as_the_standard_library_reads_it(tmp_path, indent
     assert [reader.records.read(index).fields for index in range(len(reader))] == records
 
 
-@settings(max_examples=100, deadline=None, print_blob=True)
+@settings(max_examples=50, deadline=None, print_blob=True)
 @given(
     lines=st.lists(st.sampled_from(["", "  ", "\t", '{"question": "q", "answer": "é\\n"}']), max_size=12),
     end=st.sampled_from(["", "\n", "\r\n"]),

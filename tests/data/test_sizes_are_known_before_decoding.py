@@ -71,16 +71,26 @@ def with_template(folder):
     return small_encoding(template=str(folder / "chat.jinja"))
 
 
-@pytest.mark.parametrize("write", [lines, array, parquet, shards])
 @pytest.mark.parametrize(
-    "make_encoding",
+    ("write", "make_encoding"),
     [
-        lambda folder: ENCODING,
-        lambda folder: replace(ENCODING, train_on="all"),
-        lambda folder: small_encoding(units=(replace(VISION, merge="prepend"), AUDIO)),
-        with_template,
+        (lines, lambda folder: ENCODING),
+        (array, lambda folder: ENCODING),
+        (parquet, lambda folder: replace(ENCODING, train_on="all")),
+        (shards, lambda folder: small_encoding(units=(replace(VISION, merge="prepend"), AUDIO))),
+        (lines, lambda folder: small_encoding(units=(replace(VISION, merge="prepend"), AUDIO))),
+        (parquet, with_template),
+        (shards, with_template),
     ],
-    ids=["plain", "all", "prepend", "template"],
+    ids=[
+        "lines",
+        "array",
+        "parquet-all",
+        "shards-prepend",
+        "lines-prepend",
+        "parquet-template",
+        "shards-template",
+    ],
 )
 def test_the_index_holds_what_encoding_gives(tmp_path, write, make_encoding):
     encoding = make_encoding(tmp_path)
