@@ -75,9 +75,7 @@ def tokenizer_with(template):
     return tokenizer
 
 
-WORDS = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cs", "Co", "Cn", "Cc"]), min_size=1, max_size=12
-)
+WORDS = st.text(st.characters(exclude_categories=["Cs", "Co", "Cn", "Cc"]), min_size=1, max_size=12)
 TEXTS = WORDS.map(str.strip).filter(bool)
 
 

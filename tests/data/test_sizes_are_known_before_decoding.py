@@ -257,12 +257,12 @@ def test_the_index_goes_to_the_users_cache(source, tmp_path, monkeypatch):
 
 def test_workers_measure_the_same(tmp_path):
     path = write_lines(
-        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
+        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(400)]
     )
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     together, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two", workers=2)
     assert same(alone, together)
-    assert calls[-1] == (900, 900)
+    assert calls[-1] == (400, 400)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
@@ -270,7 +270,7 @@ def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     from dilatant.data import parallel_map as pieces
 
     path = write_lines(
-        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
+        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(400)]
     )
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
@@ -284,7 +284,7 @@ def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     shared, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two")
     assert started == [2]
     assert same(alone, shared)
-    assert [done for done, _ in calls] == [*range(64, 900, 64), 900]
+    assert [done for done, _ in calls] == [*range(64, 400, 64), 400]
 
 
 def test_groups_of_blocks_are_measured_by_one_worker_each(tmp_path, monkeypatch):

@@ -236,7 +236,7 @@ def test_every_damage_of_every_file_is_noticed_and_made_good(tmp_path, cache):
     assert len(files) == 5  # records and sizes of both, and the two together
     for path in [*files, *(file.with_suffix(".checked") for file in files)]:
         whole = path.read_bytes()
-        places = np.unique(np.linspace(0, len(whole) - 1, 5).astype(int)).tolist()
+        places = np.unique(np.linspace(0, len(whole) - 1, 4).astype(int)).tolist()
         damages = [flipped(whole, at) for at in places]
         damages += [whole[:at] for at in places] + [whole + b"\0", bytes(len(whole)), b"[1]\n"]
         for damage in damages:
