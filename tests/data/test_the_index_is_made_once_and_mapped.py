@@ -220,9 +220,7 @@ def test_a_process_killed_while_it_measures_holds_nobody_up(tmp_path, cache, chi
 
 
 def flipped(data, at):
-    changed = bytearray(data)
-    changed[at] ^= 0x10
-    return bytes(changed)
+    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
 
 
 def test_every_damage_of_every_file_is_noticed_and_made_good(tmp_path, cache):
@@ -396,11 +394,7 @@ def test_a_script_without_main_guard_fails_without_hanging(tmp_path):
         write_lines(tmp_path / f"data/{number}.jsonl", [{"text": "a"}])
     script = tmp_path / "train.py"
     script.write_text(UNGUARDED)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "data")],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    command = [sys.executable, str(script), str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode != 0
     assert "__name__ == '__main__'" in done.stderr
