@@ -194,9 +194,9 @@ def test_polls_that_do_not_return_are_noticed_and_hold_nobody(hangs: str) -> Non
         end.wait()
         return False
 
-    deadline = DeadlineThread(1.0, stalls.append, (lambda: str(never())) if hangs == "communicator" else str)
+    deadline = DeadlineThread(0.4, stalls.append, (lambda: str(never())) if hangs == "communicator" else str)
     deadline.add("rows of sample 7", never if hangs == "work" else _Work().is_completed)
-    time.sleep(0.3)
+    time.sleep(0.1)
     deadline.add("rows of sample 8", _Work().is_completed)  # the main thread, which must not hang, too
     assert deadline.oldest().what == "rows of sample 7"
     wait_until(lambda: bool(stalls))

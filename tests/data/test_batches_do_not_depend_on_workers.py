@@ -25,7 +25,7 @@ from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.workers.loader import Loader
 from dilatant.data.workers.ordered_map import WorkerError, WorkerPool, unpickle_job
-from harness.patience import wait_until
+from harness.patience import HANG_SECONDS, wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)
 
@@ -177,7 +177,7 @@ def test_a_blocked_worker_does_not_outlive_its_command(tmp_path):
     (tmp_path / "blocked.py").write_text(BLOCKED)
     command = subprocess.Popen([sys.executable, tmp_path / "blocked.py"], stdout=subprocess.PIPE, text=True)
     worker = int(command.stdout.readline())
-    time.sleep(1.0)  # it is asleep by now, or about to be
+    time.sleep(0.3)  # it is asleep by now, or about to be
     command.kill()
     command.wait()
     command.stdout.close()
@@ -210,20 +210,21 @@ def test_data_that_a_notebook_defines_are_said_to_need_a_file(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("task", "seconds", "message"),
     [
-        (0, r"fail_oddly(.|\n)*ZeroDivisionError"),
-        (9, r"data worker 0 \(process \d+\) was killed by SIGKILL"),
-        (8, r"worker 0 \(process \d+\) has been at 8 for 2 s"),
+        (0, HANG_SECONDS, r"fail_oddly(.|\n)*ZeroDivisionError"),
+        (9, HANG_SECONDS, r"data worker 0 \(process \d+\) was killed by SIGKILL"),
+        (8, 0.5, r"worker 0 \(process \d+\) has been at 8 for 0.5 s"),
     ],
 )
-def test_a_task_that_fails_ends_or_stops_its_worker_is_named(task, message):
+def test_a_task_that_fails_ends_or_stops_its_worker_is_named(task, seconds, message):
     pool = WorkerPool(fail_oddly, 1)
     try:
-        assert list(pool.map([1], ahead=2)) == [1]
-        pool._task_seconds = 2.0  # only now that it has begun: a busy machine starts it in its own time
+        results = pool.map([1, task, 1], ahead=1)
+        assert next(results) == 1
+        pool._task_seconds = seconds  # of the next one alone
         with pytest.raises(WorkerError, match=message):
-            list(pool.map([1, task, 1], ahead=2))
+            list(results)
     finally:
         pool.close()
 

@@ -103,7 +103,7 @@ def test_held_samples_stay_in_budget_and_due_ones_still_arrive(pool) -> None:
     held = -1
     while held != len(source._outcomes) or not held:
         held = len(source._outcomes)
-        time.sleep(0.5)
+        time.sleep(0.2)
     # Of samples that take less than was said there are more than ten.
     assert taken() + each <= source.charged + each <= 11 * each
     assert held < 100
@@ -145,14 +145,14 @@ def test_forgotten_draws_are_dropped_and_can_be_requested_again(pool) -> None:
 
 
 def test_who_waits_is_told_for_what(pool, monkeypatch) -> None:
-    monkeypatch.setattr("dilatant.data.workers.request_queue.REPORT_SECONDS", 0.3)
+    monkeypatch.setattr("dilatant.data.workers.request_queue.REPORT_SECONDS", 0.1)
     reports = []
-    _, join_pool = pool(Numbered(seconds=1.5), workers=1)
+    _, join_pool = pool(Numbered(seconds=0.8), workers=1)
     source = join_pool(on_wait=reports.append)
     source.ask(requests([4, 5]))
     source.take("train", 105)
     assert len(reports) >= 3
-    assert all(report.seconds >= 0.3 * n for n, report in enumerate(reports, 1))
+    assert all(report.seconds >= 0.1 * n for n, report in enumerate(reports, 1))
     last = str(reports[-1])
     # By its place, or by its name once the record was read.
     assert last.split(" s for ")[1].startswith(("sample 5 of 'train'", "file:5 "))

@@ -247,18 +247,21 @@ def test_the_form_is_told_by_content_whatever_the_file_is_called(tmp_path, name)
     assert len(read_all(path)) == 5
 
 
+CHARACTERS = st.characters(exclude_categories=["Cs"])  # a codec takes seconds to look up
 JSON_VALUES = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-5, 5)
-    | st.text(max_size=6)
+    | st.text(CHARACTERS, max_size=6)
     | st.sampled_from(['"', '\\"', "\\\\", "}{", "]["]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(CHARACTERS, max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(
     extras=st.lists(JSON_VALUES, min_size=1, max_size=6),
     gaps=st.lists(st.sampled_from([",", ", ", " ,", ",\n", ",\r\n  ", ",  "]), min_size=1, max_size=6),
@@ -287,7 +290,7 @@ def test_a_large_array_is_read_as_the_standard_library_reads_it(tmp_path, indent
     assert [reader.records.read(index).fields for index in range(len(reader))] == records
 
 
-@settings(max_examples=100, deadline=None, print_blob=True)
+@settings(max_examples=50, deadline=None, print_blob=True)
 @given(
     lines=st.lists(st.sampled_from(["", "  ", "\t", '{"question": "q", "answer": "é\\n"}']), max_size=12),
     end=st.sampled_from(["", "\n", "\r\n"]),

@@ -155,7 +155,7 @@ def test_a_prompt_is_what_training_saw_before_the_last_answer():
 PARTS = st.lists(st.sampled_from(["image", "audio", "<image>", "<audio>", "text", "é", " "]), max_size=5)
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=40, deadline=None, print_blob=True)
 @given(st.lists(PARTS, min_size=1, max_size=3), st.booleans())
 def test_sizes_and_places_agree_for_any_mixture(turns, prepend):
     unplaced, conversation = [], []
@@ -315,7 +315,7 @@ def test_an_item_that_ends_where_a_sample_is_cut_stays(spare: int) -> None:
     assert len(cut.media.get("vision", ())) == (spare >= 0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.integers(2, 40), st.integers(0, 3))
 def test_truncation_keeps_first_tokens_and_never_splits_an_item(length: int, pictures: int) -> None:
     """Without the cut it is the same from the beginning; what is measured is what is made."""

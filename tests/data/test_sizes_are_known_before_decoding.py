@@ -71,16 +71,26 @@ def with_template(folder):
     return small_encoding(template=str(folder / "chat.jinja"))
 
 
-@pytest.mark.parametrize("write", [lines, array, parquet, shards])
 @pytest.mark.parametrize(
-    "make_encoding",
+    ("write", "make_encoding"),
     [
-        lambda folder: ENCODING,
-        lambda folder: replace(ENCODING, train_on="all"),
-        lambda folder: small_encoding(units=(replace(VISION, merge="prepend"), AUDIO)),
-        with_template,
+        (lines, lambda folder: ENCODING),
+        (array, lambda folder: ENCODING),
+        (parquet, lambda folder: replace(ENCODING, train_on="all")),
+        (shards, lambda folder: small_encoding(units=(replace(VISION, merge="prepend"), AUDIO))),
+        (lines, lambda folder: small_encoding(units=(replace(VISION, merge="prepend"), AUDIO))),
+        (parquet, with_template),
+        (shards, with_template),
     ],
-    ids=["plain", "all", "prepend", "template"],
+    ids=[
+        "lines",
+        "array",
+        "parquet-all",
+        "shards-prepend",
+        "lines-prepend",
+        "parquet-template",
+        "shards-template",
+    ],
 )
 def test_the_index_holds_what_encoding_gives(tmp_path, write, make_encoding):
     encoding = make_encoding(tmp_path)
@@ -247,12 +257,12 @@ def test_the_index_goes_to_the_users_cache(source, tmp_path, monkeypatch):
 
 def test_workers_measure_the_same(tmp_path):
     path = write_lines(
-        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
+        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(400)]
     )
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     together, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two", workers=2)
     assert same(alone, together)
-    assert calls[-1] == (900, 900)
+    assert calls[-1] == (400, 400)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
@@ -260,7 +270,7 @@ def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     from dilatant.data import parallel_map as pieces
 
     path = write_lines(
-        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
+        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(400)]
     )
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
@@ -274,7 +284,7 @@ def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     shared, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two")
     assert started == [2]
     assert same(alone, shared)
-    assert [done for done, _ in calls] == [*range(64, 900, 64), 900]
+    assert [done for done, _ in calls] == [*range(64, 400, 64), 400]
 
 
 def test_groups_of_blocks_are_measured_by_one_worker_each(tmp_path, monkeypatch):

@@ -22,27 +22,23 @@ def test_data_modules_import_neither_torch_nor_transformers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_encoding_with_a_chat_template_imports_no_torch(tmp_path: Path) -> None:
+def test_encoding_texts_images_and_sounds_imports_no_torch(tmp_path: Path) -> None:
     """As a worker does it, which is given the encoding; making a tokenizer may import torch (transformers 5.17)."""
     encoding = tmp_path / "encoding"
     encoding.write_bytes(pickle.dumps(Encoding(chat_tokenizer(byte_tokenizer()))))
     code = (
-        "import pickle, sys; from dilatant.data import Sample, Turn, encode_sample;"
+        "import pickle, sys, numpy as np; from dilatant.data import Sample, Turn, encode_sample;"
         "encoding = pickle.load(open(sys.argv[1], 'rb'));"
         "sample = Sample('s', (Turn('user', ('q',)), Turn('assistant', ('a',))));"
         "encode_sample(sample, encoding);"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(encoding)], check=True)
-
-
-def test_seeing_images_and_sounds_imports_no_torch() -> None:
-    code = (
-        "import sys, numpy as np; from dilatant.data.media_units.audio_unit import LogMelProcessor;"
+        "assert 'torch' not in sys.modules, 'a chat template';"
+        "from dilatant.data.media_units.audio_unit import LogMelProcessor;"
         "from dilatant.data.media_units.image_unit import PixelProcessor;"
         "from dilatant.data.media.sound_file import resample;"
+        "PixelProcessor(8, 8)(np.zeros((9, 9, 3), np.uint8));"
+        "assert 'torch' not in sys.modules, 'an image';"
         "wave = resample(np.zeros(44100, np.float32), 44100, 16000);"
-        "LogMelProcessor(window_frames=100)(wave[None]); PixelProcessor(8, 8)(np.zeros((9, 9, 3), np.uint8));"
-        "assert 'torch' not in sys.modules"
+        "LogMelProcessor(window_frames=100)(wave[None]);"
+        "assert 'torch' not in sys.modules, 'a sound'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code, str(encoding)], check=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +25,8 @@ from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers import json_records
 from dilatant.data.readers.reader import open_source
-from harness.patience import HANG_SECONDS
+from harness.fork_server import start_fork_server
+from harness.patience import HANG_SECONDS, wait_until
 
 ENCODING = small_encoding()
 
@@ -97,7 +98,7 @@ def test_opening_again_reads_nothing_of_the_data(tmp_path, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_opening_again_costs_the_same_for_any_number_of_samples(tmp_path, monkeypatch, cache, form):
     small = write_samples(tmp_path / "small", form, 20)
-    large = write_samples(tmp_path / "large", form, 2000)
+    large = write_samples(tmp_path / "large", form, 500)
     for source in (small, large):
         opened(source, source)
     settle(cache)
@@ -141,81 +142,85 @@ def test_opening_again_costs_the_same_for_any_number_of_samples(tmp_path, monkey
         assert len(pickle.dumps(blend)) < 8000
         done.append(dict(work))
     assert done[0]["read"] > 1000  # three headers
-    # Longer numbers in headers are all that may differ: 64 bytes in each. What is kept of 1980 samples is 100 kB.
+    # Longer numbers in headers are all that may differ: 64 bytes in each. What is kept of 480 samples is 24 kB.
     for kind, amount in done[0].items():
         assert abs(done[1][kind] - amount) < 1000, kind
 
 
-CHILD = """
-import os, sys, time
-from cases.data_builders import small_encoding
-from dilatant.config import DataSource
-from dilatant.data.readers import json_records
-from dilatant.data.order.blend import open_blend
-from dilatant.data.index.sizes import blend_sizes
-scans = []
-find = json_records._record_spans
-def scan(*args):
-    scans.append(args)
-    time.sleep(0.3)
-    return find(*args)
-json_records._record_spans = scan
-print("ready", flush=True)
-while not os.path.exists(sys.argv[2]):
-    time.sleep(0.005)
-calls = []
-def progress(done, total):
-    calls.append(done)
-    print("measuring", done, flush=True)
-    time.sleep(float(sys.argv[3]))
-blend = open_blend([DataSource(path=sys.argv[1])])
-index = blend_sizes(blend, small_encoding(), workers=0, progress=progress)
-print("end", len(scans), len(calls) - 1, index.tokens.sum(), index.content.sum(), flush=True)
-"""
+def open_together(data, go, seconds, told):
+    """What another process does: it says when it is ready, what it has measured, and how often it scanned and asked."""
+    scans, calls = [], []
+    find = json_records._record_spans
+
+    def scan(*args):
+        scans.append(args)
+        time.sleep(0.3)
+        return find(*args)
+
+    def progress(done, total):
+        calls.append(done)
+        told.send("measuring")
+        time.sleep(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DILATANT_CACHE", str(data.parent / "cache"))
+        patch.setattr(json_records, "_record_spans", scan)
+        told.send("ready")
+        wait_until(go.exists)
+        blend = open_blend([DataSource(path=str(data))])
+        index = blend_sizes(blend, small_encoding(), workers=0, progress=progress)
+    told.send((len(scans), len(calls) - 1, index.tokens.sum(), index.content.sum()))
 
 
-def children(tmp_path, count, go, seconds=0.05):
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path / "data"), str(go), str(seconds)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for _ in range(count)
-    ]
+@pytest.fixture
+def children(tmp_path):
+    """Starts processes that open the data once the file `go` is there, and ends them with the test."""
+    context = multiprocessing.get_context("forkserver")
+    start_fork_server()
+    started = []
+
+    def start(count, go, seconds=0.05):
+        for _ in range(count):
+            hears, tells = context.Pipe(duplex=False)
+            process = context.Process(target=open_together, args=(tmp_path / "data", go, seconds, tells))
+            process.start()
+            tells.close()
+            started.append((process, hears))
+        return started
+
+    yield start
+    for process, hears in started:
+        process.kill()
+        process.join()
+        hears.close()
 
 
-def test_of_processes_that_start_together_one_scans_and_measures(tmp_path):
+def test_of_processes_that_start_together_one_scans_and_measures(tmp_path, children):
     write_samples(tmp_path / "data", "jsonl", 300)
     go = tmp_path / "go"
-    processes = children(tmp_path, 3, go)
-    assert all(process.stdout.readline() == "ready\n" for process in processes)
+    told = [hears for _, hears in children(3, go)]
+    assert [hears.recv() for hears in told] == ["ready"] * 3
     go.touch()
-    ends = [process.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1].split() for process in processes]
-    assert sorted(int(scans) for _, scans, *_ in ends) == [0, 0, 1]
-    assert sorted(int(measured) for _, _, measured, *_ in ends) == [0, 0, 5]
-    assert len({tuple(result) for _, _, _, *result in ends}) == 1
+    ends = [next(said for said in iter(hears.recv, None) if said != "measuring") for hears in told]
+    assert sorted(scans for scans, *_ in ends) == [0, 0, 1]
+    assert sorted(measured for _, measured, *_ in ends) == [0, 0, 5]
+    assert len({tuple(result) for _, _, *result in ends}) == 1
 
 
-def test_a_process_killed_while_it_measures_holds_nobody_up(tmp_path, cache):
+def test_a_process_killed_while_it_measures_holds_nobody_up(tmp_path, cache, children):
     source = write_samples(tmp_path / "data", "jsonl", 300)
     go = tmp_path / "go"
     go.touch()
-    (process,) = children(tmp_path, 1, go, seconds=100)
-    assert process.stdout.readline() == "ready\n"
-    assert process.stdout.readline().startswith("measuring")
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    ((process, hears),) = children(1, go, seconds=100)
+    assert [hears.recv(), hears.recv()] == ["ready", "measuring"]
+    process.kill()
+    process.join()
     assert list(cache.glob("sizes-*.lock"))
     assert len(opened(source)[1]) == 300
 
 
 def flipped(data, at):
-    changed = bytearray(data)
-    changed[at] ^= 0x10
-    return bytes(changed)
+    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
 
 
 def test_every_damage_of_every_file_is_noticed_and_made_good(tmp_path, cache):
@@ -229,7 +234,7 @@ def test_every_damage_of_every_file_is_noticed_and_made_good(tmp_path, cache):
     assert len(files) == 5  # records and sizes of both, and the two together
     for path in [*files, *(file.with_suffix(".checked") for file in files)]:
         whole = path.read_bytes()
-        places = np.unique(np.linspace(0, len(whole) - 1, 5).astype(int)).tolist()
+        places = np.unique(np.linspace(0, len(whole) - 1, 4).astype(int)).tolist()
         damages = [flipped(whole, at) for at in places]
         damages += [whole[:at] for at in places] + [whole + b"\0", bytes(len(whole)), b"[1]\n"]
         for damage in damages:
@@ -389,11 +394,7 @@ def test_a_script_without_main_guard_fails_without_hanging(tmp_path):
         write_lines(tmp_path / f"data/{number}.jsonl", [{"text": "a"}])
     script = tmp_path / "train.py"
     script.write_text(UNGUARDED)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "data")],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    command = [sys.executable, str(script), str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode != 0
     assert "__name__ == '__main__'" in done.stderr

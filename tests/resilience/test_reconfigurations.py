@@ -24,7 +24,7 @@ STAGES: tuple[tuple[Leaves, ...], ...] = (
     ("joined", "joined"),  # and so is the copy that is made of them in its place
     ("joined", "rebuilding", "fenced"),
 )
-OFTEN = (STAGES[0], STAGES[2], STAGES[4])
+OFTEN = (STAGES[2], STAGES[4])
 
 
 @pytest.fixture

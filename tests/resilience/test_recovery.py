@@ -25,7 +25,8 @@ TOLERANCE = 1e-5
 def make_project(folder: Path, parallel: dict[str, Any] | None, **train: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_images(folder, 24)
-    tree = tiny_config(steps=STEPS, global_batch_size=8, save_steps=None, **train)
+    schedule = {"kind": "constant"}  # a run of fewer steps has the same losses
+    tree = tiny_config(steps=STEPS, global_batch_size=8, save_steps=None, schedule=schedule, **train)
     tree["model"]["language_model"]["config"]["num_hidden_layers"] = 2
     if parallel is not None:
         tree["parallel"] = {**parallel, "microbatches": 2}
@@ -35,7 +36,8 @@ def make_project(folder: Path, parallel: dict[str, Any] | None, **train: Any) ->
 
 
 COPIES = {"units": {"language": {"replicas": 4}}, "colocated": {"vision": "language"}}
-PIPELINES = {"units": {"vision": {"replicas": 2}, "language": {"replicas": 2, "pp": 2}}}
+PIPELINES = {"units": {"language": {"replicas": 2, "pp": 2}}, "colocated": {"vision": "language"}}
+APART = {"units": {"vision": {"replicas": 2}, "language": {"replicas": 2, "pp": 2}}}
 CHAIN = {"units": {"language": {"pp": 2}}, "colocated": {"vision": "language"}}
 
 
@@ -47,9 +49,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(project / "run")
 
 
-def require_equal(ended: Ended, undisturbed: list[float]) -> None:
+def require_equal(ended: Ended, undisturbed: list[float], steps: int = STEPS) -> None:
     assert ended.exit_code == 0, ended.output
-    assert ended.losses == pytest.approx(undisturbed, rel=TOLERANCE), ended.events
+    assert ended.losses == pytest.approx(undisturbed[:steps], rel=TOLERANCE), ended.events
     assert ended.events[-1]["reason"] == "finished"
     generations = [event["generation"] for event in ended.events]
     assert generations == sorted(generations)
@@ -82,19 +84,31 @@ def test_replicas_survive_loss_of_workers_agent_and_coordinator(
     assert {node.name: node.is_member for node in found.nodes} == {f"node{n}": n == 2 for n in range(4)}
 
 
+@pytest.mark.parametrize(
+    ("parallel", "nodes", "copies", "steps"),
+    [(PIPELINES, 4, 2, 12), pytest.param(APART, 6, 1, STEPS, marks=pytest.mark.slow)],
+    ids=["together", "apart"],
+)
 def test_pipelines_survive_two_losses_and_losses_during_recovery(
-    tmp_path: Path, undisturbed: list[float]
+    tmp_path: Path,
+    undisturbed: list[float],
+    parallel: dict[str, Any],
+    nodes: int,
+    copies: int,
+    steps: int,
 ) -> None:
+    """After the first loss there are as many copies as two losses at once ask for."""
     ended = run_with_faults(
-        make_project(tmp_path, PIPELINES),
-        Fault(4, "agent:0"),
-        Fault(9, "worker:3"),
-        Fault(9, "coordinator"),
-        Fault(9, "worker:1", later=0.1),
+        make_project(tmp_path, parallel),
+        Fault(2, "agent:0"),
+        Fault(5, "worker:3"),
+        Fault(5, "coordinator"),
+        Fault(5, "worker:1", later=0.1),
+        arguments=changes(f"resilience.fault_tolerance={copies}", f"train.steps={steps}"),
     )
     assert ended.injected == 4
-    require_equal(ended, undisturbed)
-    assert len(ended.events[-1]["members"]) == 3
+    require_equal(ended, undisturbed, steps)
+    assert len(ended.events[-1]["members"]) == nodes - 3
 
 
 @pytest.mark.slow

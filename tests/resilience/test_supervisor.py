@@ -26,7 +26,6 @@ def supervised(
 ) -> Iterator[tuple[CoordinatorSupervisor, ProcessStart]]:
     monkeypatch.setattr(process, "ASK_SECONDS", 0.1)
     monkeypatch.setattr(process, "ANSWER_SECONDS", 2.0)
-    monkeypatch.setattr(supervisor, "UNATTENDED_SECONDS", 3.0)
     start = ProcessStart("127.0.0.1", 0, (b"t" * 32).hex(), Settings(lease_seconds=0.1), str(tmp_path))
     coordinator = CoordinatorSupervisor(start)
     yield coordinator, replace(start, port=coordinator.await_port())
@@ -85,12 +84,20 @@ def test_connection_flood_neither_kills_nor_blocks_coordinator(
 
 
 def test_run_ends_with_error_when_coordinator_cannot_restart(
-    supervised: tuple[CoordinatorSupervisor, ProcessStart], capfd: pytest.CaptureFixture[str]
+    supervised: tuple[CoordinatorSupervisor, ProcessStart],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     coordinator, start = supervised
     assert becomes(coordinator, lambda: answers(start))
     Path(start.folder, "coordinator.json").write_text("nothing of ours")
-    os.kill(coordinator.child.process.pid, signal.SIGKILL)
+    first = coordinator.child.process
+    first.kill()
+    assert becomes(
+        coordinator, lambda: coordinator.child.process is not first and not coordinator.child.is_alive
+    )
+    assert not coordinator.failure
+    monkeypatch.setattr(supervisor, "UNATTENDED_SECONDS", 0.1)
     assert becomes(coordinator, lambda: bool(coordinator.failure))
     assert "no coordinator could be started" in coordinator.failure
     said = capfd.readouterr().err

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dilatant.cli.app import main
+from harness.fork_server import start_fork_server
 from harness.patience import HANG_SECONDS
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
@@ -42,34 +44,34 @@ class Ended:
 def run_with_faults(
     project: Path, *faults: Fault, arguments: tuple[str, ...] = (), limit: float = HANG_SECONDS
 ) -> Ended:
-    """Train `project/config.yaml` and inject the faults, in their order."""
+    """Train `project/config.yaml` and inject the faults, in their order. The command is forked from who has imported
+    what it needs."""
     run = project / "run"
     log = project / "output.txt"
     injected = 0
-    with log.open("w") as output:
-        command = subprocess.Popen(
-            [*COMMAND, "train", "config.yaml", "--overwrite", *arguments],
-            cwd=project,
-            stdout=output,
-            stderr=output,
-        )
+    start_fork_server()
+    command = multiprocessing.get_context("forkserver").Process(
+        target=_command, args=(project, log, ("train", "config.yaml", "--overwrite", *arguments))
+    )
+    command.start()
     deadline = time.monotonic() + limit
     try:
         for fault in faults:
-            while len(losses(run)) < fault.after_step and command.poll() is None:
+            while len(losses(run)) < fault.after_step and command.is_alive():
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.005)
             time.sleep(fault.later)
             pid = _pid(run / "resilience", fault.victim)
-            if pid is not None and command.poll() is None:
+            if pid is not None and command.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, fault.signal)
                     injected += 1
-        code = command.wait(max(1.0, deadline - time.monotonic()))
+        command.join(max(1.0, deadline - time.monotonic()))
+        code = command.exitcode
+        assert code is not None, log.read_text()
     finally:
-        if command.poll() is None:
-            command.kill()
-            command.wait()
+        command.kill()
+        command.join()
     events = run / "resilience" / "events.jsonl"
     told = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
     return Ended(code, losses(run), told, log.read_text(), injected)
@@ -109,6 +111,15 @@ def losses(run: Path) -> list[float]:
         return [json.loads(line)["loss"] for line in lines]
     except (FileNotFoundError, json.JSONDecodeError):
         return []
+
+
+def _command(folder: Path, log: Path, arguments: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    with log.open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    sys.argv = ["dilatant", *arguments]
+    main()
 
 
 def _pid(folder: Path, victim: str) -> int | None:

@@ -33,7 +33,8 @@ from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS
 from dilatant.resilience.processes.messages import Seat, connect
 from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, ProcessStart
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
-from dilatant.resilience.worker.rank import FOLDER, LATER_SECONDS, train_seat
+from dilatant.resilience.worker import rank as rank_module
+from dilatant.resilience.worker.rank import FOLDER, train_seat
 from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.prepare import prepare
@@ -42,6 +43,8 @@ from harness.patience import HANG_SECONDS
 
 TOKEN = b"of ranks under test, and no other"
 DYING_STEP = 5
+LATER_SECONDS = 0.3
+"""What these ranks have for `rank.LATER_SECONDS`."""
 Leaves = Literal["fenced", "rebuilding", "joined"]
 """How far a visitor comes: it stands still; all are to join; all have joined, and build their groups."""
 Dies = Literal["with its vote out", "before it catches up"]
@@ -240,6 +243,7 @@ def _train(
     config: str, plan: str, store: int, node: str, agent: int, rank: int, size: int, dies: Dies | None
 ) -> None:
     torch.set_num_threads(1)
+    rank_module.LATER_SECONDS = LATER_SECONDS
     if dies is not None:
         _die(dies)
     at = connect_store("127.0.0.1", store, TOKEN, on_one_machine=True)
