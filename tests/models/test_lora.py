@@ -20,6 +20,7 @@ from dilatant.models.adapters.lora import inject, is_adapter, merged_state
 from dilatant.models.build import build_model
 from dilatant.models.core.dtype import four_bit_names
 from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.boxes import Box
 from dilatant.plan.costs.stage_costs import stage_costs
@@ -70,8 +71,12 @@ def test_an_adapter_of_peft_fits_the_only_part_that_has_adapters(tmp_path):
         assert torch.equal(tensor, saved[f"base_model.model.{weights[name].key}".replace(".default", "")])
 
 
+def without_memory(lora: LoraConfig) -> MultimodalModel:
+    return MultimodalModel({}, PretrainedModel.of(whole_config("llava"), "model", lora=lora), device="meta")
+
+
 def test_only_adapters_train():
-    ours = opened("llava", lora=LoraConfig(**EVERYWHERE))
+    ours = without_memory(LoraConfig(**EVERYWHERE))
     for unit in ours.units.values():
         trains = {name for name, parameter in unit.named_logical_parameters() if parameter.requires_grad}
         assert trains == {weight.name for weight in unit.weights if is_adapter(weight.name)} != set()
@@ -128,7 +133,7 @@ def test_what_names_nothing_is_said(settings, message):
 
 
 def test_planners_count_what_a_stage_holds_in_four_bits():
-    ours = opened("llava", lora=LoraConfig(target_modules=("q_proj", "v_proj")))
+    ours = without_memory(LoraConfig(target_modules=("q_proj", "v_proj")))
     unit = ours["language"]
     unit.four_bit = four_bit_names(unit)  # beside adapters and elsewhere, but no head
     plain = dict(reference("llava").model.language_model.layers[0].named_parameters())
@@ -159,7 +164,7 @@ def test_the_head_gets_no_adapter_and_patterns_mean_whole_names():
 
 
 def test_ranks_shard_adapters_like_layers_except_with_dropout():
-    unit = opened("llava", lora=LoraConfig())["language"]
+    unit = without_memory(LoraConfig())["language"]
     plan = tensor_plan(unit)
     assert degree_problems(unit, plan, 2) == []
     block = "language.layers.0"
@@ -168,9 +173,9 @@ def test_ranks_shard_adapters_like_layers_except_with_dropout():
     # Of these each rank has a summand: of all outputs' gradient, and of its own tokens'.
     assert {f"{block}.mlp.up_proj.lora_A.weight", f"{block}.mlp.down_proj.lora_B.weight"} <= plan.partial
     assert not any(name.endswith("default.weight") or "base_layer" in name for name in plan.partial)
-    plan = tensor_plan(opened("llava", lora=LoraConfig(use_dora=True))["language"])
+    plan = tensor_plan(without_memory(LoraConfig(use_dora=True))["language"])
     assert plan.cuts[f"{block}.mlp.up_proj.lora_magnitude_vector.weight"].dim == 0
     assert f"{block}.mlp.down_proj.lora_magnitude_vector.weight" in plan.partial
-    dropping = opened("llava", lora=LoraConfig(lora_dropout=0.1))["language"]
+    dropping = without_memory(LoraConfig(lora_dropout=0.1))["language"]
     (problem,) = degree_problems(dropping, tensor_plan(dropping), 2)
     assert "model.lora.lora_dropout is 0.1" in problem

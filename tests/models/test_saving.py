@@ -156,12 +156,6 @@ def test_a_saved_model_generates_the_same(tmp_path: Path) -> None:
     assert torch.equal(given, mllm.generate(ids, encoder_inputs=inputs, max_new_tokens=5, do_sample=False))
 
 
-def test_the_dtype_that_is_asked_for_is_that_of_every_part(tmp_path: Path) -> None:
-    vision_language().save_pretrained(tmp_path)
-    loaded = MultimodalModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize(
     "change",
     [

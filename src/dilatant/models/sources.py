@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
-from dilatant.models.core.structure import DEPTH_KEYS
+from dilatant.models.core.structure import DEPTH_KEYS, on_meta
 from dilatant.models.families.families import FAMILIES
 
 HUB_TIMEOUT_SECONDS = 10.0
@@ -163,7 +163,7 @@ def _on_meta(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     try:
-        with torch.device("meta"):
+        with on_meta():
             model = construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
     except Exception as error:
         raise UserError(f"{where}: {config.model_type} cannot be built: {one_line(error)}") from None

@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -68,21 +69,21 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     skipping = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in skipping}  # a tied weight once
     marked = _mark_undrawn(fresh, {*here, *skipped})
+    owners = cache(models_of)
     with excluded_from_init(skipped.values()):
         drawn = here  # a tied weight may have been drawn with another layer in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
                 family = _family_of(unit, path)
                 if family is not None:
-                    _draw(models_of(family), piece, drawn)
+                    _draw(owners(family), piece, drawn)
                 else:
                     _reset(piece, layer)
             with seeded(seed, f"{layer}/{path}/adapters"):
                 reset_adapters(piece)
         with seeded(seed, unit.unit):
-            owners = models_of(model)
             for module in reversed(shared):
-                owners[id(module)]._init_weights(module)
+                owners(model)[id(module)]._init_weights(module)
     undrawn = {place: tensor for place, tensor in marked.items() if _is_undrawn(tensor)}
     constants = _constants(model) if undrawn and isinstance(model, PreTrainedModel) else {}
     lacking = []

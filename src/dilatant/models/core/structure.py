@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from dilatant.config.errors import UserError, one_line
 
@@ -102,11 +105,27 @@ def _pipeline_plan(model: nn.Module) -> dict[str, bool]:
     return {name: position > names.index("layers") for position, name in enumerate(names)}
 
 
+class _WithoutDraws(TorchFunctionMode):
+    """Skip torch's initialisation of linear layers and embeddings that are on the meta device and hold no numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_) and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build models on the meta device, without the time that drawing their weights would take."""
+    with torch.device("meta"), _WithoutDraws():
+        yield
+
+
 @torch.random.fork_rng(devices=[])
 def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> int:
     """Count the tokens that an encoder outputs for one row of `row_shape`. Raises UserError if its forward fails."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             model = AutoModel.from_config(config)
             row = torch.empty(1, *row_shape)
         with torch.no_grad():  # some count patches with tensors of the default device, which need values
@@ -117,16 +136,31 @@ def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> in
         ) from None
 
 
-@torch.random.fork_rng(devices=[])
 def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[int, ...]) -> frozenset[str]:
     """Return the names of parameters that an encoder's last hidden state does not depend on (pooling heads, mask
     tokens).
 
     Empty for a family whose forward does not run on the meta device.
     """
+    settings = repr(PreTrainedConfig.to_dict(model.config))
+    return _unused_parameters(_Skeleton(type(model), settings, model.config), input_name, row_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """A model without weights: a class, the settings by which it is known again, and the config that has them."""
+
+    kind: type[PreTrainedModel]
+    settings: str
+    config: Any = field(compare=False)
+
+
+@lru_cache(maxsize=32)  # units of one model are built several times in a run
+@torch.random.fork_rng(devices=[])
+def _unused_parameters(of: _Skeleton, input_name: str, row_shape: tuple[int, ...]) -> frozenset[str]:
     try:
-        with torch.device("meta"):
-            skeleton = type(model)(copy.deepcopy(model.config))
+        with on_meta():
+            skeleton: Any = of.kind(copy.deepcopy(of.config))
             skeleton.set_attn_implementation("eager")  # kernels may not support the meta device
             row = torch.empty(1, *row_shape)
         with torch.enable_grad():

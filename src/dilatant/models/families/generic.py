@@ -12,12 +12,11 @@ import json
 import re
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from dilatant.config.errors import UserError, one_line
-from dilatant.models.core.structure import find_structure
+from dilatant.models.core.structure import find_structure, on_meta
 from dilatant.models.encoders.generic_encoder import GenericTower
 from dilatant.models.encoders.narrow_encoder import FEATURES, TOKENS
 from dilatant.models.families.families import FAMILIES, Family
@@ -36,7 +35,7 @@ def opens_whole(config: Any) -> bool:
 def read_family(config: Any, where: str) -> Family:
     """Read the family of a model from the model itself. Raises UserError if it has another interface."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             model: Any = AutoModelForImageTextToText.from_config(copy.deepcopy(config))
     except Exception as error:
         raise _refusal(config, where, one_line(error)) from None

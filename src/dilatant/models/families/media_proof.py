@@ -76,7 +76,9 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
                 found.append((mask, *_prove(_narrow(own), attend)))
         except Exception as error:
             found.append((mask, *(one_line(error),) * 3))
-    return next((each for each in found if each[2] is None), found[0])
+        if found[-1][2] is None:
+            return found[-1]
+    return found[0]
 
 
 MASKS: tuple[MediaAttention, ...] = ("causal", "bidirectional")

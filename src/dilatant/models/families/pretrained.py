@@ -24,6 +24,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key, inject, is_adapter, merged_state, plain_key
 from dilatant.models.core.cross_attention import accept_cross_rows
 from dilatant.models.core.materialize import allocate_meta_tensors, excluded_from_init, models_of, seeded
+from dilatant.models.core.structure import on_meta
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
@@ -73,7 +74,7 @@ class PretrainedModel:
         """Build the model on the meta device, with its own copy of the config. options: of `from_config`. Raises
         UserError."""
         try:
-            with torch.device("meta"):
+            with on_meta():
                 model = auto_class(self.config).from_config(
                     copy.deepcopy(self.config), dtype=self.dtype, **options
                 )

@@ -31,6 +31,7 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.materialize import materialize, seeded
 from dilatant.models.core.stage import StepData
+from dilatant.models.core.structure import on_meta
 from dilatant.models.core.unit import Unit
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.shrink import shrink, special_ids
@@ -124,7 +125,7 @@ def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mappin
     """Build the small model with random weights, perturbed so that no weight has a special value such as 0 or 1."""
     config = type(unit.model.config).from_dict(dict(settings))
     if whole is None:
-        with torch.device("meta"):
+        with on_meta():
             _refuse_large(cast(Any, type(unit.model))(config))
         # With memory at once: some families draw weights in their constructors alone.
         model = cast(Any, type(unit.model))(config)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.config.errors import UserError, list_problems, one_line
+from dilatant.models.core.structure import on_meta
 from dilatant.models.generators.denoiser_families import AUTOENCODERS, FAMILIES, DenoiserFamily
 from dilatant.models.generators.denoiser_source import DenoiserSource
 from dilatant.models.generators.diffusion import Diffusion, Objective, Targets
@@ -45,7 +46,7 @@ class InspectedDenoiser:
 def inspect_denoiser(source: DenoiserSource, where: str) -> InspectedDenoiser:
     """Inspect a source by building the models on the meta device. Raises UserError that lists what does not fit, or if
     diffusers is not installed."""
-    with torch.device("meta"):
+    with on_meta():
         net = _build(source.settings, where, tuple(FAMILIES))
         vae = None
         if source.vae_settings is not None:
@@ -145,7 +146,7 @@ def build_diffusion(
             return net, source.features.build(f"{where}.target.encoder")
         return net, None if vae is None else _build(vae, f"{where}.vae", AUTOENCODERS)
 
-    with torch.device("meta"):
+    with on_meta():
         net, encoder = fresh()
         pool = None
         if seen.pooled is not None:
