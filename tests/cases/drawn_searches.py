@@ -19,7 +19,7 @@ ROUNDING = 1 + 1e-9
 def often(test):
     """As a few cases by default, and as 500 among the slow ones."""
     return pytest.mark.parametrize(
-        "cases", [8, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"]
+        "cases", [4, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"]
     )(test)
 
 

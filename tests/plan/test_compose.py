@@ -29,7 +29,7 @@ def random_templates(draw, sizes, planned):
     return templates
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_slowest_pipeline_is_as_fast_as_any_composition_allows(seed):
     draw = random.Random(seed)
@@ -57,7 +57,7 @@ def test_slowest_pipeline_is_as_fast_as_any_composition_allows(seed):
     assert len(found.pipelines) >= faults + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_microbatches_are_shared_for_the_least_makespan(seed):
     draw = random.Random(seed)

@@ -42,7 +42,7 @@ def searched(seed, devices, fills_idle, all_devices=False):
 
 def test_a_leftover_pipeline_keeps_all_samples_and_never_slows():
     gained = 0
-    for seed, devices in enumerate([5, 5, 7, 7, 11]):
+    for seed, devices in enumerate([5, 5, 7]):
         plain, _ = searched(seed, devices, fills_idle=False)
         filled, (spec, costs, machine, workload, tokens) = searched(seed, devices, fills_idle=True)
         assert filled.seconds <= plain.seconds

@@ -52,7 +52,7 @@ def case(draw):
     return spec, replace(costs, layers=curved), Workload(tokens, {}, dense), batch
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_plan_beats_the_bound_of_its_candidate(seed):
     draw = random.Random(seed)
@@ -69,7 +69,7 @@ def test_no_plan_beats_the_bound_of_its_candidate(seed):
         assert finals.seconds[one] >= one.bound / ROUNDING
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_plan_beats_its_candidate_bound_under_a_row_limit(seed):
     """Microbatches of so many samples, too, are cut further where a limit asks for that; dense rows then cost less."""
@@ -100,7 +100,7 @@ def test_bound_holds_where_dense_rows_cost_less_than_samples():
     assert finals.seconds[one] >= one.bound / ROUNDING
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
     draw = random.Random(seed)

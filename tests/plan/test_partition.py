@@ -21,7 +21,7 @@ def stages(cuts, layers):
     return list(zip(cuts, (*cuts[1:], layers)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(integers, st.integers(1, 14))
 def test_the_bottleneck_is_the_smallest_possible(costs, num_stages):
     num_stages = min(num_stages, len(costs))
@@ -32,7 +32,7 @@ def test_the_bottleneck_is_the_smallest_possible(costs, num_stages):
     assert max(sum(costs[a:b]) for a, b in stages(cuts, len(costs))) == best_bottleneck(costs, num_stages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(reals, st.integers(1, 14))
 def test_real_costs_reach_the_optimum_up_to_rounding(costs, num_stages):
     num_stages = min(num_stages, len(costs))
@@ -54,7 +54,7 @@ def test_a_frozen_half_gets_fewer_stages():
     assert sum(cut < 8 for cut in cuts) == 1, "eight frozen layers weigh as much as 2.7 trained ones"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_under_memory_the_bottleneck_is_the_smallest_that_fits(data):
     layers = data.draw(st.integers(1, 9))

@@ -70,7 +70,7 @@ running = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(
     st.lists(st.tuples(st.floats(0.3, 60.0), st.booleans(), running), min_size=1, max_size=8),
     st.floats(0.0, 80.0),

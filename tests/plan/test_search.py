@@ -33,7 +33,7 @@ from dilatant.schedule.plan_scorer import PlanSimulator
 from oracles.search import best_step, best_with_own_replicas, layer_seconds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_plan_on_all_devices_is_faster(seed):
     draw = random.Random(seed)
@@ -68,7 +68,7 @@ def test_no_plan_on_all_devices_is_faster(seed):
     assert found.seconds == pytest.approx(expected)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_plan_that_fits_memory_is_faster(seed):
     draw = random.Random(seed)

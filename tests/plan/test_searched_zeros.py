@@ -32,7 +32,7 @@ def sharers(zero, nodes, replicas):
     return replicas if zero == "all" or (zero == "node" and nodes == 1) else 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_plan_is_faster_whoever_shares_state(seed):
     draw = random.Random(seed)

@@ -41,7 +41,7 @@ def random_case(draw):
     return seconds, node, draw.choice([1, 2, 3, 5, 8, 16, 40]), memory
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_every_node_count_gets_the_best_of_all_its_pipelines(seed):
     seconds, node, microbatches, memory = random_case(random.Random(seed))
@@ -61,7 +61,7 @@ def test_every_node_count_gets_the_best_of_all_its_pipelines(seed):
             assert fits([gpus for _, _, gpus in found.stages], cuts, microbatches, memory)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_fewer_microbatches_than_stages_keep_to_the_definition(seed):
     draw = random.Random(seed)

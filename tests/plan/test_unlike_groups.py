@@ -376,7 +376,7 @@ def test_estimated_time_of_unlike_pipelines_is_near_simulated():
 
 def test_a_plan_reports_encoder_placement_or_mixed_pipelines():
     seen = set()
-    for seed in range(8):
+    for seed in range(3):
         found = Case(seed).search(group("fast", 2), group("slow", 2))
         for one in (found.winner, *found.runners_up):
             language = {stage.ranks for own in one.plan.unit("language").replicas for stage in own.stages}

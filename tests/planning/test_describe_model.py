@@ -152,9 +152,13 @@ def test_layer_costs_are_measured_here_and_modelled_elsewhere(tmp_path):
         if entry.geometry is not None:
             assert cost.forward.a == 0  # images and clips do not attend to each other
         assert bool(modelled.layers[entry.kind][ONE].forward.a) == (entry.role == BLOCK)
+    # Attention of our own skips the area between samples.
+    assert not any(degrees[ONE].dense_seconds for degrees in measured.layers.values())
+    assert not is_assumed(found, measured)
+    assert dense_rows(found, measured) == {}
 
 
-@pytest.mark.parametrize(("attention", "is_measured"), [(None, False), ("sdpa", True), ("eager", False)])
+@pytest.mark.parametrize(("attention", "is_measured"), [("sdpa", True), ("eager", False)])
 def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_measured):
     given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
     language = given.model.text.model_copy(update={"attn_implementation": attention})
@@ -187,7 +191,7 @@ def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_
     )
     assert is_assumed(found, unmeasured) == is_measured
     assumed = {"sdpa": {"language": DenseRows.always(2.0)}, "eager": {"language": DenseRows.always(1.0)}}
-    assert dense_rows(found, unmeasured) == assumed.get(attention, {})
+    assert dense_rows(found, unmeasured) == assumed[attention]
 
 
 def test_a_dense_unit_row_costs_what_its_blocks_measured(tmp_path):

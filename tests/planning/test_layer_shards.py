@@ -20,6 +20,7 @@ from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.planning.problem.planned_hardware import plan_target
+from dilatant.planning.problem.searched_settings import planned_degrees
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", **WIDTH, "num_key_value_heads": 2, "vocab_size": 65}
@@ -142,9 +143,9 @@ def model_units(family: str) -> set[str]:
 def test_all_degrees_are_measured_saved_and_note_modelled_parts(tmp_path):
     settings = {"plan": {"tensor_parallel": [1, 2], "context_parallel": [1, 2], "measure_seconds": 600}}
     config = configured(tmp_path, **settings)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": 64})})
     model, target = described(tmp_path), plan_target(config.cluster)
-    costs = layer_costs(config, model, target)
+    degrees = planned_degrees(config.plan, model, target)
+    costs = measure_layers(model, target, (8, 16), repeats=1, degrees=degrees)
     assert degrees_of(costs) == [Degrees(tp, cp) for tp in (1, 2) for cp in (1, 2)]
     assert CostModel.from_yaml(costs.to_yaml()) == costs
     assert costs.origin == "measured"

@@ -24,7 +24,7 @@ SHORT = 128  # data.max_length
 def _config(folder: Path, **sections: Any) -> Config:
     cluster = {"hardware": "H100", "gpus_per_node": 1, **sections.pop("cluster", {})}
     asked = config(folder, **{"cluster": cluster, **sections})
-    return asked if "plan" in sections else asked.model_copy(update={"plan": PlanConfig()})
+    return asked if "plan" in sections else asked.model_copy(update={"plan": PlanConfig(measure_seconds=0)})
 
 
 def _problem(folder: Path, **sections: Any) -> PlanningProblem:
@@ -93,7 +93,8 @@ def test_row_lengths_of_the_config_and_of_cpus_are_kept(tmp_path: Path, sections
 
 def test_pipelines_keep_their_microbatches(tmp_path: Path) -> None:
     problem = _problem(tmp_path, cluster={"gpus_per_node": 2, "memory_gib": 80})
-    ranked = [one.plan for one in (plan_run(problem).result.winner, *plan_run(problem).result.runners_up)]
+    result = plan_run(problem).result
+    ranked = [one.plan for one in (result.winner, *result.runners_up)]
     pipelines = [plan for plan in ranked if len({*(placed.stage.ranks for placed in plan.stages())}) > 1]
     staged = [
         plan for plan in pipelines if any(len(r.stages) > 1 for unit in plan.units for r in unit.replicas)

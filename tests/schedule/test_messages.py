@@ -19,7 +19,7 @@ from dilatant.schedule.simulator.predict import message_sums
 from oracles.event_simulator import needs, samples_of
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_messages_are_exactly_the_rows_that_actions_need(seed):
     step = random_step(seed)

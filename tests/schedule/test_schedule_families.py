@@ -48,7 +48,7 @@ def most_in_flight(schedule: Schedule, rank: int, freed_by: str) -> int:
     return most
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(GENERAL))
 def test_every_family_gives_a_valid_schedule_for_every_step(seed, name):
     step = random_step(seed)
@@ -163,7 +163,7 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_rank(groups, per_rank
     assert timeline.seconds == pytest.approx(2 * (microbatches + (groups - 1) / per_rank), rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 13), st.booleans(), st.booleans())
 def test_interleaving_never_deadlocks(groups, per_rank, microbatches, encoder, generator):
     ranks = [(r,) for r in range(groups)]

@@ -41,7 +41,7 @@ def message_times(graph, values):
     return {(graph.action(s), graph.action(t)): float(v) for (s, t), v in zip(pairs, values, strict=True)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_equals_the_event_simulator_on_random_schedules(seed):
     rng = np.random.default_rng(seed)
@@ -108,7 +108,7 @@ def random_group(rng, devices=0):
     return Cluster(max(1, -(-devices // gpus)), gpus, 1e12, *bandwidths, ports=int(rng.integers(1, gpus + 1)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_messages_take_turns_at_ports_as_in_the_event_simulator(seed):
     rng = np.random.default_rng(seed)
@@ -138,7 +138,7 @@ def test_messages_take_turns_at_ports_as_in_the_event_simulator(seed):
     assert run(graph, seconds, lag=lag).seconds == pytest.approx(ends.max(), rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_busy_and_idle_by_cause_fill_every_rank_exactly(seed):
     rng = np.random.default_rng(seed)

@@ -28,7 +28,7 @@ def two_stages() -> tuple[Plan, Assignment]:
     return plan, Assignment({"language": (((0, 1), (2,)),)})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_deadlock_is_found_exactly_when_event_simulator_hangs(seed):
     rng = np.random.default_rng(seed)

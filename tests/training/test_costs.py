@@ -40,7 +40,7 @@ def config(**sections: Any) -> Config:
     return parse_config(tree, Path("/nowhere"))
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(cases())
 def test_stages_of_any_model_cost_time_only_where_they_compute(case: Case) -> None:
     model = build_model(case, "meta")

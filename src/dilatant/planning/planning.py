@@ -48,6 +48,7 @@ from dilatant.report.text.wording import bytes_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import NamedPolicy
+from dilatant.schedule.assignment.step_assignment import QUICK
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.simulator.predict import predict
@@ -282,6 +283,7 @@ def _search_problem(
         copies=fault_tolerance + 1,
         ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
         fills_idle=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
+        fills_microbatches=problem.policy in QUICK,
     )
     known = problem.costs, target.cluster, problem.simulated(), problem.global_batch, target.rules
     return SearchProblem(problem.model.spec, *known, settings)

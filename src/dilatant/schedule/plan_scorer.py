@@ -26,7 +26,8 @@ from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import QUICK, Microbatching, assign_step
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT
+from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT, PackedActions, pack
+from dilatant.schedule.plan_arrays import plan_arrays
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import TimedStep, time_step
@@ -179,33 +180,42 @@ def best_steps(
             assigned[key] = assign_step(plan, costs, batches[number], own, anchor)
         return assigned[key]
 
-    def timed(name: str, how: Microbatching) -> list[TimedStep]:
-        found = []
-        for number, batch in enumerate(batches):
-            assignment = assign(number, name, how)
-            graph = build(plan, assignment, families[name](plan, assignment, trainability))
-            found.append(time_step(graph, costs, batch))
-        return found
+    built: dict[tuple[int, bytes], TimedStep] = {}
+
+    def timed(number: int, name: str, how: Microbatching) -> TimedStep:
+        assignment = assign(number, name, how)
+        schedule = families[name](plan, assignment, trainability)
+        key = id(assignment), _order_of(pack(plan_arrays(plan), assignment, schedule))
+        if key not in built:  # with few microbatches, families give the same order
+            built[key] = time_step(build(plan, assignment, schedule), costs, batches[number])
+        return built[key]
 
     # Running a searching policy for every family would dominate the time: the quick policy chooses the family first.
     searches = how.policy not in QUICK
     quickly = replace(how, policy="balanced") if searches else how
-    quick: dict[str, list[TimedStep]] = {}
+    numbers = range(len(batches))
+    quick: dict[str, list[TimedStep]] = {name: [] for name in families}
+    least = {
+        name: [0.0] * len(batches) for name in families
+    }  # seconds of each batch, or a lower bound of them
 
-    def time_all(name: str) -> float:
-        quick[name] = timed(name, quickly)
-        return sum(one.seconds_synced for one in quick[name])
+    def time_next(name: str) -> None:
+        number = len(quick[name])
+        quick[name].append(timed(number, name, quickly))
+        least[name][number] = quick[name][number].seconds_synced
 
-    known = dict.fromkeys(families, 0.0)  # seconds, or a lower bound of them
     if FIRST in families:
-        first = time_all(FIRST)
-        whole, split = map(sum, zip(*map(least_seconds, quick[FIRST]), strict=True))
-        known = {name: split if name in SPLIT_BACKWARD_FAMILIES else whole for name in families} | {
-            FIRST: first
-        }
+        for _ in numbers:
+            time_next(FIRST)
+        for number, step in enumerate(quick[FIRST]):
+            whole, split = least_seconds(step)
+            for name in families:
+                if name != FIRST:
+                    least[name][number] = split if name in SPLIT_BACKWARD_FAMILIES else whole
     many = len(plan.ranks) > LARGE_CLUSTER
     queue = [
-        (many and name not in PROMISING, known[name], number, name) for number, name in enumerate(families)
+        (many and name not in PROMISING, sum(least[name]), number, name)
+        for number, name in enumerate(families)
     ]
     heapq.heapify(queue)
     # The memory sweep costs more than all the rest: only the fastest family is swept, unless it overflows.
@@ -214,16 +224,22 @@ def best_steps(
         is_late, seconds, number, name = heapq.heappop(queue)
         if math.isinf(seconds):
             continue
-        if name not in quick:
-            heapq.heappush(queue, (is_late, time_all(name), number, name))
+        if len(quick[name]) < len(batches):
+            time_next(name)
+            heapq.heappush(queue, (is_late, sum(least[name]), number, name))
             continue
-        found = timed(name, how) if searches else quick[name]
+        found = [timed(batch, name, how) for batch in numbers] if searches else quick[name]
         steps = [Step(one.timeline(), one.seconds_synced, name) for one in found]
         if all(_fits(step, bytes_per_device) for step in steps):
             return steps
         if not frugal or name == FRUGAL:
             frugal = steps
     return frugal
+
+
+def _order_of(actions: PackedActions) -> bytes:
+    """Return what tells schedules of one assignment apart."""
+    return b"".join(one.tobytes() for one in (actions.offsets, actions.kind, actions.stage, actions.piece))
 
 
 def _fits(step: Step, bytes_per_device: float | NDArray[np.float64]) -> bool:

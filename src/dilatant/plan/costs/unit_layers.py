@@ -29,7 +29,8 @@ class MeanCosts:
     `seconds`: forward plus backward; `backward`: its backward part; `work`: lower bound of `seconds` for any grouping
     of samples, and `forward` its forward part; `lightest`, `heaviest`: seconds of the lightest and of the heaviest
     sample alone; `lightest_split`, `heaviest_split`: the part of these that delays other stages when backwards are
-    split. Bytes per rank: `static` for the whole step (including `twice`, which are needed only if the first layer is
+    split; `work_host`, `lightest_host`, `lightest_split_host`: seconds of the host in these, of which a stage takes no
+    less. Bytes per rank: `static` for the whole step (including `twice`, which are needed only if the first layer is
     on another rank), `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
@@ -41,6 +42,9 @@ class MeanCosts:
     heaviest: NDArray[np.float64]
     lightest_split: NDArray[np.float64]
     heaviest_split: NDArray[np.float64]
+    work_host: NDArray[np.float64]
+    lightest_host: NDArray[np.float64]
+    lightest_split_host: NDArray[np.float64]
     static: NDArray[np.float64]
     twice: NDArray[np.float64]
     kept: NDArray[np.float64]
@@ -59,12 +63,16 @@ class MeanCosts:
         return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
 
     def on_groups(self, chunks: int) -> MeanCosts:
-        """Combine the `chunks` stages of each group of devices, except in seconds and those of single samples."""
+        """Count the hosts' seconds of stages in lower bounds, and combine the `chunks` stages of each group of devices,
+        except in seconds and those of single samples."""
+        names = ("work", "lightest", "lightest_split")
+        bounds = {name: np.maximum(getattr(self, name), getattr(self, f"{name}_host")) for name in names}
+        bounded = replace(self, **bounds)
         if chunks == 1:
-            return self
+            return bounded
         summed = ("work", "forward", "static", "kept", "gradient")
-        by_group = {name: getattr(self, name).reshape(chunks, -1).sum(axis=0) for name in summed}
-        return replace(self, **by_group, transient=self.transient.reshape(chunks, -1).max(axis=0))
+        by_group = {name: getattr(bounded, name).reshape(chunks, -1).sum(axis=0) for name in summed}
+        return replace(bounded, **by_group, transient=self.transient.reshape(chunks, -1).max(axis=0))
 
     def beside(self, others: Sequence[MeanCosts]) -> MeanCosts:
         """Combine stages on the same ranks, which run in turn; each unit has its own lightest and heaviest sample."""
@@ -95,7 +103,8 @@ class MeanCosts:
 class UnitLayers:
     """Layer costs of a model's units per number of samples in a microbatch; each is computed once.
 
-    by_tokens: microbatches may be cut further, so bounds are lower. sharing: neighbouring chains that shard optimizer
+    by_tokens: microbatches may be cut further, so bounds are lower. fills: no microbatch is left empty while there are
+    samples, so that every stage issues the operations of each. sharing: neighbouring chains that shard optimizer
     state together.
     """
 
@@ -109,6 +118,7 @@ class UnitLayers:
         global_batch: int = 1,
         sharing: int = 1,
         by_tokens: bool = False,
+        fills: bool = False,
     ) -> None:
         self.model = model
         self.rules = rules
@@ -118,6 +128,7 @@ class UnitLayers:
         self._batch = global_batch
         self._sharing = sharing
         self._by_tokens = by_tokens
+        self._fills = fills
         self._tables: dict[tuple[str, Degrees, Recompute], LayerTable] = {}
         self._layers: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
         self._unshared: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
@@ -134,7 +145,7 @@ class UnitLayers:
         by_tokens = self._by_tokens if by_tokens is None else by_tokens
         rules = self.rules if zero is None else replace(self.rules, zero=zero)
         known = self.model, self._costs, self._workload, self.gpus_per_node, rules, self._batch
-        other = UnitLayers(*known, sharing or self._sharing, by_tokens)
+        other = UnitLayers(*known, sharing or self._sharing, by_tokens, self._fills)
         other._tables = self._tables
         if by_tokens == self._by_tokens:
             other._unshared = self._unshared
@@ -201,6 +212,7 @@ class UnitLayers:
             forward, backward = (
                 np.maximum(table.seconds[:, kind] @ row, table.host_seconds[:, kind]) for kind in (0, 1)
             )
+            host = free.host_seconds * float(self._fills and least[2])
             self._unshared[key] = MeanCosts(
                 seconds=forward + backward,
                 backward=backward,
@@ -211,6 +223,9 @@ class UnitLayers:
                 # Weight-gradient halves delay no other stage: a stage may run them last.
                 lightest_split=free.seconds[:, 0] @ lightest,
                 heaviest_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heaviest,
+                work_host=host[:, 0] + host[:, 1],
+                lightest_host=host[:, 0] + host[:, 1],
+                lightest_split_host=host[:, 0],
                 static=table.static_bytes,
                 twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,

@@ -37,7 +37,7 @@ class SearchSettings:
     bounds. `all_devices`: only plans on the largest number of devices that any candidate uses. `copies`: only plans
     with every layer on that many nodes of `ranks_per_node` devices (default: the cluster's). `fills_idle`: idle devices
     of promising plans may form one more pipeline, unlike the others and with fewer samples; bounds do not cover these
-    plans.
+    plans. `fills_microbatches`: the scorer leaves no microbatch empty while there are samples, which raises the bounds.
     """
 
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8)
@@ -50,6 +50,7 @@ class SearchSettings:
     copies: int = 1
     ranks_per_node: int | None = None
     fills_idle: bool = False
+    fills_microbatches: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +205,9 @@ def open_space(problem: SearchProblem, group: Cluster) -> Space:
     most = float(tokens.reshape(-1, batch).sum(axis=1).max())
     limited = settings.row_limit is not None and most > settings.row_limit
     known = model, problem.costs.on(group.name), problem.workload
-    units = UnitLayers(*known, group.gpus_per_node, problem.rules, batch, by_tokens=limited)
+    units = UnitLayers(
+        *known, group.gpus_per_node, problem.rules, batch, 1, limited, settings.fills_microbatches
+    )
     table = OptionTable(units, group.bytes_per_device)
     dense = bool(problem.workload.dense)
     by_tokens = OptionTable(units.variant(by_tokens=True), group.bytes_per_device) if dense else table

@@ -83,13 +83,13 @@ def assign_microbatches(
         table, num_microbatches, shape or default_shape(num_units), weights, limit, seed
     )
     if callable(policy):
-        return _cut(problem, _simulated(problem, Microbatches(policy(problem))))
+        return _simulated(problem, _cut(problem, Microbatches(policy(problem))))
     if policy == "balanced":
         return _shared(problem, _balanced(problem))
     if policy == "random":
         return _cut(problem, _shared(problem, random_slots(problem)))
     if policy == "entrain":
-        return _cut(problem, _entrain(problem))
+        return _simulated(problem, _cut(problem, _entrain(problem)))
     return _searched(problem, evaluations)
 
 
@@ -152,8 +152,7 @@ def _cut(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
     whole = Assignment({str(unit): (batches,) for unit, batches in enumerate(found.microbatches)})
     cut = split_by_pattern(whole, row_of).microbatches
     by_unit = tuple(cut[str(unit)][0] for unit in range(problem.shape.num_units))
-    again = Microbatches(by_unit)
-    return again if found.seconds is None else _simulated(problem, again)
+    return Microbatches(by_unit)
 
 
 def _shared(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> Microbatches:
@@ -261,8 +260,8 @@ def _entrain(problem: MicrobatchProblem) -> Microbatches:
     from dilatant.schedule.assignment.entrain import entrain
 
     if problem.shape.num_units == 1:
-        return _simulated(problem, _shared(problem, _balanced(problem)))
-    return _simulated(problem, Microbatches(entrain(problem)))
+        return _shared(problem, _balanced(problem))
+    return Microbatches(entrain(problem))
 
 
 def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatches:
@@ -275,8 +274,10 @@ def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatch
         starts.append(random_slots(problem))
     start = min(starts, key=lambda slot_of: model.seconds(_loads(problem, slot_of)))
     slots = (joint_search(model, problem, start, evaluations), *starts)
-    candidates = [_simulated(problem, _shared(problem, slot_of)) for slot_of in slots]
-    candidates.append(_cut(problem, _entrain(problem)))
+    groups = [_shared(problem, slot_of) for slot_of in slots]
+    groups.append(_cut(problem, _entrain(problem)))
+    different = {found.microbatches: found for found in groups}.values()
+    candidates = [_simulated(problem, found) for found in different]
     return _shallowest(problem, min(candidates, key=lambda entry: entry.seconds or 0.0))
 
 

@@ -36,6 +36,8 @@ def entrain(problem: MicrobatchProblem) -> ByUnit:
         sides = entrain_microbatches(encoder, language, wanted)
         padded = [tuple([*filter(None, side), *[()] * count][:count]) for side in sides]
         found.append(tuple(padded[unit not in feeding] for unit in range(shape.num_units)))
+    if len(found) == 1:
+        return found[0]
     return min(found, key=lambda by_unit: shape_seconds(shape, problem.seconds, by_unit))
 
 
