@@ -170,7 +170,7 @@ def _draw_plan(
 
     Stages are on groups of tp x cp ranks; all that is drawn here is drawn of groups.
     """
-    budget = draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks]))
+    budget = min(most_ranks, draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks])))
     groups: list[tuple[int, int]] = []
     while (left := budget - sum(tp * cp for tp, cp in groups)) > 0:
         groups.append(draw(st.sampled_from([(tp, cp) for tp, cp in degrees if tp * cp <= left])))

@@ -21,13 +21,12 @@ from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.optimizers.master_weights import make_masters
 from harness.worker_pool import Worker, WorkerPool
-from oracles.engine_step import build_optimizer, expected
+from oracles.engine_step import STEPS, build_optimizer, expected
 
 RELATIVE = 1e-5
 """The rule's own bound for fp32."""
 ABSOLUTE = 1e-7
 """Of the largest gradient: what cancels exactly (a key's bias under softmax) leaves rounding noise of that size."""
-STEPS = 3
 STEP_SIZE = 0.1
 """lr / eps of the drawn steps' AdamW: how much a gradient's error moves a weight at most."""
 BF16 = 2**-9
@@ -86,7 +85,7 @@ def _only(sample: EncodedSample, parts: frozenset[str]) -> EncodedSample:
     )
 
 
-def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]:
+def _steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]:
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(
         build_model(case, "meta"),
@@ -107,10 +106,12 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
     masters = make_masters(owned.parameters)
     optimizer = build_optimizer(masters)
     losses, gradients = [], {}
-    for step in range(STEPS):
-        result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
+    for number in range(STEPS):
+        if number:
+            step = runtime.prepare(samples, case.assignment, case.schedule)
+        result = runtime.execute(samples, step)
         losses.append((result.loss, dict(result.losses)))
-        if step == 0:
+        if number == 0:
             norm = runtime.grad_norm()
             gradients = {key: p.grad.clone() for key, p in owned.parameters.items() if p.grad is not None}
         for key, parameter in owned.parameters.items():
@@ -153,7 +154,7 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
     exact = losses
     if case.dtype == torch.bfloat16:
         exact = [losses[0], *expected(replace(case, dtype=torch.float32))[0][1:]]
-    results = workers.run(_three_steps, len(case.plan.ranks), case, zero, nodes)
+    results = workers.run(_steps, len(case.plan.ranks), case, zero, nodes)
     largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
     norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
     seen: set[str] = set()
@@ -199,7 +200,7 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
                 name = key.partition("@")[0]
                 moved = part_of(gradients, key) if name in gradients else torch.zeros_like(parameter)
                 limit = 2 * STEPS * STEP_SIZE * allowed.of(moved, largest)
-            assert_close(parameter, wanted, limit, f"{key} after three steps")
+            assert_close(parameter, wanted, limit, f"{key} after {STEPS} steps")
     assert {key.partition("@")[0] for key in seen} == set(parameters)
 
 

@@ -3,6 +3,8 @@ the compiled loops of attention (those of schedules: `dilatant.schedule.loaded_k
 
 from __future__ import annotations
 
+import gc
+
 from cases.engine_case import CASE, build_model
 from dilatant.attention.masks.blocks import block_table
 from dilatant.attention.masks.packing import RowLayout, document_causal
@@ -18,3 +20,5 @@ def _load() -> None:
 
 
 _load()
+gc.collect()
+gc.freeze()  # else each rank's search for garbage goes through all of this, and copies it into the rank's own memory

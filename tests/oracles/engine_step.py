@@ -28,11 +28,14 @@ from oracles.dense_mask import Token, bidirectional_instances, document_causal, 
 from oracles.keyed_dropout import OneSampleDropout
 from oracles.one_process import losses_of_batch
 
+STEPS = 2
+"""The second is computed with what the first updated, and updates with moments that are not zero any more."""
+
 
 def expected(
-    case: Case,
+    case: Case, steps: int = STEPS
 ) -> tuple[list[tuple[float, dict[str, float]]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses of three steps (all weighted, then each unit's), gradients of the first, and parameters after them, of
+    """Losses of `steps` steps (all weighted, then each unit's), gradients of the first, and parameters after them, of
     one process (the oracle)."""
     model = build_model(case, plain=True)
     samples = build_samples(case)
@@ -78,7 +81,7 @@ def expected(
     optimizer = build_optimizer(masters)
     losses, gradients = [], {}
     dropout = OneSampleDropout(case.seed, _layers(units)) if case.dropout else None
-    for step in range(3):
+    for step in range(steps):
 
         def begin(number: int, step: int = step) -> None:
             nonlocal key

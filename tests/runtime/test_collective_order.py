@@ -84,13 +84,7 @@ def _shape(box: Box) -> tuple[int, ...]:
     return tuple(sum(end - first for first, end in spans) for spans in box.intervals)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    degrees=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=5).map(tuple),
-    nodes=st.integers(2, 3),
-    seed=st.integers(0, 1 << 30),
-)
-def test_all_ranks_launch_collectives_in_one_order(degrees: tuple[int, ...], nodes: int, seed: int) -> None:
+def check_order(degrees: tuple[int, ...], nodes: int, seed: int) -> None:
     random = Random(seed)
     node_of = [rank * nodes // sum(degrees) for rank in range(sum(degrees))]
     with pytest.MonkeyPatch.context() as patch:
@@ -105,3 +99,25 @@ def test_all_ranks_launch_collectives_in_one_order(degrees: tuple[int, ...], nod
     for rank, launched in enumerate(of_rank):
         shared = {each for other in of_rank for each in other if rank in each[1]}
         assert shared == {*launched}
+
+
+MIXES = {
+    "degrees": st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=5).map(tuple),
+    "nodes": st.integers(2, 3),
+    "seed": st.integers(0, 1 << 30),
+}
+
+
+@settings(max_examples=15, deadline=None)
+@given(**MIXES)
+def test_all_ranks_launch_collectives_in_one_order(degrees: tuple[int, ...], nodes: int, seed: int) -> None:
+    check_order(degrees, nodes, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(**MIXES)
+def test_ranks_of_many_mixes_launch_collectives_in_one_order(
+    degrees: tuple[int, ...], nodes: int, seed: int
+) -> None:
+    check_order(degrees, nodes, seed)

@@ -9,8 +9,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cases.engine_case import CASE, PLAN, build_model, build_samples
 from dilatant.comm.comm import Comm
@@ -233,15 +231,16 @@ def test_slow_rank_gets_fewer_samples_until_it_recovers() -> None:
     assert shares(11 * INTERVAL) == [20, 20, 20]
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 60))]
+)
 def test_no_measurement_makes_costs_negative_or_unbounded(seed: int) -> None:
     draw, costs = np.random.default_rng(seed), CostCorrection(TWO, origin())
     for step in range(2 * INTERVAL):
         work = drawn_work(draw, costs.origin)
         seconds = work.parts.sum(axis=1) * draw.lognormal(0, 2, len(work.parts))
         if step == INTERVAL + 3:
-            seconds[draw.integers(len(seconds))] = draw.choice([np.inf, np.nan, 0.0])
+            seconds[draw.integers(len(seconds))] = [np.inf, np.nan, 0.0][seed % 3]
         one_step(costs, step, work, seconds)
     found = costs.costs_at(2 * INTERVAL).stages.seconds
     assert np.isfinite(found).all()

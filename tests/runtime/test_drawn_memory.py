@@ -200,8 +200,9 @@ def predicted(case: Drawn) -> np.ndarray:
         for entry in found.types
         for tp, _ in degrees
     ]
-    measured = profile_layers(probes, "here", str(case.dtype)[6:], (128, 256, 512, 1024), repeats=1)
     tokens, samples = case.tokens(), case.samples()
+    counts = [count for count in (128, 256, 512, 1024) if count < 2 * max(tokens["language"])]
+    measured = profile_layers(probes, "here", str(case.dtype)[6:], counts, repeats=1)
     targets = sum((one.labels >= 0).sum() for one in samples) / sum(tokens["language"])
     costs = costs_in_use(measured, found, targets, max(tokens["language"]) * 4, case.loss_chunk)
     assignment, schedule = case.step()

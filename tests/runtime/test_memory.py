@@ -152,7 +152,7 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
 def test_a_trained_parameter_takes_the_bytes_of_the_table(
     workers: WorkerPool, dtype: torch.dtype, tp: int
 ) -> None:
-    run = Run(dtype, "none", "1f1b", tokens=8, width=128, tp=tp)
+    run = Run(dtype, "none", "1f1b", tokens=8, count=1, width=128, tp=tp)
     for held, _, parameters in workers.run(_held, 2 * tp, run):
         assert held == pytest.approx(
             RULES[dtype].of(parameters, True), rel=0.01
@@ -216,18 +216,19 @@ RUNS = {
     "tp 2, loss in chunks": Run(torch.float32, "none", "1f1b", 512, loss_chunk=64, tp=2),
     "tp 2, bf16, loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, loss_chunk=64, tp=2),
     "small vocabulary, loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, loss_chunk=64),
-    "tp 2": Run(torch.float32, "none", "1f1b", 512, vocabulary=2000, tp=2),
+    "tp 2": Run(torch.float32, "none", "1f1b", 256, count=3, vocabulary=2000, tp=2),
     "tp 2, attention kept": Run(
         torch.float32, "block_keep_attention", "gpipe", 512, count=14, vocabulary=2000, tp=2
     ),
     "linear attention": Run(torch.float32, "none", "1f1b", 512, linear=True),
     "tp 2, linear attention": Run(torch.bfloat16, "none", "1f1b", 512, tp=2, linear=True),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
-    "gradients kept": Run(torch.bfloat16, "none", "1f1b", 16, replicas=2, width=128, keeps=True),
+    "gradients kept": Run(torch.bfloat16, "none", "1f1b", 16, count=2, replicas=2, width=128, keeps=True),
     "deterministic": Run(torch.bfloat16, "none", "1f1b", 64, replicas=2, width=128, exact=True),
     "gradients kept, one holder": Run(torch.float32, "none", "1f1b", 64, width=128, keeps=True),
 }
 RARELY = (
+    "1f1b",
     "bf16",
     "loss in chunks",
     "tp 2, loss in chunks",

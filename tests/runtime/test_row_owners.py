@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,9 +23,7 @@ from dilatant.schedule.trainability import trainability_of
 from harness.checked_steps import COMMON
 
 
-@settings(max_examples=12, **COMMON)
-@given(case=cases())
-def test_rows_travel_once_to_whoever_needs_them(case: Case) -> None:
+def check_rows(case: Case) -> None:
     model, samples = build_model(case, "meta"), build_samples(case)
     placed = case.plan.stages()
     boundaries = derive_boundaries(model, case.plan)
@@ -74,6 +73,19 @@ def test_rows_travel_once_to_whoever_needs_them(case: Case) -> None:
             assert taken[message] == rows
         else:
             assert taken[message] <= rows
+
+
+@settings(max_examples=5, **COMMON)
+@given(case=cases())
+def test_rows_travel_once_to_whoever_needs_them(case: Case) -> None:
+    check_rows(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **COMMON)
+@given(case=cases())
+def test_rows_of_many_cases_travel_once(case: Case) -> None:
+    check_rows(case)
 
 
 @given(
