@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_visible_area_is_counted_pair_by_pair(kind: str) -> None:
-    mask = build(kind, draw_row(kind, 300, seed=1))
+    mask = build(kind, draw_row(kind, 150, seed=1))
     dense = word_matrix(mask.fields, mask.fields, mask.positions, mask.positions, mask.window)
     assert count_visible_pairs(mask) == dense.sum()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from PIL import Image
 
 Dilatant = Callable[..., tuple[int, str, str]]
@@ -64,3 +65,10 @@ def tiny_config(**train: Any) -> dict[str, Any]:
             **train,
         },
     }
+
+
+def write_project(folder: Path) -> Path:
+    """Fill a folder with data and `config.yaml`."""
+    write_images(folder, 12)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tiny_config()), encoding="utf-8")
+    return folder

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import yaml
 
-from cases.tiny_project import Dilatant, tiny_config, write_images
-from dilatant.cli.app import run
+from cases.planning_verbs import FEW, H100
+from cases.tiny_project import Dilatant, write_project
+from harness.command_line import make_once, run_command
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with data and `config.yaml`, as a user would have it."""
-    write_images(tmp_path, 12)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_config()), encoding="utf-8")
+    return write_project(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Such a folder after its run of six steps, with a checkpoint of every third: for tests that change nothing."""
+    project = write_project(tmp_path_factory.mktemp("trained"))
+    make_once("train", project / "config.yaml", "--set", "train.save_steps=3")
+    return project
+
+
+@pytest.fixture(scope="session")
+def planned_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Such a folder with a plan for two H100 in `run/plan`: for tests that change nothing."""
+    project = write_project(tmp_path_factory.mktemp("planned"))
+    make_once("plan", project / "config.yaml", *H100, *FEW, "--set", "cluster.gpus_per_node=2")
+    return project
+
+
+@pytest.fixture
+def own_trained(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to change: a run's config names its files by whole paths."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(
+        config.read_text(encoding="utf-8").replace(str(trained), str(tmp_path)), encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -29,15 +55,9 @@ def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capfd.readouterr()
-        configs = (Path(str(each)) for each in arguments if str(each).endswith(".yaml"))
-        if (config := next(configs, Path())).is_absolute() and config.is_file():
-            monkeypatch.chdir(config.parent)
-        monkeypatch.setattr("sys.argv", ["dilatant", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run()
+        code = run_command(monkeypatch, *arguments)
         out, err = capfd.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else int(code is not None)), out, err
+        return code, out, err
 
     with patch.dict(os.environ):  # `train.device: cpu` hides GPUs, which later tests want to see
         yield call

@@ -70,7 +70,8 @@ def plan_of(path: Path) -> Plan:
 
 @pytest.mark.usefixtures("costs")
 def test_an_auto_run_trains_and_resumes_with_its_plan(project: Path, dilatant: Dilatant) -> None:
-    code, out, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS, "--set", "train.steps=1")
+    few = ("--set", "train.steps=1", "--set", "plan.microbatch_sizes=[1]")
+    code, out, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS, *few)
     assert code == 0, err
     run = project / "run"
     for words in (

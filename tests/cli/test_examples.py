@@ -21,7 +21,7 @@ def accuracy(run: Path) -> float:
     return json.loads((run / "eval.json").read_text())["exact_match"]
 
 
-@pytest.mark.parametrize("steps", [10, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_quickstart_reads_handwritten_digits(
     steps: int | None, tmp_path: Path, dilatant: Dilatant
 ) -> None:

@@ -24,9 +24,14 @@ def tree(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture
-def run(project: Path, dilatant: Dilatant) -> Path:
-    dilatant("train", project / "config.yaml", "--set", "train.steps=1")
-    return project / "run"
+def run(trained: Path) -> Path:
+    """To be read only."""
+    return trained / "run"
+
+
+@pytest.fixture
+def own_run(own_trained: Path) -> Path:
+    return own_trained / "run"
 
 
 def test_export_spares_foreign_files_and_replaces_an_export(
@@ -44,16 +49,16 @@ def test_export_spares_foreign_files_and_replaces_an_export(
     for _ in range(2):
         code, out, _ = dilatant("export", run, "--to", mine / "[b]new", "--json")
         assert code == 0
-        assert json.loads(out) == {"export": str(mine / "[b]new"), "step": 1}
+        assert json.loads(out) == {"export": str(mine / "[b]new"), "step": 6}
     assert tree(mine / "[b]new") == tree(run / "export")
 
 
-def test_a_run_whose_data_are_gone_is_exported_with_a_word(run: Path, dilatant: Dilatant) -> None:
-    for file in run.parent.glob("*.jsonl"):
+def test_a_run_whose_data_are_gone_is_exported_with_a_word(own_run: Path, dilatant: Dilatant) -> None:
+    for file in own_run.parent.glob("*.jsonl"):
         file.unlink()
-    code, _, err = dilatant("export", run, "--to", run.parent / "again")
+    code, _, err = dilatant("export", own_run, "--to", own_run.parent / "again")
     assert code == 0, err
-    assert tree(run.parent / "again") == tree(run / "export")
+    assert tree(own_run.parent / "again") == tree(own_run / "export")
     assert "data.train.0.path: " in err
     assert "does not exist; nothing is checked against these data" in err
 
@@ -109,43 +114,44 @@ def test_answers_are_drawn_from_the_seed(
     ]
 
 
-def test_an_export_that_says_nonsense_is_no_traceback(run: Path, dilatant: Dilatant) -> None:
+def test_an_export_that_says_nonsense_is_no_traceback(own_run: Path, dilatant: Dilatant) -> None:
     for text in ("[]", "null", '{"encoders": [1]}', '{"encoders": {"vision": {}}}', "{}", "[" * 100_000):
-        (run / "export" / "conversation.json").write_text(text)
-        code, _, err = dilatant("generate", run / "export", "--prompt", "a")
+        (own_run / "export" / "conversation.json").write_text(text)
+        code, _, err = dilatant("generate", own_run / "export", "--prompt", "a")
         assert code == 2
         assert "is not an export" in err
 
 
 def test_code_of_an_export_is_neither_run_nor_asked_for(
-    run: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+    own_run: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = run / "export" / "language" / "tokenizer_config.json"
+    settings = own_run / "export" / "language" / "tokenizer_config.json"
     changed = {
         **json.loads(settings.read_text()),
         "tokenizer_class": "Mine",
         "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]},
     }
     settings.write_text(json.dumps(changed))
-    (settings.parent / "mine.py").write_text(f"open({str(run / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    (settings.parent / "mine.py").write_text(f"open({str(own_run / 'ran')!r}, 'w')\nclass Mine: pass\n")
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
-    code, _, err = dilatant("generate", run / "export", "--prompt", "Side?")
-    assert not (run / "ran").exists()
+    code, _, err = dilatant("generate", own_run / "export", "--prompt", "Side?")
+    assert not (own_run / "ran").exists()
     assert asked == []
     assert code == 2
     assert "cannot be read" in err
 
 
-def test_a_second_run_goes_on_from_an_export_by_one_line(run: Path, dilatant: Dilatant) -> None:
-    first = load_file(run / "export/projectors/vision.safetensors")
-    second = yaml.safe_load((run.parent / "config.yaml").read_text())
+def test_a_second_run_goes_on_from_an_export_by_one_line(own_run: Path, dilatant: Dilatant) -> None:
+    folder = own_run.parent
+    first = load_file(own_run / "export/projectors/vision.safetensors")
+    second = yaml.safe_load((folder / "config.yaml").read_text())
     second |= {"output_dir": "run2", "model": {"id": "run/export", "lora": {"r": 2}}}
     second["train"] |= {"steps": 1, "optimizer": {"learning_rate": 1e-12}}
-    (run.parent / "second.yaml").write_text(yaml.safe_dump(second))
-    code, out, err = dilatant("train", run.parent / "second.yaml")
+    (folder / "second.yaml").write_text(yaml.safe_dump(second))
+    code, out, err = dilatant("train", folder / "second.yaml")
     assert code == 0, err
     assert "it goes on from" in out + err
-    again = load_file(run.parent / "run2/export/projectors/vision.safetensors")
+    again = load_file(folder / "run2/export/projectors/vision.safetensors")
     for key, tensor in first.items():  # but for one update of 1e-12
         torch.testing.assert_close(again[key], tensor, rtol=0, atol=1e-9)

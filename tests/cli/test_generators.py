@@ -79,7 +79,7 @@ def test_layouts_and_resumes_draw_the_same_noise(drawing: Path, dilatant: Dilata
 
 def test_an_export_draws_as_trained_and_loads_in_diffusers(drawing: Path, dilatant: Dilatant) -> None:
     joined = {"connector": "transformer", "connector_layers": 1}
-    config = configure(drawing, joined, steps=120, optimizer={"learning_rate": 0.02})
+    config = configure(drawing, joined, steps=30, optimizer={"learning_rate": 0.02})
     assert dilatant("train", config, "--set", "parallel=single", "--set", "train.save_steps=null")[0] == 0
     export = drawing / "run" / "export"
     net = diffusers.SD3Transformer2DModel.from_pretrained(export / "image")

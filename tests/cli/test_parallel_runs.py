@@ -66,6 +66,7 @@ def test_three_processes_train_and_resume_as_one(project: Path, dilatant: Dilata
     config = project / "config.yaml"
     tree = tiny_config(save_steps=3)
     tree["model"]["language_model"]["config"] |= PHI
+    tree["plan"] = {"measure_seconds": 0}
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     dilatant("train", config, "--set", "output_dir=one")
     code, _, _ = dilatant("train", config, *layout(THREE))

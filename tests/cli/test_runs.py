@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,10 @@ def test_a_run_folder_holds_what_was_promised(project: Path, dilatant: Dilatant)
     assert (run / "export" / "multimodal.json").is_file()
 
 
-def test_the_saved_config_repeats_the_run(project: Path, dilatant: Dilatant) -> None:
-    dilatant("train", project / "config.yaml")
-    dilatant("train", project / "run" / "config.yaml", "--set", f"output_dir={project / 'again'}")
+def test_the_saved_config_repeats_the_run(trained: Path, dilatant: Dilatant, tmp_path: Path) -> None:
+    dilatant("train", trained / "run" / "config.yaml", "--set", f"output_dir={tmp_path / 'again'}")
     # The same operations in the same order: equal, but for how threads split sums.
-    assert losses(project / "again") == pytest.approx(losses(project / "run"), rel=1e-6)
+    assert losses(tmp_path / "again") == pytest.approx(losses(trained / "run"), rel=1e-6)
 
 
 def test_a_resumed_run_has_the_losses_of_the_undisturbed_one(project: Path, dilatant: Dilatant) -> None:
@@ -84,27 +85,27 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one(project: Path, dila
     tree = tiny_config()
     tree["model"]["language_model"]["config"] |= DROPOUT
     (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    dilatant("train", project / "config.yaml", "--set", "output_dir=whole")
     dilatant("train", project / "config.yaml", "--set", "train.save_steps=4")
     run = project / "run"
+    undisturbed = losses(run)
     # As if the process had died after step 5: the checkpoint of step 4 is the newest.
     (run / "checkpoints" / "step-00000006").rename(project / "gone")
     code, _, _ = dilatant("resume", run)
     assert code == 0
     assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
     # The same operations in the same order: equal, but for how threads split sums.
-    assert losses(run) == pytest.approx(losses(project / "whole"), rel=1e-6)
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-6)
 
 
-def test_a_damaged_checkpoint_is_passed_over(project: Path, dilatant: Dilatant) -> None:
-    dilatant("train", project / "config.yaml", "--set", "train.save_steps=3")
-    before = losses(project / "run")
-    newest = project / "run" / "checkpoints" / "step-00000006"
+def test_a_damaged_checkpoint_is_passed_over(own_trained: Path, dilatant: Dilatant) -> None:
+    run = own_trained / "run"
+    before = losses(run)
+    newest = run / "checkpoints" / "step-00000006"
     next(newest.glob("part-*/model.safetensors")).write_bytes(b"rubbish")
-    code, out, _ = dilatant("resume", project / "run")
+    code, out, _ = dilatant("resume", run)
     assert code == 0
     assert "step-00000006 is damaged and was skipped" in " ".join(out.split())
-    assert losses(project / "run") == pytest.approx(before, rel=1e-6)
+    assert losses(run) == pytest.approx(before, rel=1e-6)
 
 
 def test_going_back_in_a_run_goes_on_from_there_only(project: Path, dilatant: Dilatant) -> None:
@@ -124,17 +125,50 @@ def test_going_back_in_a_run_goes_on_from_there_only(project: Path, dilatant: Di
     assert max(record["learning_rates"]["vision"] for record in records(run)[2:]) <= 0.001
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_stops_and_the_run_goes_on(
-    project: Path, dilatant: Dilatant, number: signal.Signals
-) -> None:
-    configure(project, steps=100_000)
+def signalled_here(project: Path, dilatant: Dilatant, number: signal.Signals) -> tuple[int, str]:
+    """The run of this process, which gets a signal when the run has a first step: its exit code and output."""
+    metrics = project / "run" / "metrics.jsonl"
+
+    def ask() -> None:
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+        os.kill(os.getpid(), number)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    code, output, _ = dilatant("train", project / "config.yaml")
+    asking.join()
+    return code, output
+
+
+def signalled_apart(project: Path, dilatant: Dilatant, number: signal.Signals) -> tuple[int, str]:
+    """As a terminal or a cluster does it, to a process of its own."""
     process = start(project)
     metrics = project / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     process.send_signal(number)
     output, _ = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 128 + number
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("number", "signalled"),
+    [
+        (signal.SIGTERM, signalled_here),
+        *(
+            pytest.param(number, signalled_apart, marks=pytest.mark.slow)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        ),
+    ],
+)
+def test_a_signal_saves_and_stops_and_the_run_goes_on(
+    project: Path,
+    dilatant: Dilatant,
+    number: signal.Signals,
+    signalled: Callable[[Path, Dilatant, signal.Signals], tuple[int, str]],
+) -> None:
+    configure(project, steps=100_000)
+    code, output = signalled(project, dilatant, number)
+    assert code == 128 + number
     assert "dilatant resume" in output
     done = len(records(project / "run"))
     assert (project / "run" / "checkpoints" / f"step-{done:08d}").is_dir()
@@ -173,12 +207,13 @@ def test_what_an_optimizer_left_half_done_is_not_saved(
     assert not [*(project / "run").glob("checkpoints/step-*")]
 
 
-def test_losses_do_not_depend_on_how_samples_are_packed(project: Path, dilatant: Dilatant) -> None:
-    base = ("train", project / "config.yaml")
-    dilatant(*base, "--set", "output_dir=one")
-    dilatant(*base, "--set", "output_dir=many", "--set", "train.row_tokens=20", "--set", "data.max_length=20")
+def test_losses_do_not_depend_on_how_samples_are_packed(
+    project: Path, trained: Path, dilatant: Dilatant
+) -> None:
+    short = ("--set", "train.row_tokens=20", "--set", "data.max_length=20")
+    dilatant("train", project / "config.yaml", *short)
     # fp32 sums in another order: 1e-7 a step, which six optimizer steps amplify.
-    assert losses(project / "many") == pytest.approx(losses(project / "one"), rel=1e-4)
+    assert losses(project / "run") == pytest.approx(losses(trained / "run"), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -209,14 +244,14 @@ def test_the_export_is_reloaded_by_transformers_alone(project: Path, dilatant: D
 
 
 def test_generate_answers_from_the_export_as_evaluation_did(project: Path, dilatant: Dilatant) -> None:
-    write_images(project, 4, "heldout.jsonl")
+    write_images(project, 2, "heldout.jsonl")
     dilatant(
         "train", project / "config.yaml", "--set", "data.eval=[{path: heldout.jsonl}]",
         "--set", "train.steps=60", "--set", "evaluation.max_new_tokens=6",
     )  # fmt: skip
     judged = json.loads((project / "run" / "eval.json").read_text())
     wrong = {entry["sample"]: entry["written"] for entry in judged["wrong_examples"]}
-    for number in range(4):
+    for number in range(2):
         code, out, _ = dilatant(
             "generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 6,
             "--image", project / "images" / f"{number}.png", "--json",
@@ -226,18 +261,17 @@ def test_generate_answers_from_the_export_as_evaluation_did(project: Path, dilat
         # Of a wrong answer evaluation tells what was written up to the first wrong token.
         judged_as = wrong.get(f"heldout.jsonl:{number + 1}")
         if judged_as is None:
-            assert answer == SIDES[number % 2]
+            assert answer == SIDES[number]
         else:
             assert answer.startswith(judged_as.removesuffix("...").strip())
 
 
-def test_export_writes_the_newest_checkpoint_again(project: Path, dilatant: Dilatant) -> None:
-    dilatant("train", project / "config.yaml")
-    first = (project / "run" / "export" / "language" / "model.safetensors").read_bytes()
-    code, out, _ = dilatant("export", project / "run", "--to", project / "elsewhere", "--json")
+def test_export_writes_the_newest_checkpoint_again(trained: Path, dilatant: Dilatant, tmp_path: Path) -> None:
+    first = (trained / "run" / "export" / "language" / "model.safetensors").read_bytes()
+    code, out, _ = dilatant("export", trained / "run", "--to", tmp_path / "elsewhere", "--json")
     assert code == 0
     assert json.loads(out)["step"] == 6
-    assert (project / "elsewhere" / "language" / "model.safetensors").read_bytes() == first
+    assert (tmp_path / "elsewhere" / "language" / "model.safetensors").read_bytes() == first
 
 
 def test_data_stats_counts_tokens_by_unit(project: Path, dilatant: Dilatant) -> None:

@@ -37,18 +37,10 @@ def render(
     tab: title of the browser's tab. timelines: from `pack_chart`, one for each part `timeline`. All values are escaped;
     a missing one is an error rather than a blank. Only the page's own script may run in it.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=PackageLoader("dilatant.report.pages", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     script = "\n".join(map(_asset, (*(_TIMELINE_SCRIPTS if timelines else ()), "page.js")))
-    return environment.get_template("page.html").render(
+    return _page_template().render(
         tab=tab,
         title=title,
         subtitle=subtitle,
@@ -112,6 +104,17 @@ def write_page(path: str | Path, text: str) -> Path:
     except OSError as error:
         raise UserError(f"page {str(path)!r} cannot be written: {error.strerror}") from None
     return path
+
+
+@cache
+def _page_template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("dilatant.report.pages", "assets")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html")
 
 
 @cache
