@@ -6,7 +6,6 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
@@ -17,27 +16,12 @@ from dilatant.plan.templates.templates import Template
 LayerSpan = tuple[int, int]
 
 
-class Origin(StrEnum):
-    """Origin of a pipeline's nodes.
-
-    kept: an unaffected pipeline. simple: the survivors of one pipeline under another template. borrow: includes nodes
-    of a pipeline that continues without them. merge: all the survivors of several pipelines. join: includes new nodes.
-    """
-
-    KEPT = "kept"
-    SIMPLE = "simple"
-    BORROW = "borrow"
-    MERGE = "merge"
-    JOIN = "join"
-
-
 @dataclass(frozen=True, slots=True)
 class NodePipeline:
     """An instance of the template of len(nodes) nodes: `nodes` in pipeline order, and its microbatches."""
 
     nodes: tuple[int, ...]
     microbatches: int
-    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +53,16 @@ class Reinstantiation:
         """Bytes copied between nodes (or read from a checkpoint, for lost layers)."""
         return sum(copy.num_bytes for copy in self.copies)
 
+    @property
+    def busiest_bytes(self) -> int:
+        """Most bytes that one node sends or receives."""
+        sent, received = Counter[int](), Counter[int]()
+        for copy in self.copies:
+            received[copy.target] += copy.num_bytes
+            if copy.source is not None:
+                sent[copy.source] += copy.num_bytes
+        return max((*sent.values(), *received.values()), default=0)
+
 
 def reinstantiate(
     templates: Mapping[int, Template],
@@ -77,14 +71,15 @@ def reinstantiate(
     fault_tolerance: int,
     num_microbatches: int,
     layer_bytes: Sequence[int] | None = None,
-    joined: Iterable[int] = (),
+    joined: Iterable[int] | Mapping[int, LayerSpan] = (),
     slack: float = 0.0,
     budget: int = 200,
 ) -> Reinstantiation:
     """Choose pipelines for the present nodes, and place nodes in them so that the fewest bytes move.
 
     `pipelines` are the running pipelines as node ids in pipeline order, each an instance of the template of its length;
-    `lost` nodes are gone, `joined` nodes are new and empty. `layer_bytes[k]` are the bytes of layer k that a holder
+    `lost` nodes are gone, `joined` nodes are in no such pipeline: new and empty, or with the layers that they map to.
+    `layer_bytes[k]` are the bytes of layer k that a holder
     must receive (weights and optimizer state; default 1 each).
 
     The composition is the fastest (`compose_pipelines`), or one within a fraction `slack` of its time; among these, one
@@ -98,14 +93,16 @@ def reinstantiate(
 
     Source: Oobleck (the thesis, 2.5.1); here donors are chosen by fewest bytes.
     """
-    lost, joined = set(lost), sorted(set(joined))
-    _check(templates, pipelines, lost, joined)
+    held: dict[int, LayerSpan] = (
+        dict(joined) if isinstance(joined, Mapping) else dict.fromkeys(sorted(set(joined)), (0, 0))
+    )
+    lost = set(lost)
+    _check(templates, pipelines, lost, sorted(held))
     num_layers = next(iter(templates.values())).stages[-1][1]
     prefix = np.concatenate([[0], np.cumsum(layer_bytes if layer_bytes is not None else [1] * num_layers)])
     if prefix.size != num_layers + 1:
         raise PlanError(f"layer_bytes has {prefix.size - 1} entries for {num_layers} layers")
     spans = {size: node_layers(template, size) for size, template in templates.items()}
-    held: dict[int, LayerSpan] = dict.fromkeys(joined, (0, 0))
     home: dict[int, int] = {}
     for number, nodes in enumerate(pipelines):
         for node, span in zip(nodes, spans[len(nodes)]):
@@ -134,14 +131,10 @@ def reinstantiate(
             break
 
     placed = _group(best_sizes, best_flow, intact, pipelines, held, home, spans)
-    counts, seconds = share_microbatches(templates, [len(nodes) for nodes in placed], num_microbatches)
-    survivors = Counter(home.values())
+    counts, seconds = share_microbatches([templates[len(nodes)] for nodes in placed], num_microbatches)
     return Reinstantiation(
-        pipelines=tuple(
-            NodePipeline(nodes, count, _origin(nodes, home, survivors, pipelines))
-            for nodes, count in zip(placed, counts)
-        ),
-        copies=_copies(placed, held, home, spans, prefix),
+        pipelines=tuple(map(NodePipeline, placed, counts)),
+        copies=_copies(placed, held, spans, prefix),
         seconds=seconds,
         fewest_bytes=complete,
         lower_bound=fastest.seconds,
@@ -195,7 +188,9 @@ def _compositions(
     sizes = sorted(templates, key=lambda size: (-len(intact.get(size, ())) * size, -size))
     found, complete = enumerate_compositions(
         np.array(sizes, np.int64),
-        microbatches_within(limit, *lines(templates, sizes, num_microbatches), num_microbatches),
+        microbatches_within(
+            limit, *lines([templates[size] for size in sizes], num_microbatches), num_microbatches
+        ),
         np.array([len(intact.get(size, ())) for size in sizes], np.int64),
         num_nodes,
         fewest,
@@ -283,35 +278,18 @@ def _group(
     return sorted(placed, key=lambda nodes: (-len(nodes), nodes))
 
 
-def _origin(
-    nodes: tuple[int, ...],
-    home: Mapping[int, int],
-    survivors: Counter[int],
-    pipelines: Sequence[Sequence[int]],
-) -> Origin:
-    from_home = Counter(home[node] for node in nodes if node in home)
-    if sum(from_home.values()) < len(nodes):
-        return Origin.JOIN
-    if len(from_home) > 1:
-        whole = all(survivors[number] == count for number, count in from_home.items())
-        return Origin.MERGE if whole else Origin.BORROW
-    return Origin.KEPT if nodes == tuple(pipelines[next(iter(from_home))]) else Origin.SIMPLE
-
-
 def _copies(
     placed: Sequence[tuple[int, ...]],
     held: Mapping[int, LayerSpan],
-    home: Mapping[int, int],
     spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
 ) -> tuple[LayerCopy, ...]:
     holders: dict[int, list[tuple[int, int]]] = defaultdict(
         list
     )  # layer → heap of (bytes sent when queued, node)
-    for node in sorted(home):
-        if node in held:
-            for layer in range(*held[node]):
-                holders[layer].append((0, node))
+    for node in sorted(held):
+        for layer in range(*held[node]):
+            holders[layer].append((0, node))
     sent: Counter[int] = Counter()
     copies = []
     for nodes in placed:
