@@ -38,7 +38,7 @@ MICROBATCHES = 4
 MOST_MICROBATCHES = 1 << 20
 """Limit in plan files, above what any step has; a larger number would fill the memory."""
 SCHEDULE = "eager"
-INTERLEAVED = "interleaved"
+INTERLEAVED, FRUGAL = "interleaved", "1f1b"
 ASSIGNMENT: NamedPolicy = "balanced"
 """Default of a run over several ranks if neither its config nor its plan file says otherwise."""
 

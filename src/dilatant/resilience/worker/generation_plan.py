@@ -14,12 +14,11 @@ from dilatant.config.degrees import ONE, Degrees
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.membership import ChainCosts, MembershipPlanner
-from dilatant.planning.layout import INTERLEAVED, SCHEDULE, TrainingPlan
+from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.planning.memberships import chain_costs
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE, TOO_FEW
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
-from dilatant.schedule.plan_scorer import FRUGAL
 from dilatant.training.prepare import PreparedRun, known_tokens, target_share, with_costs
 from dilatant.training.run_costs import local_costs
 
