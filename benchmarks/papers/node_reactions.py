@@ -54,7 +54,7 @@ def from_templates(
         ]
         change = chooser.choose(instances, others)
         pipelines = [instances[kept].nodes for kept in change.kept]
-        pipelines += [pipeline.nodes for pipeline in change.made.pipelines] if change.made else []
+        pipelines += change.made.pipelines if change.made else []
         return RunningPipelines(
             tuple(pipelines),
             change.seconds,

@@ -89,7 +89,7 @@ def share_microbatches(pipelines: Sequence[Template], num_microbatches: int) -> 
 def lines(rows: Sequence[Template], num_microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (seconds, bottleneck, planned) of each template: N microbatches take seconds + (N - planned) *
     bottleneck."""
-    planned = [getattr(row, "num_microbatches", None) or num_microbatches for row in rows]
+    planned = [row.num_microbatches or num_microbatches for row in rows]
     return (
         np.array([row.seconds for row in rows], np.float64),
         np.array([row.bottleneck for row in rows], np.float64),

@@ -133,7 +133,7 @@ class MembershipPlanner:
             try:
                 return self._on_nodes(whole, held, nodes, devices)
             except PlanError as error:
-                failure = error
+                failure = failure or error
         raise failure or PlanError("there are no ranks to train on")
 
     def below(self, plan: Plan) -> MembershipPlanner:
@@ -179,9 +179,11 @@ class MembershipPlanner:
         """Return the plan of nodes of `devices` ranks each, of which the first are those of whole pipelines."""
         costs, memory, templates = self.costs, self.costs.memory, self.templates(devices, len(nodes))
         if not templates:
+            smallest = min(self.templates(devices, len(costs.layer_bytes)), default=None)
             raise PlanError(
-                f"no pipeline of 1 to {len(nodes)} nodes of {devices} devices holds the model; take more nodes or more "
-                "memory, other tensor-parallel degrees, or recomputation"
+                f"no pipeline of 1 to {len(nodes)} nodes of {devices} devices holds the model, "
+                + (f"the smallest takes {smallest}" if smallest else "nor does a longer one")
+                + "; take more nodes or more memory, other tensor-parallel degrees, or recomputation"
             )
         running, used = [], 0
         for one in whole:
@@ -202,7 +204,7 @@ class MembershipPlanner:
         )
         loose = {node: self._span(nodes[node], held) for node in range(used, len(nodes))}
         found = chooser.choose(running, loose)
-        groups = [one.nodes for one in found.made.pipelines] if found.made else []
+        groups = list(found.made.pipelines) if found.made else []
         if not held:  # all are alike: neighbours work together
             each = iter(range(len(nodes)))
             groups = [tuple(itertools.islice(each, len(group))) for group in groups]

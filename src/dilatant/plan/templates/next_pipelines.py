@@ -103,7 +103,7 @@ class PipelineChooser:
         if free:
             share = max(1, round(total * free / (free + busy)))
             made = self._made(instances, holders, len(kept), share)
-            templates += [self.templates[len(one.nodes)] for one in made.pipelines]
+            templates += [self.templates[len(nodes)] for nodes in made.pipelines]
         counts, seconds = share_microbatches(templates, max(total, len(templates)))
         tolerance = min(self.fault_tolerance, len(templates) - 1)
         return NextPipelines(tuple(kept), made, counts, seconds, tolerance)
@@ -115,7 +115,7 @@ class PipelineChooser:
         others = max(0, self.fault_tolerance - kept)
         while True:
             try:
-                return reinstantiate(self.templates, instances, (), others, share, self.layer_bytes, holders)
+                return reinstantiate(self.templates, instances, holders, others, share, self.layer_bytes)
             except BatchError as error:  # smaller microbatches are always possible
                 share = error.nearest[0]
             except PlanError:
