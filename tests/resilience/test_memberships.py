@@ -166,7 +166,7 @@ def test_pipelines_do_not_shrink_below_what_memory_asks_for() -> None:
     found = planner.next(plan, left_of(plan, 5), range(5))
     assert sorted(len(ranks_of(one)) for one in pipelines_of(found.plan)) == [2, 3]
     assert found.tolerance == 1
-    with pytest.raises(PlanError, match="no pipeline of 1 to 1 nodes"):
+    with pytest.raises(PlanError, match=r"no pipeline of 1 to 1 nodes .* the smallest takes 2;"):
         planner.next(plan, {0: 0}, range(1))
 
 
@@ -181,6 +181,11 @@ def require_fit(plan: Plan, planner: MembershipPlanner) -> None:
             layers = placed.stage.end - placed.stage.first
             held[rank] = held.get(rank, 0.0) + layers * (1.0 + 0.1) / len(placed.stage.ranks)
     assert max(held.values()) <= memory.capacity_bytes
+
+
+def published(planned: TrainingPlan, members: list[str], devices: int = 1) -> str:
+    """What a generation of these members publishes."""
+    return json.dumps({"plan": planned.to_json(), "members": members, "workers": [devices] * len(members)})
 
 
 @settings(max_examples=60, deadline=None)
@@ -212,13 +217,7 @@ def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
     initial = TrainingPlan(planner.first(len(alive)).plan, 4, "1f1b", "balanced", chain=planner.costs)
     adopted, members = initial, list(alive)
     for _ in range(draw.randint(1, 8)):
-        published = json.dumps(
-            {
-                "plan": adopted.to_json(),
-                "members": [f"n{n}" for n in members],
-                "workers": [devices] * len(members),
-            }
-        )
+        stored = published(adopted, [f"n{n}" for n in members], devices)
         assert predicted.plan == adopted.plan
         assert predicted.members == tuple(members)
         require_fit(adopted.plan, planner)
@@ -232,12 +231,26 @@ def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
         names, workers = [f"n{node}" for node in members], [devices] * len(members)
         if not predicted.pipelines:
             with pytest.raises(PlanError):
-                next_plan(worker, initial, published, names, workers)
+                next_plan(worker, initial, stored, names, workers)
             return
-        adopted = next_plan(worker, initial, published, names, workers)
+        adopted = next_plan(worker, initial, stored, names, workers)
         assert adopted.predicted_seconds == predicted.step_seconds
         pipelines = {frozenset(nodes) for nodes in predicted.pipelines}
         assert sum(map(len, pipelines)) == len(members)
         if len(members) >= len(pipelines) > 1:
             copies = copies_on_nodes(adopted.plan, devices)
             assert set(copies.values()) == {len(pipelines)}
+        # Started again with as many nodes, without state.
+        assert next_plan(worker, initial, None, names, workers).plan == planner.first(len(members)).plan
+
+
+def test_a_pipeline_without_memory_for_more_than_1f1b_keeps_that_schedule() -> None:
+    """Also beside a new one that would fit an eager schedule."""
+    planner = planner_like(PLANS["colocated"], capacity=7.0)
+    planned = TrainingPlan(planner.first(4).plan, 4, "eager", "balanced", chain=planner.costs)
+    initial, members = planned, ["n0", "n1", "n2", "n3"]
+    for now in (["n0", "n1", "n2", "n4"], ["n0", "n1", "n2", "n4", "n5", "n6", "n7"]):
+        planned = next_plan(planner, initial, published(planned, members), now, [1] * len(now))
+        assert planned.schedule == "1f1b"
+        members = now
+    assert [len(ranks_of(one)) for one in pipelines_of(planned.plan)] == [2, 2, 3]

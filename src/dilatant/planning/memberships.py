@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.costs.unit_layers import MeanCosts, UnitLayers
+from dilatant.plan.costs.unit_layers import LEVELS, MeanCosts, UnitLayers
 from dilatant.plan.errors import PlanError
 from dilatant.plan.templates.membership import ChainCosts, Membership, MembershipPlanner
 from dilatant.plan.templates.templates import LayerMemory
@@ -119,9 +119,7 @@ def plan_memberships(
             return _corrected(problem, costs, nodes)
         except PlanError as error:
             problems[str(error)] = None
-    raise PlanError(
-        f"no pipeline of 1 to {nodes} nodes of {devices} devices holds the model: {'; '.join(problems)}"
-    )
+    raise PlanError("; ".join(problems))
 
 
 def chain_costs(
@@ -173,7 +171,7 @@ def _columns(
     names = ("seconds", "static", "kept", "transient", "gradient")
     columns: list[list[NDArray[np.float64]]] = [[] for _ in names]
     for unit in units.model.units:
-        levels: Sequence[Recompute] = recompute[unit.name] or ("none",) * len(unit.layers)
+        levels = recompute[unit.name] or LEVELS[:1] * len(unit.layers)
         tables: dict[Recompute, MeanCosts] = {
             level: units.layers(unit.name, degrees[unit.name][width], samples, level)
             for level in dict.fromkeys(levels)

@@ -65,12 +65,11 @@ class GenerationPlans:
                 return TrainingPlan.from_json(json.loads(store.get(key))["plan"])
 
     def _replan(self, order: Rebuild, store: Store) -> TrainingPlan:
-        initial = self._initial
-        if order.base == NO_STATE and sum(order.workers) == len(initial.plan.ranks):
+        initial, planner = self._initial, self._planner
+        too_large = store.get(TOO_LARGE).split() if store.check([TOO_LARGE]) else []
+        if order.base == NO_STATE and sum(order.workers) == len(initial.plan.ranks) and not too_large:
             return initial
         published = None if order.base == NO_STATE else store.get(_plan_key(order.base)).decode()
-        planner = self._planner
-        too_large = store.get(TOO_LARGE).split() if store.check([TOO_LARGE]) else []
         for generation in dict.fromkeys(map(int, too_large)):
             document = json.loads(store.get(_plan_key(generation)))
             planner = planner.below(TrainingPlan.from_json(document["plan"]).plan)
@@ -78,7 +77,7 @@ class GenerationPlans:
             planned = next_plan(planner, initial, published, order.members, order.workers)
         except PlanError as error:
             raise NothingFits(
-                f"{len(order.members)} {TOO_FEW} number that the model needs: {error}"
+                f"{len(order.members)} {TOO_FEW} number that the model needs ({error})"
             ) from None
         return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
 
@@ -94,19 +93,19 @@ def next_plan(
 
     published: what `publish_plan` stored of the generation whose state goes on; None without state.
     """
-    size = sum(workers)
-    if published is None:
-        before, old = initial.plan, {rank: rank for rank in range(min(size, len(initial.plan.ranks)))}
-    else:
+    size, before, old = sum(workers), initial, dict[int, int]()
+    if published is not None:
         document = json.loads(published)
-        before = TrainingPlan.from_json(document["plan"]).plan
+        before = TrainingPlan.from_json(document["plan"])
         was, now = _ranks_of(document["members"], document["workers"]), _ranks_of(members, workers)
         old = {rank: now[seat] for seat, rank in was.items() if seat in now}
-    found = planner.next(before, old, [node for node, count in enumerate(workers) for _ in range(count)])
+    elif initial.chain is None:  # keep to the user's layout
+        old = {rank: rank for rank in range(min(size, len(initial.plan.ranks)))}
+    found = planner.next(before.plan, old, [node for node, count in enumerate(workers) for _ in range(count)])
     schedule, count = initial.schedule, found.num_microbatches
     if size == 1:
         schedule = "serial"
-    elif not found.early:
+    elif not found.early or (found.kept and before.schedule == FRUGAL):
         schedule = FRUGAL
     elif schedule == INTERLEAVED and not _goes_round(found.plan):
         schedule = SCHEDULE

@@ -414,4 +414,5 @@ class _ResilientRank:
             with contextlib.suppress(Exception):
                 self._store.append(TOO_LARGE, f"{self._generation_now} ")
         fatal = isinstance(error, UserError | NothingFits)
-        self._link.broken(f"{type(error).__name__}: {error}", fatal, accuses)
+        named = str(error) if isinstance(error, NothingFits) else f"{type(error).__name__}: {error}"
+        self._link.broken(named, fatal, accuses)
