@@ -14,11 +14,12 @@ from dilatant.config.errors import UserError
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import load_node_trace
-from dilatant.plan.replay.reactions import from_templates, restart_from_checkpoint
+from dilatant.plan.replay.reactions import restart_from_checkpoint
 from dilatant.plan.replay.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
 from dilatant.plan.templates.compose import compose_pipelines
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 from papers.models import Part, gpt, seconds
+from papers.node_reactions import from_templates
 from papers.tables import Outcome, PaperTable, spread, untested
 
 # Thesis Table 2.2, Oobleck's rows (samples/s), and Table 2.4's of Varuna with and without checkpoints.

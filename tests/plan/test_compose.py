@@ -65,7 +65,7 @@ def test_microbatches_are_shared_for_the_least_makespan(seed):
     templates = random_templates(draw, range(1, 5), planned)
     pipelines = [draw.randint(1, 4) for _ in range(draw.randint(1, 6))]
     microbatches = draw.randint(len(pipelines), 24)
-    counts, seconds = share_microbatches(templates, pipelines, microbatches)
+    counts, seconds = share_microbatches([templates[size] for size in pipelines], microbatches)
     assert sum(counts) == microbatches
     assert min(counts) >= 1
     assert seconds == slowest(

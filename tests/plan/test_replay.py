@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace, load_node_trace
 from dilatant.plan.replay.reactions import (
     compare_recovery,
-    from_templates,
     restart_from_checkpoint,
     without_cost,
 )
@@ -34,7 +34,12 @@ from dilatant.plan.replay.replay import (
 from dilatant.plan.templates.templates import plan_templates
 from oracles.stepwise_replay import stepwise_replay
 
-SHARED = Path(os.environ.get("DILATANT_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "traces"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from papers.node_reactions import from_templates  # noqa: E402
+
+SHARED = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "traces"
 FREE = RecoveryCosts(reconfigure_seconds=0, restart_seconds=0, checkpoint_seconds=0)
 
 
@@ -213,9 +218,9 @@ def test_training_halts_below_one_replica_then_resumes(templates):
 def test_recovery_lies_between_restart_and_free_recovery(templates):
     events = [NodeEvent(0.0, tuple(range(12)), ())]
     events += [NodeEvent(200.0 * (i + 1), (), (i,)) for i in range(8)]
-    ours, restart, free = compare_recovery(
-        NodeTrace("t", tuple(events), 2000.0), templates, 1, 24, 4.0, [10**9] * 12
-    )
+    reaction = from_templates(templates, 1, 24, [10**9] * 12)
+    trace = NodeTrace("t", tuple(events), 2000.0)
+    ours, restart, free = compare_recovery(trace, reaction, templates, (24, 96.0), RecoveryCosts(), 2)
     assert restart.samples < ours.samples < free.samples
     assert ours.lost[COPYING] > 0.0
     assert SAVING in restart.lost

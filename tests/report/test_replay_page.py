@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from dilatant.plan import Plan
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.plan import ParallelSpec
 from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
-from dilatant.plan.replay.reactions import from_templates, restart_from_checkpoint
+from dilatant.plan.replay.reactions import from_planner, restart_from_checkpoint
 from dilatant.plan.replay.replay import RecoveryCosts, replay
 from dilatant.plan.templates.templates import plan_templates
 from dilatant.report.pages.replay_page import (
@@ -24,6 +26,7 @@ from dilatant.report.pages.replay_page import (
     summarize_replays,
 )
 from dilatant.report.text.gantt_tables import cause_tones
+from harness.memberships import planner_like
 
 SETTING = ReplaySetting(
     run="mine",
@@ -52,8 +55,10 @@ def replays():
     )
     trace = NodeTrace("<three> losses", events, 4000.0)
     costs = RecoveryCosts()
+    plan = plan_from_specs({"language": 12}, {"language": ParallelSpec(pp=2)}, {})
+    planner = planner_like(plan, 1, 24, {"language": [0.05] * 12}, 7.0)
     return [
-        replay("templates", trace, from_templates(templates, 1, 24), 24.0, costs, 2),
+        replay("templates", trace, from_planner(planner), 24.0, costs, 2),
         replay("restart", trace, restart_from_checkpoint(templates, 24), 24.0, costs, 2),
     ]
 

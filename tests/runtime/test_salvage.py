@@ -22,7 +22,6 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.resilience.partial_step.decide_reuse import decide_reuse
 from dilatant.resilience.partial_step.exchange import adopt_partial_step
 from dilatant.resilience.partial_step.handover import export_gradients, read_exported_gradients
-from dilatant.resilience.worker.replan import replan
 from dilatant.runtime.runtime import Execution, Recovery, Runtime
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.partial_step import (
@@ -34,6 +33,7 @@ from dilatant.runtime.step.partial_step import (
 )
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from harness.checked_steps import COMMON, Allowed, assert_close, part_of
+from harness.memberships import planner_like
 from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import expected
 
@@ -113,7 +113,8 @@ def _run(
             worker.store.wait([gone], timedelta(seconds=60))
         old = runtime
         survivors = {each: each - (each > victim) for each in range(size) if each != victim}
-        plan = replan(plan, "language", survivors, (), 1, 4)
+        planner = planner_like(plan, num_microbatches=4)
+        plan = planner.next(plan, survivors, range(size - 1)).plan
         rank, size = survivors[rank], size - 1
     result = runtime.execute(samples, step, step_number=0)
     owned = runtime.owned

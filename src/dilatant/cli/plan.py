@@ -40,7 +40,9 @@ def plan(
         typer.Option(
             min=0,
             max=3,
-            help="Nodes that may be lost at once: every layer lies on one more. Says what 0 to 3 cost.",
+            help="Nodes that may be lost at once: every layer lies on one more. Says what 0 to 3 cost. Without it, "
+            "resilience.fault_tolerance counts if resilience.enabled is set.",
+            show_default=False,
         ),
     ] = None,
     why_not: Annotated[
@@ -85,6 +87,7 @@ def plan(
     from dilatant.plan.framework_flags import FRAMEWORKS, framework_flags
     from dilatant.plan.roles import roles_of
     from dilatant.plan.search.why_not import parse_asked_layout
+    from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.planned_run import (
         check_plan_folder,
         fixed_plan_report,
@@ -92,7 +95,7 @@ def plan(
         training_plan,
         write_plan_folder,
     )
-    from dilatant.planning.planning import plan_like, plan_run
+    from dilatant.planning.planning import plan_like
     from dilatant.planning.row_length import with_long_rows
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
@@ -110,12 +113,12 @@ def plan(
             planned = with_long_rows(plan_like(problem, parse_asked_layout(like, units)))
             report = fixed_plan_report(plan_report(planned, options.config.stem), like)
         else:
-            planned = with_long_rows(plan_run(problem, fault_tolerance=fault_tolerance or 0))
+            planned = with_long_rows(plan_resiliently(problem, fault_tolerance=fault_tolerance))
             report = plan_report(planned, options.config.stem, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
-        out.write_text(training_plan(planned.problem, winner).to_json(), encoding="utf-8")
+        out.write_text(training_plan(planned.problem, winner, planned.chain).to_json(), encoding="utf-8")
     if page is not None:
         write_plan_page(report, page)
     link_pages(folder.parent)
@@ -154,7 +157,7 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
     import json
 
     from dilatant.config.files.durable import write_durably
-    from dilatant.planning.planning import seconds_by_fault_tolerance
+    from dilatant.planning.memberships import seconds_by_fault_tolerance
     from dilatant.report.say import open_console, print_line, show_progress
     from dilatant.report.text.wording import seconds_text
 

@@ -52,8 +52,9 @@ def simulate(
         typer.Option(metavar="TRACE", help="Replay a trace of nodes that come and go.", show_default=False),
     ] = None,
     fault_tolerance: Annotated[
-        int, typer.Option(min=0, help="With --failures: losses that must never cost the state of training.")
-    ] = 1,
+        int | None,
+        typer.Option(min=0, help="With --failures: as resilience.fault_tolerance.", show_default=False),
+    ] = None,
     page: Page = None,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -68,7 +69,8 @@ def simulate(
     run = _read(source, [*_cluster(cluster), *overrides], trust)
 
     from dilatant.plan.replay.node_trace import load_node_trace
-    from dilatant.planning.planning import plan_run, time_plan
+    from dilatant.planning.memberships import plan_resiliently
+    from dilatant.planning.planning import time_plan
     from dilatant.planning.row_length import with_long_rows
     from dilatant.report.say import open_console, show_progress
 
@@ -82,7 +84,7 @@ def simulate(
         problem = problem.sharing(run.zero)
     with show_progress(open_console(stderr=True), "simulating"):
         if run.plan is None:
-            planned = with_long_rows(plan_run(problem))
+            planned = with_long_rows(plan_resiliently(problem))
             if microbatches:
                 planned = time_plan(problem, planned.result.winner.plan, microbatches)
         elif microbatches:
@@ -295,7 +297,7 @@ def _replay(
     problem: PlanningProblem,
     name: str,
     trace: NodeTrace,
-    fault_tolerance: int,
+    fault_tolerance: int | None,
     page: Path | None,
     as_json: bool,
     console: Console,
@@ -308,7 +310,7 @@ def _replay(
 
     with show_progress(open_console(stderr=True), "replaying"):
         found = replay_failures(problem, trace, fault_tolerance)
-    setting = found.setting(problem, name, fault_tolerance)
+    setting = found.setting(problem, name)
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
     written = write_replay_page(found.replays, page, setting)

@@ -32,7 +32,6 @@ from dilatant.plan.search.finals import RankedPlan as RankedPlan
 from dilatant.plan.search.search_result import SearchResult as SearchResult
 from dilatant.plan.templates.compose import compose_pipelines as compose_pipelines
 from dilatant.plan.templates.compose import share_microbatches as share_microbatches
-from dilatant.plan.templates.reinstantiate import Origin as Origin
 from dilatant.plan.templates.reinstantiate import reinstantiate as reinstantiate
 from dilatant.plan.templates.templates import LayerMemory as LayerMemory
 from dilatant.plan.templates.templates import Template as Template

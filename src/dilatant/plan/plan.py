@@ -80,6 +80,12 @@ class Replica:
         """Layers and degrees of each stage."""
         return tuple((stage.first, stage.end, stage.degrees) for stage in self.stages)
 
+    def renamed(self, names: Mapping[int, int]) -> Replica:
+        """Return the replica on other ranks. names: rank → its new number."""
+        return Replica(
+            tuple(replace(stage, ranks=tuple(names[rank] for rank in stage.ranks)) for stage in self.stages)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
@@ -175,20 +181,10 @@ class Plan:
 
     def shifted(self, first: int) -> Plan:
         """Return the plan with `first` added to every rank."""
+        names = {rank: first + rank for rank in self.ranks}
         return Plan(
             tuple(
-                replace(
-                    unit,
-                    replicas=tuple(
-                        Replica(
-                            tuple(
-                                replace(stage, ranks=tuple(first + rank for rank in stage.ranks))
-                                for stage in replica.stages
-                            )
-                        )
-                        for replica in unit.replicas
-                    ),
-                )
+                replace(unit, replicas=tuple(one.renamed(names) for one in unit.replicas))
                 for unit in self.units
             )
         )

@@ -20,6 +20,7 @@ from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.manual import Specs, plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.templates.membership import ChainCosts
 from dilatant.plan.validate import plan_problems
 from dilatant.planning.assemble import recompute_by_unit
 from dilatant.report.text.wording import ranks_text
@@ -37,7 +38,7 @@ MICROBATCHES = 4
 MOST_MICROBATCHES = 1 << 20
 """Limit in plan files, above what any step has; a larger number would fill the memory."""
 SCHEDULE = "eager"
-INTERLEAVED = "interleaved"
+INTERLEAVED, FRUGAL = "interleaved", "1f1b"
 ASSIGNMENT: NamedPolicy = "balanced"
 """Default of a run over several ranks if neither its config nor its plan file says otherwise."""
 
@@ -49,6 +50,7 @@ class TrainingPlan:
     schedule: a key of `schedule.families.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, if a planner
     predicted it. costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a
     microbatch, if limited; `num_microbatches` is then the minimum of a step. zero: which ranks share optimizer state.
+    chain: costs by which memberships after this one are planned, if this one was.
     """
 
     plan: Plan
@@ -59,6 +61,7 @@ class TrainingPlan:
     costs: StepCosts | None = field(default=None, compare=False)
     row_tokens: int | None = None
     zero: Zero = DEFAULT_ZERO
+    chain: ChainCosts | None = field(default=None, compare=False)
 
     def to_json(self) -> str:
         """Return the plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
@@ -70,6 +73,7 @@ class TrainingPlan:
             "zero": self.zero,
             "predicted_seconds": self.predicted_seconds,
             "costs": None if self.costs is None else self.costs.to_document(),
+            "chain": None if self.chain is None else self.chain.to_document(),
         }
         return json.dumps({**json.loads(self.plan.to_json()), "step": step}, indent=1) + "\n"
 
@@ -102,8 +106,12 @@ class TrainingPlan:
                 costs = StepCosts.from_document(step["costs"], plan)
             except ValueError as error:
                 raise ValueError(f"step.costs: {error}; without that entry, training finds its own") from None
-        seconds = seconds if isinstance(seconds, float) else None
-        return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero)
+        seconds, chain = seconds if isinstance(seconds, float) else None, step.get("chain")
+        try:
+            chain = None if chain is None else ChainCosts.from_document(chain)
+        except ValueError as error:
+            raise ValueError(f"step.chain: {error}; without that entry, a run finds its own") from None
+        return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero, chain)
 
     @property
     def family(self) -> ScheduleFamily:

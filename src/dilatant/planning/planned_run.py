@@ -14,6 +14,7 @@ from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.why_not import AskedLayout
+from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.measuring.layer_costs import degrees_of
 from dilatant.planning.plan_advice import plan_advice
@@ -40,11 +41,13 @@ from dilatant.report.search_report import (
 )  # fmt: skip
 from dilatant.report.text.plan_summary import why_not_text
 from dilatant.report.text.search_reasons import group_reasons, search_reasons
-from dilatant.report.text.wording import count_text, counted, origin_text, seconds_text
+from dilatant.report.text.wording import count_text, counted, listed, origin_text, seconds_text
 
 
-def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
-    """Return the plan that trains as `ranked` was simulated."""
+def training_plan(
+    problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None
+) -> TrainingPlan:
+    """Return the plan that trains as `ranked` was simulated. chain: as of `PlannedRun`."""
     return TrainingPlan(
         ranked.plan,
         ranked.num_microbatches,
@@ -54,6 +57,7 @@ def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
         costs_of_plan(problem.sharing(ranked.zero), ranked.plan),
         ranked.row_tokens,
         ranked.zero,
+        chain,
     )
 
 
@@ -67,7 +71,7 @@ def plan_report(
     tokens = problem.samples.first(problem.samples.available).tokens
     stable = planned.stable.warning(problem.global_batch) if planned.stable else ""
     first, *reasons, last = search_reasons(result, cluster)  # the last says how sure it is
-    return PlanReport(
+    report = PlanReport(
         title=title,
         hardware=problem.target.text,
         cost_source=_cost_source(problem),
@@ -91,7 +95,7 @@ def plan_report(
         allocated_devices=cluster.num_devices,
         reasons=(first, *_groups(planned), *reasons, *planned.rows, *_decoding(planned), last),
         advice=plan_advice(planned),
-        warnings=(*([stable] if stable else []), *_warnings(planned)),
+        warnings=(*planned.notes, *([stable] if stable else []), *_warnings(planned)),
         searched=_searched(planned),
         groups=searched_plans(result),
         why_not=tuple(
@@ -105,6 +109,19 @@ def plan_report(
             for group in cluster.parts
         ),
         zero=winner.zero,
+    )
+    if planned.chain is None:
+        return report
+    return replace(fixed_plan_report(report), reasons=(_members(planned, planned.chain),))
+
+
+def _members(planned: PlannedRun, chain: ChainCosts) -> str:
+    """Describe the pipelines of a plan that recovery continues."""
+    sizes = [len(ranks_of(one)) // chain.devices for one in pipelines_of(planned.result.winner.plan)]
+    return (
+        f"Pipelines of {listed([counted(size, 'node') for size in sizes])} run all units in a row and fit memory; "
+        f"{min(chain.fault_tolerance, len(sizes) - 1)} may be lost at once. After a loss the run adopts the plans that "
+        "`dilatant simulate --failures` predicts."
     )
 
 
@@ -154,7 +171,7 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
     check_plan_folder(problem.config)
     folder = RunFolder(Path(problem.config.output_dir) / "plan")
     folder.write_text(_REPORT, report.to_json() + "\n")  # first, as it marks the folder as ours
-    folder.write_text("plan.json", training_plan(problem, winner).to_json())
+    folder.write_text("plan.json", training_plan(problem, winner, planned.chain).to_json())
     folder.write_config(problem.config)
     folder.write_text("costs.yaml", problem.measured.to_yaml())
     write_plan_page(report, folder.path / "plan.html")

@@ -33,6 +33,7 @@ from dilatant.plan.search.refusals import microbatch_sizes_for
 from dilatant.plan.search.search import search
 from dilatant.plan.search.search_result import SearchResult
 from dilatant.plan.search.why_not import AskedLayout, WhyNot, parse_asked_layout, why_not
+from dilatant.plan.templates.membership import ChainCosts
 from dilatant.plan.validate import validate
 from dilatant.planning.assemble import Samples, recompute_by_unit
 from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
@@ -131,6 +132,8 @@ class PlannedRun:
     work: NDArray[np.float64]
     stable: StableBatch | None
     rows: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    chain: ChainCosts | None = None
 
 
 def planning_problem(
@@ -144,7 +147,7 @@ def planning_problem(
     """Collect all that a search needs. `say` gets what is being measured. Costs kept from earlier measurements of the
     same layers on this hardware stand in when `plan.measure_seconds` are over; without `measure_again` they count at
     once, and only what they lack is measured. like: a layout whose degrees are tried, too. Raises UserError."""
-    _searched_sizes(config, target_of_run(config))  # before anything is measured
+    searched_sizes(config, target_of_run(config))  # before anything is measured
     whole = build_meta_model(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     if like is not None:
@@ -165,7 +168,7 @@ def model_problem(
 ) -> PlanningProblem:
     """Return the problem of a given model and samples, whatever `config` names. Arguments as of `planning_problem`."""
     target = target_of_run(config)
-    _searched_sizes(config, target)
+    searched_sizes(config, target)
     measures = config.plan.costs is None and target.is_local and not target.groups
     kept = cached_costs(model, target, (), config.data.max_length) if measures else None
     measured = layer_costs(config, model, target, say, kept, measure_again)
@@ -208,17 +211,6 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
         work=work,
         stable=_stable_batch(problem, result.winner, work),
     )
-
-
-def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[int, float | None]:
-    """Return the seconds of a step by the number of nodes that may be lost at once; None if no plan allows that."""
-    found: dict[int, float | None] = {}
-    for tolerance in range(most + 1):
-        try:
-            found[tolerance] = _search(problem, False, tolerance).seconds
-        except PlanError:
-            found[tolerance] = None
-    return found
 
 
 def answer_why_not(planned: PlannedRun, asked: AskedLayout) -> WhyNot:
@@ -273,7 +265,7 @@ def _search_problem(
 ) -> SearchProblem:
     config, target = problem.config, problem.target
     settings = SearchSettings(
-        microbatch_sizes=_searched_sizes(config, target),
+        microbatch_sizes=searched_sizes(config, target),
         num_microbatches=config.parallel.microbatches,
         chunks=config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,),
         row_tokens=searched_row_tokens(config),
@@ -303,7 +295,7 @@ def _splits(config: Config) -> bool:
     return named is None or named in plan_scorer.SPLIT_BACKWARD_FAMILIES
 
 
-def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
+def searched_sizes(config: Config, target: Target) -> Sequence[int]:
     """Return the samples per microbatch to try, of which some divide the global batch. Raises BatchError."""
     count = config.parallel.microbatches
     if count is None:
@@ -406,7 +398,7 @@ def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
 
 def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]:
     """Return the numbers of microbatches that a search tries with this many pipelines."""
-    sizes = _searched_sizes(problem.config, problem.target)
+    sizes = searched_sizes(problem.config, problem.target)
     return tuple(problem.global_batch // (pipelines * size) for size in sizes
                  if problem.global_batch % (pipelines * size) == 0)  # fmt: skip
 

@@ -28,8 +28,9 @@ from dilatant.comm.fork_server import (
 from dilatant.comm.launch import WorkerFailed
 from dilatant.config import Config, UserError
 from dilatant.planning.assemble import assemble_samples
+from dilatant.planning.memberships import plan_resiliently
 from dilatant.planning.planned_run import plan_report, training_plan, write_plan_folder
-from dilatant.planning.planning import PlannedRun, plan_run, planning_problem
+from dilatant.planning.planning import PlannedRun, planning_problem
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.planning.row_length import with_long_rows
 from dilatant.report.plan_report import PlanReport
@@ -133,12 +134,12 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
         measure_again=False,
     )
     progress("searching")
-    planned = with_long_rows(plan_run(problem, all_devices=bool(job.launcher)))
+    planned = with_long_rows(plan_resiliently(problem, all_devices=bool(job.launcher)))
     check_all_used(planned, job.launcher)
     report = plan_report(planned, job.folder.name)
     folder = write_plan_folder(planned, report)
     return ChosenPlan(
-        training_plan(planned.problem, planned.result.winner).to_json(),
+        training_plan(planned.problem, planned.result.winner, planned.chain).to_json(),
         (*lines, *_lines(planned, report), f"  all of it, as a page: {folder / 'plan.html'}"),
     )
 

@@ -62,6 +62,8 @@ def row_length(
 
 def with_long_rows(planned: PlannedRun) -> PlannedRun:
     """Return the planned run with rows as long as its winner allows, where their length is chosen here."""
+    if planned.chain is not None:
+        return planned  # later memberships count on its microbatches
     winner = planned.result.winner
     found = row_length(planned.problem, winner.plan)
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,22 +63,26 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[str, str]) -> dict[str, int]:
-    """Map each layer and box to a 61-bit hash of its gradients' bits, equal on all ranks that hold the same box.
+    """Map each layer and box to a 61-bit hash of its gradients' bits, equal on all ranks that own the same boxes.
+    Ranks that own others of a layer, as where ranks share optimizer state in unlike pipelines, have another key.
 
     One pass over memory, on the device, in words of eight bytes. The hash detects corruption by memory or network, not
     tampering. parameters: logical name or key of a box → parameter; layer_of: logical name → layer.
     """
-    names, sums = [], []
-    for key, parameter in parameters.items():
+    names, sums = dict[str, list[str]](), dict[str, torch.Tensor]()
+    for key, parameter in sorted(parameters.items()):
         gradient = parameter.grad
         if gradient is None or not gradient.numel():
             continue
         name, _, box = key.partition("@")
-        names.append(f"{layer_of.get(name, name)}@{box}" if box else layer_of.get(name, name))
-        sums.append(_halves(gradient.detach().reshape(-1)))
+        names.setdefault(f"{layer_of.get(name, name)}@{box}", []).append(key)
+        sums[key] = _halves(gradient.detach().reshape(-1))
+    halves = dict(zip(sums, torch.stack([*sums.values()]).tolist() if sums else []))
     hashes: dict[str, int] = {}
-    for name, (first, second) in zip(names, torch.stack(sums).tolist() if sums else []):
-        hashes[name] = (hashes.get(name, 0) * 1_000_003 + first * 31 + second) % _PRIME
+    for layer, keys in names.items():
+        name = f"{layer}#{zlib.crc32(' '.join(keys).encode()):x}"
+        for first, second in map(halves.__getitem__, keys):
+            hashes[name] = (hashes.get(name, 0) * 1_000_003 + first * 31 + second) % _PRIME
     return hashes
 
 

@@ -72,12 +72,9 @@ def prepare(
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:
-            tokens: dict[str, NDArray[np.int64]] = {}
-            sizes = samples.train_sizes
-            if sizes is not None and len(sizes):
-                each = -(-len(sizes) // LOOKED_AT)
-                tokens = {name: sizes.of(name)[::each] for name in model.units}
-            cut = Cutter(config, model, tokens, _target_share(samples), plan_before(config))
+            cut = Cutter(
+                config, model, known_tokens(samples, model), target_share(samples), plan_before(config)
+            )
             planned = plan_from_config(config, model, made, cut)
             if found := row_length_of_run(config, samples, model, planned):
                 config, reason = found[0].config, found[2]
@@ -91,11 +88,20 @@ def prepare(
     return PreparedRun(samples, model, planned, about, reason)
 
 
+def known_tokens(samples: Samples, model: MultimodalModel) -> dict[str, NDArray[np.int64]]:
+    """Return unit → tokens of some samples; empty if sizes are unknown."""
+    sizes = samples.train_sizes
+    if sizes is None or not len(sizes):
+        return {}
+    each = -(-len(sizes) // LOOKED_AT)
+    return {name: sizes.of(name)[::each] for name in model.units}
+
+
 def with_costs(
     config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
 ) -> TrainingPlan:
     """Return the plan with the costs of its steps on this hardware; costs that the plan has already are kept."""
-    targets = _target_share(samples)
+    targets = target_share(samples)
     costs = costs_of_run(config, model, planned.plan, planned.costs, targets, planned.zero)
     return replace(planned, costs=costs)
 
@@ -107,7 +113,7 @@ def row_length_of_run(
     is_open = is_row_length_open(config, target_here(config, len(planned.plan.ranks)))
     if planned.row_tokens is not None or not isinstance(samples.train, Blend) or not is_open:
         return None
-    here = local_costs(config, model, planned.plan, _target_share(samples), planned.zero)
+    here = local_costs(config, model, planned.plan, target_share(samples), planned.zero)
     sampled = planned_samples(config, samples, here.model)
     dense = dense_rows(here.model, here.costs)
     sampled = replace(sampled, workload=replace(sampled.workload, dense=dense))
@@ -135,7 +141,7 @@ def _about_warm_up(config: Config, samples: Samples) -> tuple[str, ...]:
     )
 
 
-def _target_share(samples: Samples) -> float:
+def target_share(samples: Samples) -> float:
     """Return the share of language-model tokens that carry loss, by the first samples; 1 if sizes are unknown."""
     sizes = samples.train_sizes
     if sizes is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config import Config, UserError
+from dilatant.config.degrees import Degrees
 from dilatant.config.environment import place_from
 from dilatant.config.files.own_files import read_text
 from dilatant.config.plan import ClusterConfig
@@ -72,16 +73,36 @@ class LocalCosts:
     target: Target
     note: str
 
+    def unit_layers(
+        self, known: Mapping[str, ArrayLike], row: int
+    ) -> tuple[UnitLayers, dict[str, NDArray[np.float64]]]:
+        """Return the layers' costs for rows of samples with these tokens, and the tokens; where sizes are unknown, rows
+        are taken to have `row` tokens."""
+        items = self.model.item_tokens
+        tokens = {
+            unit.name: np.asarray(known.get(unit.name, [items.get(unit.name, row)]), dtype=np.float64)
+            for unit in self.model.spec.units
+        }
+        squares = {name: tokens[name] * item for name, item in items.items()}
+        workload = Workload(tokens, squares, dense_rows(self.model, self.costs))
+        devices, rules = self.target.cluster.gpus_per_node, self.target.rules
+        return UnitLayers(self.model.spec, self.costs, workload, devices, rules), tokens
+
 
 def local_costs(
-    config: Config, model: MultimodalModel, plan: Plan, targets: float = 1.0, zero: Zero | None = None
+    config: Config,
+    model: MultimodalModel,
+    plan: Plan,
+    targets: float = 1.0,
+    zero: Zero | None = None,
+    also: Iterable[Degrees] = (),
 ) -> LocalCosts:
-    """Return the layer costs with which a run on the ranks of `plan` counts, at its degrees; they are chosen as in
-    `costs_of_run`, which explains targets and zero."""
+    """Return the layer costs with which a run on the ranks of `plan` counts, at its degrees and those of `also`; they
+    are chosen as in `costs_of_run`, which explains targets and zero."""
     target = target_here(config, len(plan.ranks))
     target = target if zero is None else target.sharing(zero)
     described = describe_model(model, recompute_by_unit(config, model.units))
-    degrees = sorted({placed.stage.degrees.without_experts for placed in plan.stages()})
+    degrees = sorted({*also, *(placed.stage.degrees.without_experts for placed in plan.stages())})
     costs, note = _named_costs(config, described, target)
     if costs is None and target.is_local:
         costs = cached_costs(described, target, degrees, config.data.max_length)
@@ -153,16 +174,8 @@ class Cutter:
         if kept is not None:
             return kept
         here = local_costs(self.config, self.model, plan, self.targets)
-        row, items = self.config.row_tokens, here.model.item_tokens
-        tokens = {
-            name: np.asarray(self.tokens.get(name, [items.get(name, row)]), dtype=np.float64)
-            for name in self.model.units
-        }
-        squares = {name: tokens[name] * item for name, item in items.items()}
-        workload = Workload(tokens, squares, dense_rows(here.model, here.costs))
-        units = UnitLayers(
-            here.model.spec, here.costs, workload, here.target.cluster.gpus_per_node, here.target.rules
-        )
+        units, tokens = here.unit_layers(self.tokens, self.config.row_tokens)
+        row = self.config.row_tokens
         anchor = self.model.graph.anchor
         count = self.config.parallel.microbatches or MICROBATCHES
         together = min(  # samples in one microbatch of every replica together

@@ -3,67 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeTrace
 from dilatant.plan.replay.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
-from dilatant.plan.templates.compose import compose_pipelines, lines, share_microbatches
-from dilatant.plan.templates.reinstantiate import Reinstantiation, node_layers, reinstantiate
+from dilatant.plan.templates.compose import share_microbatches
+from dilatant.plan.templates.membership import MembershipPlanner, pipelines_of, ranks_of
 from dilatant.plan.templates.templates import Template
 
 _STOPPED = RunningPipelines((), math.inf)
 
 
-def from_templates(
-    templates: Mapping[int, Template],
-    fault_tolerance: int,
-    num_microbatches: int,
-    layer_bytes: Sequence[int] | None = None,
-    slack: float = 0.0,
-) -> Reaction:
-    """Reinstantiate pipelines from the survivors (Oobleck, the thesis, 2.5; arguments as in `reinstantiate`).
-
-    With too few nodes for fault_tolerance + 1 replicas, training continues with as many as possible. Nodes that no
-    composition can use stay idle until the next change. State is read from a checkpoint only if no surviving node holds
-    some layer.
-    """
-    spans = {size: node_layers(template, size) for size, template in templates.items()}
-    usable = _usable(templates, fault_tolerance, num_microbatches * max(templates))
+def from_planner(planner: MembershipPlanner) -> Reaction:
+    """Plan every membership as a run does, with nodes like those of the planner's costs. With too few nodes the run
+    stops; it begins again from a checkpoint, with a plan as at first."""
+    size = planner.costs.devices
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
-        number, tolerance = usable(len(alive))
-        if not number or num_microbatches < tolerance + 1:
+        plan, old = (None, ()) if before is None else (before.plan, before.members)
+        stay = [node for node in old if node in alive]
+        members = (*stay, *sorted(alive - {*stay}))
+        here = {node: number for number, node in enumerate(members)}
+        survivors = {old.index(node) * size + k: here[node] * size + k for node in stay for k in range(size)}
+        kept = before is None if plan is None else planner.holds_all(plan, survivors)
+        try:
+            if plan is None:
+                found = planner.first(len(members))
+            else:
+                found = planner.next(plan, survivors, [node for node in here.values() for _ in range(size)])
+        except PlanError:
             return _STOPPED
-        old = before.pipelines if before else ()
-        running = {node for nodes in old for node in nodes}
-        idle = len(alive) - number
-        joined = sorted(alive - running)
-        dropped = joined[len(joined) - min(idle, len(joined)) :] if idle else []
-        if idle > len(dropped):  # also idle nodes with layers, from the end of the last pipelines on
-            order = [node for nodes in reversed(old) for node in reversed(nodes) if node in alive]
-            dropped = [*dropped, *order[: idle - len(dropped)]]
-        if not old:
-            return _fresh(templates, sorted(alive - set(dropped)), tolerance, num_microbatches, before)
-        change = reinstantiate(
-            templates,
-            old,
-            running - alive | running & set(dropped),
-            tolerance,
-            num_microbatches,
-            layer_bytes,
-            joined=[node for node in joined if node not in set(dropped)],
-            slack=slack,
-        )
-        pipelines = tuple(pipeline.nodes for pipeline in change.pipelines)
         return RunningPipelines(
-            pipelines,
-            change.seconds,
-            _busiest_link(change),
-            kept=_state_kept(old, alive, spans),
-            in_flight_seconds=_one_microbatch(templates, pipelines, num_microbatches),
+            tuple(
+                tuple(dict.fromkeys(members[rank // size] for rank in ranks_of(one)))
+                for one in pipelines_of(found.plan)
+            ),
+            found.seconds,
+            found.moved_bytes if kept and plan is not None else 0,
+            kept,
+            in_flight_seconds=found.microbatch_seconds,
+            plan=found.plan,
+            members=members,
         )
 
     return react
@@ -83,7 +65,7 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
             replicas = min(nodes // size, num_microbatches)
             if replicas:
                 best = min(
-                    best, (share_microbatches(templates, [size] * replicas, num_microbatches)[1], size)
+                    best, (share_microbatches([templates[size]] * replicas, num_microbatches)[1], size)
                 )
         return best
 
@@ -105,22 +87,20 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
 
 def compare_recovery(
     trace: NodeTrace,
+    ours: Reaction,
     templates: Mapping[int, Template],
-    fault_tolerance: int,
-    num_microbatches: int,
-    samples_per_microbatch: float,
-    layer_bytes: Sequence[int] | None = None,
-    costs: RecoveryCosts | None = None,
+    batch: tuple[int, float],
+    costs: RecoveryCosts,
+    replicas_wanted: int,
 ) -> tuple[Replay, ...]:
-    """Replay one trace three times: pipelines from templates, restarts from a checkpoint, and free recovery.
+    """Replay one trace three times: our reaction, restarts from a checkpoint in a grid of `templates`, and our reaction
+    at no cost. batch: microbatches and samples of a step.
 
-    Templates need checkpoints only for losses that no replica survives; these are saved in the background, so
+    Our reaction needs checkpoints only for losses that no replica survives; these are saved in the background, so
     `costs.checkpoint_seconds` applies only to the restarts. The last replay is an upper bound of the first.
     """
-    costs = costs or RecoveryCosts()
-    samples = num_microbatches * samples_per_microbatch
-    ours = from_templates(templates, fault_tolerance, num_microbatches, layer_bytes)
-    restart = restart_from_checkpoint(templates, num_microbatches)
+    count, samples = batch
+    restart = restart_from_checkpoint(templates, count)
     background, free = replace(costs, checkpoint_seconds=0.0), RecoveryCosts(0.0, math.inf, 0.0, 1, 0.0, 1.0)
     runs = (
         ("templates", ours, background),
@@ -128,7 +108,7 @@ def compare_recovery(
         ("templates at no cost", without_cost(ours), free),
     )
     return tuple(
-        replay(name, trace, reaction, samples, spent, fault_tolerance + 1) for name, reaction, spent in runs
+        replay(name, trace, reaction, samples, spent, replicas_wanted) for name, reaction, spent in runs
     )
 
 
@@ -137,95 +117,6 @@ def without_cost(reaction: Reaction) -> Reaction:
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         after = reaction(before, alive)
-        return RunningPipelines(after.pipelines, after.step_seconds)
+        return RunningPipelines(after.pipelines, after.step_seconds, plan=after.plan, members=after.members)
 
     return react
-
-
-def _usable(
-    templates: Mapping[int, Template], fault_tolerance: int, most_nodes: int
-) -> Callable[[int], tuple[int, int]]:
-    """Return a function: nodes → (usable nodes, fault tolerance up to the requested one); (0, 0) when none is usable.
-    `most_nodes` is the largest number with work, since every pipeline needs a microbatch."""
-    sizes = sorted(templates)
-    known: dict[int, tuple[int, int]] = {}
-
-    def search(nodes: int) -> tuple[int, int]:
-        for number in range(min(nodes, most_nodes), sizes[0] - 1, -1):
-            most = _most_parts(number, sizes)
-            if most:
-                return number, min(fault_tolerance, most - 1)
-        return 0, 0
-
-    def usable(nodes: int) -> tuple[int, int]:
-        if nodes not in known:
-            known[nodes] = search(nodes)
-        return known[nodes]
-
-    return usable
-
-
-def _most_parts(number: int, sizes: Iterable[int]) -> int:
-    """Return the largest count of `sizes`, with repetition, that add up to `number`; 0 when none do."""
-    most = [0] + [-1] * number
-    for total in range(1, number + 1):
-        most[total] = max(
-            (most[total - size] + 1 for size in sizes if size <= total and most[total - size] >= 0),
-            default=-1,
-        )
-    return max(most[number], 0)
-
-
-def _fresh(
-    templates: Mapping[int, Template],
-    nodes: list[int],
-    tolerance: int,
-    num_microbatches: int,
-    before: RunningPipelines | None,
-) -> RunningPipelines:
-    """Return the first composition, or the one after a stop, whose state comes from a checkpoint."""
-    try:
-        composition = compose_pipelines(templates, len(nodes), tolerance, num_microbatches)
-    except PlanError:
-        return _STOPPED
-    pipelines, used = [], 0
-    for size, _ in composition.pipelines:
-        pipelines.append(tuple(nodes[used : used + size]))
-        used += size
-    return RunningPipelines(
-        tuple(pipelines),
-        composition.seconds,
-        kept=before is None,
-        in_flight_seconds=_one_microbatch(templates, pipelines, num_microbatches),
-    )
-
-
-def _one_microbatch(
-    templates: Mapping[int, Template], pipelines: Sequence[Sequence[int]], num_microbatches: int
-) -> float:
-    """Return the longest time in seconds of one microbatch alone, forward and backward, over these pipelines."""
-    seconds, bottleneck, planned = lines(templates, [len(nodes) for nodes in pipelines], num_microbatches)
-    return float((seconds - (planned - 1) * bottleneck).max())
-
-
-def _state_kept(
-    old: Sequence[Sequence[int]], alive: frozenset[int], spans: Mapping[int, tuple[tuple[int, int], ...]]
-) -> bool:
-    """Return True if surviving nodes of the old pipelines hold every layer."""
-    held: set[int] = set()
-    for nodes in old:
-        for node, (first, end) in zip(nodes, spans[len(nodes)]):
-            if node in alive:
-                held.update(range(first, end))
-    return not old or len(held) == spans[len(old[0])][-1][1]
-
-
-def _busiest_link(change: Reinstantiation) -> int:
-    """Return the most bytes that one node sends or receives."""
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for copy in change.copies:
-        received[copy.target] += copy.num_bytes
-        if copy.source is not None:
-            sent[copy.source] += copy.num_bytes
-    return max((*sent.values(), *received.values()), default=0)

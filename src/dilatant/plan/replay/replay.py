@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 
 from dilatant.plan.errors import PlanError
+from dilatant.plan.plan import Plan
 from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
 
 RECONFIGURING, COPYING, RESTARTING = "reconfiguring", "copying state", "restarting"
@@ -60,7 +61,8 @@ class RunningPipelines:
 
     `step_seconds` is infinite while the cluster cannot train. `moved_bytes` is the most that any node sent or received
     for this change; `kept`: the training state survived on the nodes; `restarted`: all processes restart. When a step
-    is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended.
+    is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended. plan: of the
+    nodes in `members`, in rank order, if one was made.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -69,6 +71,8 @@ class RunningPipelines:
     kept: bool = True
     restarted: bool = False
     in_flight_seconds: float = 0.0
+    plan: Plan | None = None
+    members: tuple[int, ...] = ()
 
 
 Reaction = Callable[[RunningPipelines | None, frozenset[int]], RunningPipelines]

@@ -58,20 +58,18 @@ def compose_pipelines(
     sizes = sorted(templates)
     members, number = compose(
         np.array(sizes, np.int64),
-        *lines(templates, sizes, num_microbatches),
+        *lines([templates[size] for size in sizes], num_microbatches),
         num_nodes,
         fault_tolerance + 1,
         num_microbatches,
     )
     pipelines = sorted((sizes[member] for member in members[:number]), reverse=True)
-    counts, seconds = share_microbatches(templates, pipelines, num_microbatches)
+    counts, seconds = share_microbatches([templates[size] for size in pipelines], num_microbatches)
     return Composition(tuple(zip(pipelines, counts)), seconds)
 
 
-def share_microbatches(
-    templates: Mapping[int, Template], pipelines: Sequence[int], num_microbatches: int
-) -> tuple[tuple[int, ...], float]:
-    """Return (microbatches of each pipeline, seconds of the slowest) for pipelines of these node counts; exact.
+def share_microbatches(pipelines: Sequence[Template], num_microbatches: int) -> tuple[tuple[int, ...], float]:
+    """Return (microbatches of each pipeline, seconds of the slowest) for instances of these templates; exact.
 
     Every pipeline takes at least one microbatch. Raises BatchError when there are fewer microbatches than pipelines.
     """
@@ -83,18 +81,15 @@ def share_microbatches(
         )
     from dilatant.plan.templates._compose_kernel import share
 
-    seconds, bottleneck, planned = lines(templates, pipelines, num_microbatches)
+    seconds, bottleneck, planned = lines(pipelines, num_microbatches)
     counts = share(seconds, bottleneck, planned, num_microbatches)
     return tuple(counts.tolist()), float((seconds + (counts - planned) * bottleneck).max())
 
 
-def lines(
-    templates: Mapping[int, Template], sizes: Sequence[int], num_microbatches: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (seconds, bottleneck, planned) of the template of each size: N microbatches take seconds + (N - planned) *
+def lines(rows: Sequence[Template], num_microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (seconds, bottleneck, planned) of each template: N microbatches take seconds + (N - planned) *
     bottleneck."""
-    rows = [templates[size] for size in sizes]
-    planned = [getattr(row, "num_microbatches", None) or num_microbatches for row in rows]
+    planned = [row.num_microbatches or num_microbatches for row in rows]
     return (
         np.array([row.seconds for row in rows], np.float64),
         np.array([row.bottleneck for row in rows], np.float64),

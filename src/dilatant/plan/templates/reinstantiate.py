@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
-from dilatant.plan.errors import PlanError
-from dilatant.plan.templates.compose import compose_pipelines, lines, share_microbatches
+from dilatant.plan.templates.compose import compose_pipelines, lines
 from dilatant.plan.templates.templates import Template
 
 LayerSpan = tuple[int, int]
 
-
-class Origin(StrEnum):
-    """Origin of a pipeline's nodes.
-
-    kept: an unaffected pipeline. simple: the survivors of one pipeline under another template. borrow: includes nodes
-    of a pipeline that continues without them. merge: all the survivors of several pipelines. join: includes new nodes.
-    """
-
-    KEPT = "kept"
-    SIMPLE = "simple"
-    BORROW = "borrow"
-    MERGE = "merge"
-    JOIN = "join"
-
-
-@dataclass(frozen=True, slots=True)
-class NodePipeline:
-    """An instance of the template of len(nodes) nodes: `nodes` in pipeline order, and its microbatches."""
-
-    nodes: tuple[int, ...]
-    microbatches: int
-    origin: Origin
+COMPOSITIONS = 200
+"""Number of equally fast compositions that are compared by the bytes that move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,100 +30,68 @@ class LayerCopy:
 
 @dataclass(frozen=True, slots=True)
 class Reinstantiation:
-    """Pipelines after a change of membership, and the copies that must precede training.
+    """Pipelines after a change of membership, as nodes in pipeline order, and the copies that must precede training."""
 
-    `seconds` is the slowest pipeline's time, `lower_bound` that of the fastest composition. `fewest_bytes` is True if
-    every composition within the allowed time was compared.
-    """
-
-    pipelines: tuple[NodePipeline, ...]
+    pipelines: tuple[tuple[int, ...], ...]
     copies: tuple[LayerCopy, ...]
-    seconds: float
-    fewest_bytes: bool
-    lower_bound: float
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes copied between nodes (or read from a checkpoint, for lost layers)."""
-        return sum(copy.num_bytes for copy in self.copies)
+    def busiest_bytes(self) -> int:
+        """Most bytes that one node sends or receives."""
+        sent, received = Counter[int](), Counter[int]()
+        for copy in self.copies:
+            received[copy.target] += copy.num_bytes
+            if copy.source is not None:
+                sent[copy.source] += copy.num_bytes
+        return max((*sent.values(), *received.values()), default=0)
 
 
 def reinstantiate(
     templates: Mapping[int, Template],
     pipelines: Sequence[Sequence[int]],
-    lost: Iterable[int],
+    others: Mapping[int, LayerSpan],
     fault_tolerance: int,
     num_microbatches: int,
     layer_bytes: Sequence[int] | None = None,
-    joined: Iterable[int] = (),
-    slack: float = 0.0,
-    budget: int = 200,
 ) -> Reinstantiation:
     """Choose pipelines for the present nodes, and place nodes in them so that the fewest bytes move.
 
     `pipelines` are the running pipelines as node ids in pipeline order, each an instance of the template of its length;
-    `lost` nodes are gone, `joined` nodes are new and empty. `layer_bytes[k]` are the bytes of layer k that a holder
-    must receive (weights and optimizer state; default 1 each).
+    `others` are nodes in no such pipeline, with the layers that they hold. `layer_bytes[k]` are the bytes of layer k
+    that a holder must receive (weights and optimizer state; default 1 each).
 
-    The composition is the fastest (`compose_pipelines`), or one within a fraction `slack` of its time; among these, one
-    that moves the fewest bytes. Up to `budget` compositions as fast as the fastest are compared, and as many slower
-    ones, those most like the running one first. Placement is exact: pipelines that continue under their template stay
-    as they are (never worse, since missing layers obey the triangle inequality), the others follow from a transport
-    problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are outcomes, not
-    separate cases. Each copy comes from the holder that has sent least.
+    The composition is the fastest (`compose_pipelines`); of up to `COMPOSITIONS` that are as fast, those most like the
+    running one first, it is one that moves the fewest bytes. Placement is exact: pipelines that continue under their
+    template stay as they are (never worse, since missing layers obey the triangle inequality), the others follow from a
+    transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are
+    outcomes, not separate cases. Each copy comes from the holder that has sent least.
 
-    Raises the errors of `compose_pipelines`, and PlanError for nodes that are unknown or named twice.
+    Raises the errors of `compose_pipelines`.
 
     Source: Oobleck (the thesis, 2.5.1); here donors are chosen by fewest bytes.
     """
-    lost, joined = set(lost), sorted(set(joined))
-    _check(templates, pipelines, lost, joined)
     num_layers = next(iter(templates.values())).stages[-1][1]
     prefix = np.concatenate([[0], np.cumsum(layer_bytes if layer_bytes is not None else [1] * num_layers)])
-    if prefix.size != num_layers + 1:
-        raise PlanError(f"layer_bytes has {prefix.size - 1} entries for {num_layers} layers")
     spans = {size: node_layers(template, size) for size, template in templates.items()}
-    held: dict[int, LayerSpan] = dict.fromkeys(joined, (0, 0))
-    home: dict[int, int] = {}
+    held, home, intact = dict(others), dict[int, int](), defaultdict[int, list[int]](list)
     for number, nodes in enumerate(pipelines):
-        for node, span in zip(nodes, spans[len(nodes)]):
-            if node not in lost:
-                held[node], home[node] = span, number
+        held |= zip(nodes, spans[len(nodes)])
+        home |= dict.fromkeys(nodes, number)
+        intact[len(nodes)].append(number)
     fastest = compose_pipelines(templates, len(held), fault_tolerance, num_microbatches)
-    intact: dict[int, list[int]] = defaultdict(list)
-    for number, nodes in enumerate(pipelines):
-        if not lost.intersection(nodes):
-            intact[len(nodes)].append(number)
-
-    # Compositions as fast as the fastest are always compared, so that more slack never means more bytes.
-    compositions, complete = [Counter(size for size, _ in fastest.pipelines)], False
-    for limit in dict.fromkeys((fastest.seconds, fastest.seconds + slack * abs(fastest.seconds))):
-        more, complete = _compositions(
-            templates, intact, limit, len(held), fault_tolerance + 1, num_microbatches, budget
-        )
-        compositions += more
+    compositions = [Counter(size for size, _ in fastest.pipelines)]
+    compositions += _compositions(
+        templates, intact, fastest.seconds, len(held), fault_tolerance + 1, num_microbatches
+    )
     best_bytes, best_sizes, best_flow = -1, Counter[int](), {}
     for sizes in compositions:
-        moved, flow = _place(sizes, intact, pipelines, held, spans, prefix)
+        moved, flow = _place(sizes, intact, held, spans, prefix)
         if best_bytes < 0 or moved < best_bytes:
             best_bytes, best_sizes, best_flow = moved, sizes, flow
         if best_bytes == 0:
-            complete = True
             break
-
     placed = _group(best_sizes, best_flow, intact, pipelines, held, home, spans)
-    counts, seconds = share_microbatches(templates, [len(nodes) for nodes in placed], num_microbatches)
-    survivors = Counter(home.values())
-    return Reinstantiation(
-        pipelines=tuple(
-            NodePipeline(nodes, count, _origin(nodes, home, survivors, pipelines))
-            for nodes, count in zip(placed, counts)
-        ),
-        copies=_copies(placed, held, home, spans, prefix),
-        seconds=seconds,
-        fewest_bytes=complete,
-        lower_bound=fastest.seconds,
-    )
+    return Reinstantiation(tuple(placed), _copies(placed, held, spans, prefix))
 
 
 def node_layers(template: Template, nodes: int) -> tuple[LayerSpan, ...]:
@@ -162,23 +108,6 @@ def node_layers(template: Template, nodes: int) -> tuple[LayerSpan, ...]:
     return tuple(spans)
 
 
-def _check(
-    templates: Mapping[int, Template], pipelines: Sequence[Sequence[int]], lost: set[int], joined: list[int]
-) -> None:
-    problems = []
-    running = Counter(node for nodes in pipelines for node in nodes)
-    if twice := sorted(node for node, count in running.items() if count > 1):
-        problems.append(f"nodes {twice} are in several pipelines")
-    if unknown := sorted(lost - running.keys()):
-        problems.append(f"lost nodes {unknown} are in no pipeline")
-    if known := [node for node in joined if node in running]:
-        problems.append(f"joined nodes {known} are already in a pipeline")
-    if missing := sorted({len(nodes) for nodes in pipelines} - templates.keys()):
-        problems.append(f"there is no template of {missing} nodes, yet such pipelines run")
-    if problems:
-        raise PlanError("; ".join(problems))
-
-
 def _compositions(
     templates: Mapping[int, Template],
     intact: Mapping[int, list[int]],
@@ -186,30 +115,30 @@ def _compositions(
     num_nodes: int,
     fewest: int,
     num_microbatches: int,
-    budget: int,
-) -> tuple[list[Counter[int]], bool]:
-    """Return compositions {size: pipelines} that finish within `limit` seconds, and True if these are all."""
+) -> list[Counter[int]]:
+    """Return compositions {size: pipelines} that finish within `limit` seconds."""
     from dilatant.plan.templates._compose_kernel import microbatches_within
     from dilatant.plan.templates._reinstantiate_kernel import enumerate_compositions
 
     sizes = sorted(templates, key=lambda size: (-len(intact.get(size, ())) * size, -size))
-    found, complete = enumerate_compositions(
+    found, _ = enumerate_compositions(
         np.array(sizes, np.int64),
-        microbatches_within(limit, *lines(templates, sizes, num_microbatches), num_microbatches),
+        microbatches_within(
+            limit, *lines([templates[size] for size in sizes], num_microbatches), num_microbatches
+        ),
         np.array([len(intact.get(size, ())) for size in sizes], np.int64),
         num_nodes,
         fewest,
         num_microbatches,
-        budget,
-        budget * 10 * len(sizes),
+        COMPOSITIONS,
+        COMPOSITIONS * 10 * len(sizes),
     )
-    return [Counter({s: n for s, n in zip(sizes, row) if n}) for row in found.tolist()], complete
+    return [Counter({s: n for s, n in zip(sizes, row) if n}) for row in found.tolist()]
 
 
 def _place(
     sizes: Counter[int],
     intact: Mapping[int, list[int]],
-    pipelines: Sequence[Sequence[int]],
     held: Mapping[int, LayerSpan],
     spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
@@ -283,35 +212,18 @@ def _group(
     return sorted(placed, key=lambda nodes: (-len(nodes), nodes))
 
 
-def _origin(
-    nodes: tuple[int, ...],
-    home: Mapping[int, int],
-    survivors: Counter[int],
-    pipelines: Sequence[Sequence[int]],
-) -> Origin:
-    from_home = Counter(home[node] for node in nodes if node in home)
-    if sum(from_home.values()) < len(nodes):
-        return Origin.JOIN
-    if len(from_home) > 1:
-        whole = all(survivors[number] == count for number, count in from_home.items())
-        return Origin.MERGE if whole else Origin.BORROW
-    return Origin.KEPT if nodes == tuple(pipelines[next(iter(from_home))]) else Origin.SIMPLE
-
-
 def _copies(
     placed: Sequence[tuple[int, ...]],
     held: Mapping[int, LayerSpan],
-    home: Mapping[int, int],
     spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
 ) -> tuple[LayerCopy, ...]:
     holders: dict[int, list[tuple[int, int]]] = defaultdict(
         list
     )  # layer → heap of (bytes sent when queued, node)
-    for node in sorted(home):
-        if node in held:
-            for layer in range(*held[node]):
-                holders[layer].append((0, node))
+    for node in sorted(held):
+        for layer in range(*held[node]):
+            holders[layer].append((0, node))
     sent: Counter[int] = Counter()
     copies = []
     for nodes in placed:

@@ -31,12 +31,13 @@ class LayerMemory:
     """Memory of a template's layers on one GPU, in bytes.
 
     On d GPUs layer k holds `state_bytes[d][k]` throughout and `activation_bytes[d][k]` for every microbatch between its
-    forward and its backward. A GPU has `capacity_bytes`.
+    forward and its backward. A GPU has `capacity_bytes`. early: microbatches that a stage keeps in addition to 1F1B's.
     """
 
     state_bytes: Mapping[int, Sequence[float]]
     activation_bytes: Mapping[int, Sequence[float]]
     capacity_bytes: float
+    early: int = 0
 
 
 def plan_templates(
@@ -141,7 +142,7 @@ def _latest_ends(memory: LayerMemory, widths: list[int], levels: int, num_microb
     for width in widths:
         state = np.concatenate([[0.0], np.cumsum(memory.state_bytes[width])])
         activation = np.concatenate([[0.0], np.cumsum(memory.activation_bytes[width])])
-        held = np.minimum(np.arange(levels), num_microbatches)[:, None] * activation + state
+        held = np.minimum(np.arange(levels) + memory.early, num_microbatches)[:, None] * activation + state
         ends.append(
             [np.searchsorted(row, row[:-1] + memory.capacity_bytes, side="right") - 1 for row in held]
         )

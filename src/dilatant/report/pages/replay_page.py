@@ -90,7 +90,7 @@ class ReplaySetting:
                 if recovery.keeps_pipelines
                 else "An interrupted step is repeated."
             ),
-            "`dilatant train` goes on like this with `resilience.enabled`; without it, it restarts from a checkpoint.",
+            "With `resilience.enabled`, `dilatant train` adopts these plans; without, it restarts from a checkpoint.",
         )
 
 

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-import numpy as np
-
 from dilatant.comm.store.store import Store
 from dilatant.config import Config
-from dilatant.plan.manual import plan_from_specs
-from dilatant.plan.plan import ParallelSpec, Plan
-from dilatant.planning.layout import INTERLEAVED, SCHEDULE, TrainingPlan
+from dilatant.config.degrees import ONE, Degrees
+from dilatant.plan.errors import PlanError
+from dilatant.plan.plan import Plan
+from dilatant.plan.templates.membership import ChainCosts, MembershipPlanner
+from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
+from dilatant.planning.memberships import chain_costs
 from dilatant.resilience.protocol.agent import Rebuild
-from dilatant.resilience.protocol.values import NO_STATE
-from dilatant.resilience.worker.replan import replan
+from dilatant.resilience.protocol.values import NO_STATE, TOO_FEW
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
-from dilatant.training.prepare import PreparedRun, with_costs
-from dilatant.training.run_costs import costs_of_run
+from dilatant.training.prepare import PreparedRun, known_tokens, target_share, with_costs
+from dilatant.training.run_costs import local_costs
 
 LOOK = timedelta(seconds=0.2)
 """Interval at which a rank that waits for the plan checks if its generation has ended."""
+
+
+TOO_LARGE = "resilience/too_large"
+"""Key of the generations in which a rank ran out of memory, each with a space behind it: no later plan is as large."""
+
+
+class NothingFits(RuntimeError):
+    """The nodes of this generation cannot hold the model; the run may go on with more."""
 
 
 class GenerationPlans:
@@ -33,14 +41,14 @@ class GenerationPlans:
         self._config = config
         self._prepared = prepared
         self._initial = initial
-        self._layer_seconds = _layer_seconds(config, prepared, initial.plan)
+        self._planner = MembershipPlanner(_chain_costs(config, prepared, initial))
 
     def warm_up(self) -> None:
         """Search the pipeline templates for the loss of a rank ahead of time, so that recovery is faster."""
         plan = self._initial.plan
         survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
-        if survivors:
-            self._replanned(plan, survivors, ())
+        with contextlib.suppress(PlanError):
+            self._planner.next(plan, survivors, list(survivors))
 
     def of(self, order: Rebuild, rank: int, store: Store, link: WorkerLink) -> TrainingPlan:
         """Return the plan of the generation, with its costs: made by rank 0, awaited by the others. Raises Fenced."""
@@ -57,32 +65,58 @@ class GenerationPlans:
                 return TrainingPlan.from_json(json.loads(store.get(key))["plan"])
 
     def _replan(self, order: Rebuild, store: Store) -> TrainingPlan:
-        initial, size = self._initial, sum(order.workers)
-        if order.base == NO_STATE:
-            known = min(size, len(initial.plan.ranks))
-            before, old = initial.plan, {rank: rank for rank in range(known)}
-            if size == len(before.ranks):
-                return initial
-        else:
-            document = json.loads(store.get(_plan_key(order.base)))
-            before = TrainingPlan.from_json(document["plan"]).plan
-            was = _ranks_of(document["members"], document["workers"])
-            now = _ranks_of(order.members, order.workers)
-            old = {rank: now[seat] for seat, rank in was.items() if seat in now}
-        plan = self._replanned(before, old, sorted({*range(size)} - {*old.values()}))
-        schedule = initial.schedule
-        if size == 1:
-            schedule = "serial"
-        elif schedule == INTERLEAVED and not _goes_round(plan):
-            schedule = SCHEDULE
-        planned = replace(initial, plan=plan, schedule=schedule, costs=None, predicted_seconds=None)
+        initial, planner = self._initial, self._planner
+        too_large = store.get(TOO_LARGE).split() if store.check([TOO_LARGE]) else []
+        if order.base == NO_STATE and sum(order.workers) == len(initial.plan.ranks) and not too_large:
+            return initial
+        published = None if order.base == NO_STATE else store.get(_plan_key(order.base)).decode()
+        for generation in dict.fromkeys(map(int, too_large)):
+            document = json.loads(store.get(_plan_key(generation)))
+            planner = planner.below(TrainingPlan.from_json(document["plan"]).plan)
+        try:
+            planned = next_plan(planner, initial, published, order.members, order.workers)
+        except PlanError as error:
+            raise NothingFits(
+                f"{len(order.members)} {TOO_FEW} number that the model needs ({error})"
+            ) from None
         return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
 
-    def _replanned(self, before: Plan, survivors: Mapping[int, int], joined: Sequence[int]) -> Plan:
-        anchor, initial = self._prepared.model.graph.anchor, self._initial
-        total = initial.num_microbatches * len(initial.plan.unit(anchor).replicas)
-        tolerance = self._config.resilience.fault_tolerance
-        return replan(before, anchor, survivors, joined, tolerance, total, self._layer_seconds)
+
+def next_plan(
+    planner: MembershipPlanner,
+    initial: TrainingPlan,
+    published: str | None,
+    members: Sequence[str],
+    workers: Sequence[int],
+) -> TrainingPlan:
+    """Return the plan of a generation of these members, as `dilatant simulate --failures` predicts it, without costs.
+
+    published: what `publish_plan` stored of the generation whose state goes on; None without state.
+    """
+    size, before, old = sum(workers), initial, dict[int, int]()
+    if published is not None:
+        document = json.loads(published)
+        before = TrainingPlan.from_json(document["plan"])
+        was, now = _ranks_of(document["members"], document["workers"]), _ranks_of(members, workers)
+        old = {rank: now[seat] for seat, rank in was.items() if seat in now}
+    elif initial.chain is None:  # keep to the user's layout
+        old = {rank: rank for rank in range(min(size, len(initial.plan.ranks)))}
+    found = planner.next(before.plan, old, [node for node, count in enumerate(workers) for _ in range(count)])
+    schedule, count = initial.schedule, found.num_microbatches
+    if size == 1:
+        schedule = "serial"
+    elif not found.early or (found.kept and before.schedule == FRUGAL):
+        schedule = FRUGAL
+    elif schedule == INTERLEAVED and not _goes_round(found.plan):
+        schedule = SCHEDULE
+    return replace(
+        initial,
+        plan=found.plan,
+        schedule=schedule,
+        num_microbatches=max(count, initial.num_microbatches) if found.kept else count,
+        costs=None,
+        predicted_seconds=found.seconds,
+    )
 
 
 def publish_plan(store: Store, order: Rebuild, planned: TrainingPlan) -> None:
@@ -109,24 +143,26 @@ def _goes_round(plan: Plan) -> bool:
     )
 
 
-def _layer_seconds(config: Config, prepared: PreparedRun, plan: Plan) -> dict[str, tuple[float, ...]]:
-    """Return unit → seconds of each layer, forward plus backward, for a typical microbatch of `plan` on one rank."""
-    layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
-    feeds = {unit.name: unit.feeds for unit in plan.units}
-    apart = plan_from_specs(layers, {name: ParallelSpec(pp=count) for name, count in layers.items()}, feeds)
-    costs = costs_of_run(config, prepared.model, apart)
-    found: dict[str, list[float]] = {name: [] for name in layers}
-    for number, placed in enumerate(apart.stages()):
-        tokens = _tokens(config, prepared, placed.unit, len(plan.unit(placed.unit).replicas))
-        powers = np.array([tokens * tokens, tokens, 1.0])
-        found[placed.unit].append(float((costs.stages.seconds[number, :2] @ powers).sum()))
-    return {name: tuple(seconds) for name, seconds in found.items()}
-
-
-def _tokens(config: Config, prepared: PreparedRun, unit: str, replicas: int) -> float:
-    """Return the mean tokens of one replica's microbatch; the token budget of a row where sizes are unknown."""
-    sizes = prepared.samples.train_sizes
-    if sizes is None or unit not in sizes.units or not len(sizes.of(unit)):
-        return float(config.row_tokens)
-    samples = config.train.global_batch_size / (prepared.planned.num_microbatches * replicas)
-    return max(1.0, float(sizes.of(unit).mean()) * samples)
+def _chain_costs(config: Config, prepared: PreparedRun, planned: TrainingPlan) -> ChainCosts:
+    """Return the costs by which memberships are planned: of the plan, else those with which the run counts."""
+    if planned.chain is not None:
+        return planned.chain
+    plan, model, anchor = planned.plan, prepared.model, prepared.model.graph.anchor
+    own: dict[str, dict[int, Degrees]] = {unit.name: {1: ONE} for unit in plan.units}
+    for placed in plan.stages():
+        own[placed.unit].setdefault(len(placed.stage.ranks), placed.stage.degrees)
+    others = {
+        width: one.without_experts for each in (*own.values(), own[anchor]) for width, one in each.items()
+    }
+    degrees = {name: {**others, **each} for name, each in own.items()}
+    here = local_costs(config, model, plan, target_share(prepared.samples), planned.zero, others.values())
+    units, tokens = here.unit_layers(known_tokens(prepared.samples, model), config.row_tokens)
+    count = planned.num_microbatches * len(plan.unit(anchor).replicas)
+    samples = min(
+        config.train.global_batch_size / count,
+        max(1.0, config.row_tokens / max(1.0, float(tokens[anchor].mean()))),
+    )
+    limits = config.resilience
+    lost = limits.ranks_per_node, limits.fault_tolerance
+    recompute = {unit.name: unit.recompute for unit in plan.units}
+    return chain_costs(units, here.target.cluster, lost, degrees, recompute, samples, count)

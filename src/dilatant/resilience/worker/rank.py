@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommTimeout
@@ -30,7 +31,12 @@ from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.state_transfer import StateLost
 from dilatant.resilience.status import REBUILDS, RebuildRecord, write_history
-from dilatant.resilience.worker.generation_plan import GenerationPlans, publish_plan
+from dilatant.resilience.worker.generation_plan import (
+    TOO_LARGE,
+    GenerationPlans,
+    NothingFits,
+    publish_plan,
+)
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
@@ -133,6 +139,7 @@ class _ResilientRank:
         self._is_torn = False
         self._mistake: UserError | None = None
         self._node_of: list[str] = []
+        self._generation_now: int | None = None
         self._plans = GenerationPlans(config, self._prepared, initial)
         self._plans.warm_up()
         self._link.warm()
@@ -240,6 +247,7 @@ class _ResilientRank:
     def _made(self, order: Rebuild) -> HeldState:
         """Build this rank's trainer for the generation, and fill it with the state that other ranks hold."""
         self._rank = order.first_rank + self._seat.index
+        self._generation_now = order.generation
         self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
         watch, began = Stopwatch(), time.process_time()
@@ -402,4 +410,9 @@ class _ResilientRank:
         culprits = error.culprits if isinstance(error, CommTimeout) else ()
         nodes = {self._node_of[rank] for rank in culprits} - {self._seat.node}
         accuses = nodes.pop() if len(nodes) == 1 else None
-        self._link.broken(f"{type(error).__name__}: {error}", isinstance(error, UserError), accuses)
+        if isinstance(error, torch.OutOfMemoryError) and self._generation_now is not None:
+            with contextlib.suppress(Exception):
+                self._store.append(TOO_LARGE, f"{self._generation_now} ")
+        fatal = isinstance(error, UserError | NothingFits)
+        named = str(error) if isinstance(error, NothingFits) else f"{type(error).__name__}: {error}"
+        self._link.broken(named, fatal, accuses)

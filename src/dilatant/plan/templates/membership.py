@@ -1,0 +1,356 @@
+"""Memberships: the plan for the nodes that are there, made by one function for first plans, replays and recovery."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from dilatant.config.degrees import Degrees
+from dilatant.config.recompute import Recompute
+from dilatant.plan.errors import PlanError
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.templates.next_pipelines import PipelineChooser, RunningPipeline
+from dilatant.plan.templates.reinstantiate import LayerSpan, node_layers
+from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
+
+Pipeline = Mapping[str, tuple[Replica, ...]]
+"""Unit → its replicas in one pipeline: one each in an instance of a template."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCosts:
+    """Costs of pipelines that run all units as one chain of layers, on nodes of `devices` devices.
+
+    layers: unit → its number of layers, in the order of the chain; feeds, recompute: as of `UnitPlan`. degrees: unit →
+    devices of a stage → its degrees. seconds: devices of a stage → forward plus backward of each layer of the chain for
+    a microbatch, of which a step has `num_microbatches` in all pipelines together. layer_bytes: state of each layer
+    that a new holder receives, at `bytes_per_second` of a node.
+    """
+
+    layers: dict[str, int]
+    feeds: dict[str, tuple[str, ...]]
+    recompute: dict[str, tuple[Recompute, ...]]
+    degrees: dict[str, dict[int, Degrees]]
+    seconds: dict[int, list[float]]
+    memory: LayerMemory | None
+    layer_bytes: list[int]
+    devices: int
+    num_microbatches: int
+    fault_tolerance: int
+    bytes_per_second: float = math.inf
+
+    def to_document(self) -> dict[str, Any]:
+        """Return a document that can be written as JSON; `from_document` reads it."""
+        document: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return document
+
+    @classmethod
+    def from_document(cls, document: Any) -> ChainCosts:
+        """Read what `to_document` made. Raises ValueError for anything else."""
+        try:
+            costs = msgspec.convert(document, cls, strict=False, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
+        count = sum(costs.layers.values())
+        tables: list[Sequence[float]] = [*costs.seconds.values(), costs.layer_bytes]
+        if costs.memory is not None:
+            tables += [*costs.memory.state_bytes.values(), *costs.memory.activation_bytes.values()]
+        if not costs.seconds or any(len(table) != count for table in tables):
+            raise ValueError(f"the tables of layers do not have {count} entries each")
+        return costs
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The plan of a membership, in which no rank is idle.
+
+    num_microbatches: the most of any pipeline. seconds: of a step; microbatch_seconds: of one microbatch in the slowest
+    pipeline. tolerance: nodes that may be lost at once. moved_bytes: as of `NextPipelines`. kept: pipelines that
+    stay as they were. early: memory also suffices for schedules that keep more microbatches than 1F1B."""
+
+    plan: Plan
+    num_microbatches: int
+    seconds: float
+    microbatch_seconds: float
+    tolerance: int
+    moved_bytes: int
+    kept: int
+    early: bool
+
+
+class MembershipPlanner:
+    """Plans memberships by the costs of a chain. Templates are searched once. is_strict: also pipelines that run are
+    kept only if they fit memory by these costs."""
+
+    def __init__(self, costs: ChainCosts, is_strict: bool = False) -> None:
+        self.costs = costs
+        self.is_strict = is_strict
+        self._first: dict[str, int] = {}
+        for name in costs.layers:
+            self._first[name] = sum(costs.layers[other] for other in self._first)
+        self._templates: dict[tuple[int, int], dict[int, Template]] = {}
+
+    def first(self, nodes: int) -> Membership:
+        """Return the fastest plan of `nodes` nodes. Raises PlanError if they cannot hold the model."""
+        size = nodes * self.costs.devices
+        nothing = Plan(tuple(UnitPlan(name, (), feeds) for name, feeds in self.costs.feeds.items()))
+        return self.next(nothing, {}, [rank // self.costs.devices for rank in range(size)])
+
+    def next(self, before: Plan, survivors: Mapping[int, int], node_of: Sequence[int]) -> Membership:
+        """Return the plan for the ranks that are present now, each on its node.
+
+        survivors: old rank → new rank; other new ranks have no state. Pipelines that lost nobody stay as they are
+        unless others are faster by more than the move costs (see `PipelineChooser`); a tensor group that was laid out
+        over several nodes is kept, or made anew, where the ranks divide into such groups. Raises PlanError if the
+        ranks cannot hold the model.
+        """
+        pipelines = pipelines_of(before)
+        whole: list[Pipeline] = [
+            {name: tuple(replica.renamed(survivors) for replica in own) for name, own in one.items()}
+            for one in pipelines
+            if survivors.keys() >= {*ranks_of(one)}
+        ]
+        memory = self.costs.memory
+        if self.is_strict and memory is not None:
+            whole = [one for one in whole if self._fullest(one) <= memory.capacity_bytes]
+        held = self._held(pipelines, survivors)
+        widest = max((len(stage.ranks) for one in pipelines for stage in _stages(one)), default=1)
+        failure: PlanError | None = None
+        own = self.costs.devices
+        sizes = [
+            *([widest] if widest > own else []),
+            *(size for size in range(own, 0, -1) if own % size == 0),
+        ]
+        for devices in sizes:
+            nodes = _nodes(whole, node_of, devices, own)
+            if nodes is None:
+                continue
+            try:
+                return self._on_nodes(whole, held, nodes, devices)
+            except PlanError as error:
+                failure = failure or error
+        raise failure or PlanError("there are no ranks to train on")
+
+    def below(self, plan: Plan) -> MembershipPlanner:
+        """Return a planner for which no stage like the fullest of `plan`, which was too large in practice, fits."""
+        memory = self.costs.memory
+        if memory is None:
+            return self
+        least = min(memory.capacity_bytes, max(self._fullest(one) for one in pipelines_of(plan)))
+        less = replace(memory, capacity_bytes=least * (1.0 - 1e-6))
+        return MembershipPlanner(replace(self.costs, memory=less), is_strict=True)
+
+    def holds_all(self, before: Plan, survivors: Mapping[int, int]) -> bool:
+        """Return True if the survivors together hold every layer."""
+        spans = [span for own in self._held(pipelines_of(before), survivors).values() for span in own]
+        return len({layer for span in spans for layer in range(*span)}) == len(self.costs.layer_bytes)
+
+    def templates(self, devices: int, most: int) -> dict[int, Template]:
+        """Return the templates of up to `most` nodes of `devices` devices that fit memory."""
+        costs, key = self.costs, (devices, min(most, sum(self.costs.layers.values())))
+        if key not in self._templates:
+            widths = {width: seconds for width, seconds in costs.seconds.items() if width <= devices}
+            planned = max(costs.num_microbatches, sum(costs.layers.values()))
+            found = plan_templates(widths, range(1, key[1] + 1), devices, planned, costs.memory)
+
+            # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, as in long
+            # pipelines. Here: one microbatch through all stages, and the slowest stage's time for each further one.
+            def one(template: Template) -> float:
+                return sum(sum(widths[gpus][first:end]) for first, end, gpus in template.stages)
+
+            self._templates[key] = {
+                nodes: replace(template, seconds=one(template), num_microbatches=1)
+                for nodes, template in found.items()
+            }
+        return self._templates[key]
+
+    def _on_nodes(
+        self,
+        whole: Sequence[Pipeline],
+        held: Mapping[int, Sequence[LayerSpan]],
+        nodes: Sequence[tuple[int, ...]],
+        devices: int,
+    ) -> Membership:
+        """Return the plan of nodes of `devices` ranks each, of which the first are those of whole pipelines."""
+        costs, memory, templates = self.costs, self.costs.memory, self.templates(devices, len(nodes))
+        if not templates:
+            smallest = min(self.templates(devices, len(costs.layer_bytes)), default=None)
+            raise PlanError(
+                f"no pipeline of 1 to {len(nodes)} nodes of {devices} devices holds the model, "
+                + (f"the smallest takes {smallest}" if smallest else "nor does a longer one")
+                + "; take more nodes or more memory, other tensor-parallel degrees, or recomputation"
+            )
+        running, used = [], 0
+        for one in whole:
+            own = tuple(range(used, used + len(ranks_of(one)) // devices))
+            used += len(own)
+            ranks, template = [nodes[node] for node in own], templates.get(len(own))
+            if template is not None and one == self._pipeline(template, ranks):
+                running.append(RunningPipeline(own, node_layers(template, len(own)), template))
+            else:
+                spans = tuple(self._span(group, held) for group in ranks)
+                running.append(RunningPipeline(own, spans, self._times(one)))
+        chooser = PipelineChooser(
+            templates,
+            costs.fault_tolerance,
+            costs.num_microbatches,
+            costs.layer_bytes,
+            costs.bytes_per_second,
+        )
+        loose = {node: self._span(nodes[node], held) for node in range(used, len(nodes))}
+        found = chooser.choose(running, loose)
+        groups = list(found.made.pipelines) if found.made else []
+        if not held:  # all are alike: neighbours work together
+            each = iter(range(len(nodes)))
+            groups = [tuple(itertools.islice(each, len(group))) for group in groups]
+        new = [(templates[len(group)], [nodes[node] for node in group]) for group in groups]
+        pipelines = [*(whole[number] for number in found.kept), *(self._pipeline(*one) for one in new)]
+        pipelines.sort(key=lambda one: min(ranks_of(one)))
+        return Membership(
+            Plan(
+                tuple(
+                    UnitPlan(
+                        name,
+                        tuple(replica for one in pipelines for replica in one[name]),
+                        costs.feeds[name],
+                        costs.recompute[name],
+                    )
+                    for name in costs.layers
+                )
+            ),
+            max(found.microbatches),
+            found.seconds,
+            max(
+                times.seconds for times in [*(running[k].times for k in found.kept), *(one for one, _ in new)]
+            ),
+            found.tolerance,
+            found.moved_bytes,
+            sum(one in whole for one in pipelines),
+            memory is None
+            or all(self._fullest(self._pipeline(*one), eager=True) <= memory.capacity_bytes for one in new),
+        )
+
+    def _pipeline(self, template: Template, nodes: Sequence[tuple[int, ...]]) -> Pipeline:
+        """Return the instance of a template on the ranks of these nodes."""
+        ranks, used = [rank for node in nodes for rank in node], 0
+        stages: dict[str, list[Stage]] = {name: [] for name in self.costs.layers}
+        for first, end, width in template.stages:
+            group = tuple(ranks[used : used + width])
+            used += width
+            for name, begin in self._first.items():
+                low, high = max(first - begin, 0), min(end - begin, self.costs.layers[name])
+                if low < high:
+                    stages[name].append(Stage.of(low, high, group, self.costs.degrees[name][width]))
+        return {name: (Replica(tuple(own)),) for name, own in stages.items()}
+
+    def _layers(self, pipeline: Pipeline) -> Iterable[tuple[Stage, slice, int, int]]:
+        """Yield each stage, its layers in the chain, the number of devices with costs that is nearest to its own, and
+        the replicas that share its unit's samples."""
+        for name, replicas in pipeline.items():
+            for stage in (stage for replica in replicas for stage in replica.stages):
+                layers = slice(self._first[name] + stage.first, self._first[name] + stage.end)
+                _, width = min((abs(width - len(stage.ranks)), width) for width in self.costs.seconds)
+                yield stage, layers, width, len(replicas)
+
+    def _times(self, pipeline: Pipeline) -> Template:
+        """Return the times of a pipeline that is no instance of a template, as if its units ran one after another."""
+        busy: dict[tuple[int, ...], float] = {}
+        for stage, layers, width, replicas in self._layers(pipeline):
+            seconds = sum(self.costs.seconds[width][layers]) / replicas
+            busy[stage.ranks] = busy.get(stage.ranks, 0.0) + seconds
+        return Template((), sum(busy.values()), max(busy.values()), 1)
+
+    def _fullest(self, pipeline: Pipeline, eager: bool = False) -> float:
+        """Return the bytes of the fullest rank of a pipeline, as if its units ran one after another in (eager) 1F1B."""
+        memory, held = self.costs.memory, dict[tuple[int, ...], list[float]]()
+        assert memory is not None
+        for stage, layers, width, _ in self._layers(pipeline):
+            own = held.setdefault(stage.ranks, [0.0, 0.0])
+            own[0] += sum(memory.state_bytes[width][layers])
+            own[1] += sum(memory.activation_bytes[width][layers])
+        depths = range(len(held) + memory.early, memory.early, -1)
+        return max(
+            state + min(2 * depth - 1 if eager else depth, self.costs.num_microbatches) * kept
+            for (state, kept), depth in zip(held.values(), depths)
+        )
+
+    def _held(
+        self, pipelines: Iterable[Pipeline], survivors: Mapping[int, int]
+    ) -> dict[int, list[LayerSpan]]:
+        """Return new rank → the spans of the chain's layers that it holds."""
+        held: dict[int, list[LayerSpan]] = {}
+        for stage, layers, _, _ in (each for one in pipelines for each in self._layers(one)):
+            for rank in survivors.keys() & set(stage.ranks):
+                held.setdefault(survivors[rank], []).append((layers.start, layers.stop))
+        return held
+
+    def _span(self, ranks: Iterable[int], held: Mapping[int, Sequence[LayerSpan]]) -> LayerSpan:
+        """Return the span of most bytes that these ranks hold together."""
+        joined: list[LayerSpan] = [(0, 0)]
+        for first, end in sorted(span for rank in ranks for span in held.get(rank, ())):
+            if first <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            else:
+                joined.append((first, end))
+        return max(joined, key=lambda span: sum(self.costs.layer_bytes[slice(*span)]))
+
+
+def pipelines_of(plan: Plan) -> list[Pipeline]:
+    """Return the pipelines of a plan: replicas of all units that work together, without a rank in common with others.
+
+    With as many replicas of each unit, they are those of the same number, else equal parts of each unit's replicas.
+    """
+    counts = [len(unit.replicas) for unit in plan.units]
+    parts = math.gcd(*counts)
+    home: dict[int, int] = {}
+    joined = list(range(parts))
+    for unit, count in zip(plan.units, counts):
+        for number, replica in enumerate(unit.replicas):
+            part = number * parts // count
+            for rank in (rank for stage in replica.stages for rank in stage.ranks):
+                one, other = joined[part], joined[home.setdefault(rank, part)]
+                if one != other:
+                    joined = [min(one, other) if each in (one, other) else each for each in joined]
+    return [
+        {
+            unit.name: tuple(
+                replica
+                for number, replica in enumerate(unit.replicas)
+                if joined[number * parts // count] == part
+            )
+            for unit, count in zip(plan.units, counts)
+        }
+        for part in sorted({*joined})
+    ]
+
+
+def _stages(pipeline: Pipeline) -> Iterable[Stage]:
+    return (stage for replicas in pipeline.values() for replica in replicas for stage in replica.stages)
+
+
+def ranks_of(pipeline: Pipeline) -> tuple[int, ...]:
+    """Return the ranks of a pipeline, in the order of its stages."""
+    return tuple(dict.fromkeys(rank for stage in _stages(pipeline) for rank in stage.ranks))
+
+
+def _nodes(
+    whole: Sequence[Pipeline], node_of: Sequence[int], devices: int, own: int
+) -> list[tuple[int, ...]] | None:
+    """Divide all ranks into nodes of `devices` ranks, whole pipelines first; None if that is not possible. No such node
+    spans two real ones, unless it is larger than `own`."""
+    groups = [ranks_of(one) for one in whole]
+    busy = {rank for group in groups for rank in group}
+    loose = [rank for rank in range(len(node_of)) if rank not in busy]
+    by_node = itertools.groupby(loose, key=lambda rank: node_of[rank] if devices <= own else 0)
+    groups += [tuple(ranks) for _, ranks in by_node]
+    if any(len(group) % devices for group in groups):
+        return None
+    nodes = [group[k : k + devices] for group in groups for k in range(0, len(group), devices)]
+    if devices <= own and any(len({node_of[rank] for rank in node}) > 1 for node in nodes):
+        return None
+    return nodes

@@ -1,0 +1,209 @@
+"""Plans of runs that survive losses: the costs by which memberships are planned, and the first plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.degrees import Degrees
+from dilatant.config.recompute import Recompute
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.unit_layers import LEVELS, MeanCosts, UnitLayers
+from dilatant.plan.errors import PlanError
+from dilatant.plan.templates.membership import ChainCosts, Membership, MembershipPlanner
+from dilatant.plan.templates.templates import LayerMemory
+from dilatant.planning.planning import (
+    PlannedRun,
+    PlanningProblem,
+    plan_run,
+    scorer_of,
+    searched_sizes,
+    time_plan,
+)
+
+CORRECTIONS = 4
+"""Times that memory is set lower for templates, whose mean microbatches may be smaller than the simulated ones."""
+
+
+def plan_resiliently(
+    problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int | None = None
+) -> PlannedRun:
+    """Return the plan of a run: with `resilience.enabled`, or a `fault_tolerance` above 0, that of its first
+    membership, otherwise the fastest (see `plan_run`). Raises PlanError if there is none.
+
+    If the nodes cannot hold as many copies, the plan has as many as they can, and its notes say so.
+    """
+    config = problem.config
+    if not (fault_tolerance or config.resilience.enabled):
+        return plan_run(problem, all_devices)
+    wanted = config.resilience.fault_tolerance if fault_tolerance is None else fault_tolerance
+    cluster = problem.target.cluster
+    try:
+        devices = node_devices(problem, on_one_machine=True)
+        planner, first = plan_memberships(problem, cluster.num_devices // devices, wanted, devices)
+    except PlanError as error:
+        found = plan_run(problem, all_devices, wanted)
+        note = f"pipelines of unlike lengths are not planned: {error}"
+        return replace(found, notes=(note,))
+    run = time_plan(problem, first.plan, first.num_microbatches)
+    notes = () if first.tolerance >= wanted else (_too_few(planner, wanted, first.tolerance),)
+    return replace(run, notes=notes, chain=planner.costs)
+
+
+def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[int, float | None]:
+    """Return the seconds of a step by the number of nodes that may be lost at once; None if no plan allows that."""
+    found: dict[int, float | None] = {}
+    for tolerance in range(most + 1):
+        try:
+            run = plan_resiliently(problem, fault_tolerance=tolerance)
+            enough = tolerance < min(len(unit.replicas) for unit in run.result.winner.plan.units)
+            found[tolerance] = run.result.seconds if enough else None
+        except PlanError:
+            found[tolerance] = None
+    return found
+
+
+def node_devices(problem: PlanningProblem, on_one_machine: bool = False) -> int:
+    """Return the devices that are lost together. on_one_machine: also where one machine holds all of a run that does
+    not say `resilience.enabled`."""
+    cluster, limits = problem.target.cluster, problem.config.resilience
+    together = cluster.nodes == 1 and (limits.enabled or on_one_machine)
+    return min(limits.ranks_per_node, cluster.gpus_per_node) if together else cluster.gpus_per_node
+
+
+def plan_memberships(
+    problem: PlanningProblem, nodes: int, fault_tolerance: int, devices: int | None = None
+) -> tuple[MembershipPlanner, Membership]:
+    """Return the planner of memberships of up to `nodes` nodes like the problem's, with the microbatch size and the
+    recomputation whose first plan is fastest, and that plan.
+
+    Raises PlanError if no number of nodes can hold the model, and for unlike devices.
+    """
+    cluster = problem.target.cluster
+    if problem.target.groups:
+        raise PlanError(
+            "templates are made of equal devices; leave out cluster.groups, or name one kind with --cluster"
+        )
+    devices = devices or node_devices(problem)
+    units = UnitLayers(
+        problem.model.spec, problem.costs, problem.simulated(), cluster.gpus_per_node, problem.target.rules
+    )
+    names = [unit.name for unit in problem.model.spec.units]
+    widths = {one.tp: one for one in units.degrees(names) if one.copies == 1 and one.tp <= devices}
+    if not widths:
+        raise PlanError("templates need layer costs without context parallelism; the cost file has none")
+    found: list[tuple[tuple[int, float], ChainCosts]] = []
+    problems: dict[str, None] = {}
+    for size in searched_sizes(problem.config, problem.target):
+        count = problem.global_batch // size
+        if problem.global_batch % size:
+            continue
+        for level in units.levels(names):
+            again = {name: units.recomputed(name, level) for name in names}
+            costs = chain_costs(
+                units, cluster, (devices, fault_tolerance), dict.fromkeys(names, widths), again, size, count
+            )
+            try:
+                first = MembershipPlanner(costs).first(nodes)
+            except PlanError as error:
+                problems[str(error)] = None
+                continue
+            found.append(((-first.tolerance, first.seconds), costs))
+            if first.tolerance >= fault_tolerance:
+                break  # recomputing more is slower
+    for _, costs in sorted(found, key=lambda one: one[0]):
+        try:
+            return _corrected(problem, costs, nodes)
+        except PlanError as error:
+            problems[str(error)] = None
+    raise PlanError("; ".join(problems))
+
+
+def chain_costs(
+    units: UnitLayers,
+    cluster: Cluster,
+    lost_together: tuple[int, int],
+    degrees: Mapping[str, Mapping[int, Degrees]],
+    recompute: Mapping[str, tuple[Recompute, ...]],
+    samples: float,
+    num_microbatches: int,
+) -> ChainCosts:
+    """Return the costs of a chain of all units for microbatches of `samples` samples. lost_together: devices of a node,
+    which sends through its part of a machine's ports, and nodes that may be lost. The rest is as in `ChainCosts`."""
+    spec, rules, (devices, fault_tolerance) = units.model, units.rules, lost_together
+    ports, apart = max(1, min(cluster.ports, devices)), cluster.nodes > 1 or devices == cluster.gpus_per_node
+    widths = sorted(set.intersection(*(set(own) for own in degrees.values())))
+    whole = {width: _columns(units, degrees, recompute, width, samples) for width in widths}
+    state = {width: own[1] + (own[4] if rules.keeps_gradients else 0.0) for width, own in whole.items()}
+    return ChainCosts(
+        layers={unit.name: len(unit.layers) for unit in spec.units},
+        feeds={unit.name: tuple(unit.feeds) for unit in spec.units},
+        recompute=dict(recompute),
+        degrees={name: {width: own[width] for width in widths} for name, own in degrees.items()},
+        seconds={width: own[0].tolist() for width, own in whole.items()},
+        memory=LayerMemory(
+            {width: column.tolist() for width, column in state.items()},
+            {width: own[2].tolist() for width, own in whole.items()},
+            cluster.bytes_per_device - max(float(own[3].max()) for own in whole.values()),
+            len(spec.units) - 1,  # a stage of two units is one more in the way
+        ),
+        layer_bytes=[
+            round(rules.held(layer.parameters, layer.trained)) for unit in spec.units for layer in unit.layers
+        ],
+        devices=devices,
+        num_microbatches=num_microbatches,
+        fault_tolerance=fault_tolerance,
+        bytes_per_second=cluster.port.bandwidth * ports if apart else cluster.inside.bandwidth,
+    )
+
+
+def _columns(
+    units: UnitLayers,
+    degrees: Mapping[str, Mapping[int, Degrees]],
+    recompute: Mapping[str, Sequence[Recompute]],
+    width: int,
+    samples: float,
+) -> list[NDArray[np.float64]]:
+    """Return seconds, static, kept, transient and gradient of all layers of the chain: [layers] each."""
+    names = ("seconds", "static", "kept", "transient", "gradient")
+    columns: list[list[NDArray[np.float64]]] = [[] for _ in names]
+    for unit in units.model.units:
+        levels = recompute[unit.name] or LEVELS[:1] * len(unit.layers)
+        tables: dict[Recompute, MeanCosts] = {
+            level: units.layers(unit.name, degrees[unit.name][width], samples, level)
+            for level in dict.fromkeys(levels)
+        }
+        for column, name in zip(columns, names):
+            column.append(np.array([getattr(tables[level], name)[k] for k, level in enumerate(levels)]))
+    return [np.concatenate(column) for column in columns]
+
+
+def _corrected(
+    problem: PlanningProblem, costs: ChainCosts, nodes: int
+) -> tuple[MembershipPlanner, Membership]:
+    """Return the planner whose first plan fits memory also as simulated, on batches that are not all alike."""
+    score, cluster = scorer_of(problem), problem.target.cluster
+    for _ in range(CORRECTIONS):
+        planner = MembershipPlanner(costs)
+        first = planner.first(nodes)
+        if len(first.plan.ranks) > cluster.num_devices:  # of a trace with more nodes
+            return planner, first
+        peaks = score(first.plan, first.num_microbatches).peak_bytes
+        excess = cluster.overflow(first.plan.ranks, peaks)
+        if excess <= 0.0:
+            return planner, first
+        assert costs.memory is not None
+        less = replace(costs.memory, capacity_bytes=costs.memory.capacity_bytes - excess)
+        costs = replace(costs, memory=less)
+    raise PlanError(f"pipelines on {nodes} nodes do not fit memory when simulated")
+
+
+def _too_few(planner: MembershipPlanner, wanted: int, tolerance: int) -> str:
+    smallest = min(planner.templates(planner.costs.devices, sum(planner.costs.layers.values())))
+    return (
+        f"{wanted} lost at once cannot be survived: the smallest pipeline takes {smallest} nodes of "
+        f"{planner.costs.devices} devices, so {(wanted + 1) * smallest} are needed; this plan survives {tolerance}"
+    )

@@ -1,0 +1,48 @@
+"""Planners of memberships of small models, whose costs are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dilatant.config.degrees import Degrees
+from dilatant.plan.plan import Plan
+from dilatant.plan.templates.membership import ChainCosts, MembershipPlanner
+from dilatant.plan.templates.templates import LayerMemory
+
+
+def planner_like(
+    plan: Plan,
+    fault_tolerance: int = 1,
+    num_microbatches: int = 8,
+    seconds: Mapping[str, Sequence[float]] | None = None,
+    capacity: float | None = None,
+    devices: int = 1,
+    bytes_per_second: float = float("inf"),
+) -> MembershipPlanner:
+    """Of a plan's units, at its degrees and without tensor parallelism. A layer takes a second, unless `seconds` say
+    otherwise, and 1 of the `capacity`, and a tenth for a microbatch."""
+    layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
+    own = {name: {1: Degrees()} for name in layers}
+    for placed in plan.stages():
+        own[placed.unit][len(placed.stage.ranks)] = placed.stage.degrees
+    widths = {width: one.without_experts for each in own.values() for width, one in each.items()}
+    chain = [second for name, count in layers.items() for second in (seconds or {}).get(name, [1.0] * count)]
+    memory = None
+    if capacity is not None:
+        state = {width: [1.0 / width] * len(chain) for width in widths}
+        kept = {width: [0.1 / width] * len(chain) for width in widths}
+        memory = LayerMemory(state, kept, capacity, len(layers) - 1)
+    costs = ChainCosts(
+        layers=layers,
+        feeds={unit.name: unit.feeds for unit in plan.units},
+        recompute={unit.name: unit.recompute for unit in plan.units},
+        degrees={name: {**widths, **each} for name, each in own.items()},
+        seconds={width: [second / width for second in chain] for width in widths},
+        memory=memory,
+        layer_bytes=[1] * len(chain),
+        devices=devices,
+        num_microbatches=num_microbatches,
+        fault_tolerance=fault_tolerance,
+        bytes_per_second=bytes_per_second,
+    )
+    return MembershipPlanner(costs)

@@ -1,0 +1,256 @@
+"""Whoever is lost, the next plan is valid for those who are left, and keeps what nobody has to move."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.config.degrees import Degrees
+from dilatant.plan.cluster import Cluster, Link
+from dilatant.plan.errors import PlanError
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.replay.reactions import from_planner
+from dilatant.plan.templates.copies import copies_on_nodes
+from dilatant.plan.templates.membership import MembershipPlanner, pipelines_of, ranks_of
+from dilatant.plan.validate import plan_problems
+from dilatant.planning.layout import TrainingPlan
+from dilatant.resilience.worker.generation_plan import next_plan
+from harness.memberships import planner_like
+
+LAYERS = {"vision": 3, "language": 6}
+FEEDS = {"vision": ("language",), "language": ()}
+MODEL = ModelSpec(
+    tuple(
+        UnitSpec(name, tuple(LayerSpec(f"{name}.{i}", name, 0, True) for i in range(count)), FEEDS[name])
+        for name, count in LAYERS.items()
+    )
+)
+LINK = Link(bandwidth=1.0)
+
+
+def plan_of(vision: ParallelSpec, language: ParallelSpec, colocated: bool = False) -> Plan:
+    specs = {"vision": vision, "language": language}
+    return plan_from_specs(LAYERS, specs, FEEDS, {"vision": "language"} if colocated else {})
+
+
+PLANS = {
+    "apart": plan_of(ParallelSpec(replicas=2), ParallelSpec(replicas=2, pp=2)),
+    "colocated": plan_of(ParallelSpec(replicas=3), ParallelSpec(replicas=3, pp=2), colocated=True),
+    "chain": plan_of(ParallelSpec(), ParallelSpec(pp=3)),
+    "tensor": plan_of(ParallelSpec(tp=2), ParallelSpec(replicas=2, tp=2)),
+    "copies": plan_of(ParallelSpec(replicas=4), ParallelSpec(replicas=4), colocated=True),
+    "interleaved": plan_of(ParallelSpec(), ParallelSpec(replicas=2, pp=2, chunks=2)),
+}
+
+
+def require_valid(plan: Plan, size: int) -> None:
+    cluster = Cluster(1, size, float("inf"), LINK, LINK)
+    assert plan_problems(plan, MODEL, cluster) == []
+    assert plan.ranks == tuple(range(size))
+
+
+def after(plan: Plan, survivors: dict[int, int], joined: int = 0, **costs: Any) -> Plan:
+    """The next plan, with a rank a node."""
+    return planner_like(plan, **costs).next(plan, survivors, range(len(survivors) + joined)).plan
+
+
+def left_of(plan: Plan, *lost: int) -> dict[int, int]:
+    return {old: new for new, old in enumerate(rank for rank in plan.ranks if rank not in lost)}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_loss_leaves_a_valid_plan(name: str) -> None:
+    plan = PLANS[name]
+    size, planner = len(plan.ranks), planner_like(plan)
+    for count in range(1, size):
+        for alive in itertools.combinations(range(size), count):
+            survivors = {old: new for new, old in enumerate(alive)}
+            require_valid(planner.next(plan, survivors, range(count)).plan, count)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_history_of_losses_and_joins_stays_valid(seed: int) -> None:
+    draw = random.Random(seed)
+    plan = PLANS[draw.choice(sorted(PLANS))]
+    planner = planner_like(plan, fault_tolerance=draw.choice((0, 1, 2)))
+    for _ in range(12):
+        size = len(plan.ranks)
+        alive = sorted(draw.sample(range(size), draw.randint(1, size)))
+        joined = draw.choice((0, 0, 1, 2))
+        survivors = {old: new for new, old in enumerate(alive)}
+        plan = planner.next(plan, survivors, range(len(alive) + joined)).plan
+        require_valid(plan, len(alive) + joined)
+
+
+def test_replicas_that_lost_nobody_stay_as_they_are() -> None:
+    plan = PLANS["copies"]
+    new = after(plan, left_of(plan, 2), num_microbatches=12)
+    assert new.unit("language").replicas == plan.unit("language").replicas[:3]
+    assert new.unit("vision").replicas == plan.unit("vision").replicas[:3]
+
+
+@pytest.mark.parametrize("bandwidth", [1e-3, 1e9])
+def test_what_is_intact_moves_only_for_more_than_the_move_costs(bandwidth: float) -> None:
+    """A pipeline of the user's, far from even: rebuilt over fast links, kept over slow ones."""
+    uneven = ParallelSpec(replicas=2, pp=2, cuts=(0, 1))
+    plan = plan_of(ParallelSpec(replicas=2, pp=2), uneven, colocated=True)
+    planner = planner_like(plan, bytes_per_second=bandwidth, fault_tolerance=0)
+    new = planner.next(plan, left_of(plan, 3), range(3))
+    before = [unit.replicas[0] for unit in plan.units]
+    assert (new.kept == 1) == ([unit.replicas[0] for unit in new.plan.units] == before) == (bandwidth < 1)
+
+
+def test_stages_take_equally_long_by_the_costs_that_the_run_uses() -> None:
+    plan = plan_of(ParallelSpec(pp=2), ParallelSpec(replicas=1, pp=3))
+    seconds = {"vision": [1.0, 1.0, 9.0], "language": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]}
+    new = after(
+        plan, left_of(plan, 4), seconds=seconds, num_microbatches=100, fault_tolerance=0, capacity=6.0
+    )
+    stages = [(stage.first, stage.end) for stage in new.unit("vision").replicas[0].stages]
+    assert stages in ([(0, 3)], [(0, 2), (2, 3)])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_recomputed_stays(name: str) -> None:
+    """Also where nothing else does: memory asks for it."""
+    again = {"vision": ("block",) * 3, "language": ("none", *("block_keep_attention",) * 5)}
+    plan = Plan(tuple(replace(unit, recompute=again[unit.name]) for unit in PLANS[name].units))
+    for lost in (0, len(plan.ranks) - 1):
+        new = after(plan, left_of(plan, lost))
+        assert {unit.name: unit.recompute for unit in new.units} == again
+
+
+def test_experts_stay_divided_where_stages_are_made_anew() -> None:
+    plan = plan_of(ParallelSpec(), ParallelSpec(replicas=2, pp=2, tp=2, ep=2))
+    lost = (0, *plan.unit("language").replicas[1].stages[0].ranks)
+    new = after(plan, left_of(plan, *lost))
+    require_valid(new, len(plan.ranks) - 3)
+    stages = [stage for replica in new.unit("language").replicas for stage in replica.stages]
+    assert {(stage.tp, stage.ep) for stage in stages} == {(2, 2)}
+
+
+@pytest.mark.parametrize("name", ["apart", "copies", "colocated", "tensor", "interleaved"])
+def test_no_unit_is_left_with_one_copy_that_had_two(name: str) -> None:
+    """Whoever is lost first: the next loss must not be that of a unit."""
+    plan = PLANS[name]
+    for lost in plan.ranks:
+        new = after(plan, left_of(plan, lost))
+        for unit in plan.units:
+            assert len(new.unit(unit.name).replicas) >= min(2, len(unit.replicas)), (lost, unit.name)
+
+
+def test_a_unit_on_the_ranks_of_another_divides_them_in_its_own_way() -> None:
+    plan = plan_of(ParallelSpec(replicas=2, cp=2), ParallelSpec(replicas=2, pp=2, tp=2), colocated=True)
+    new = after(plan, left_of(plan, *plan.unit("vision").replicas[1].stages[0].ranks))
+    require_valid(new, 6)
+    degrees = {
+        unit.name: {stage.degrees for replica in unit.replicas for stage in replica.stages}
+        for unit in new.units
+    }
+    assert degrees == {"vision": {Degrees(cp=2)}, "language": {Degrees(tp=2)}}
+
+
+def test_pipelines_do_not_shrink_below_what_memory_asks_for() -> None:
+    """Stages of at most five layers: two pipelines of two, then one of three, and with one rank none."""
+    plan = plan_of(ParallelSpec(replicas=2), ParallelSpec(replicas=2, pp=2))
+    planner = planner_like(plan, capacity=6.0)
+    found = planner.next(plan, left_of(plan, 5), range(5))
+    assert sorted(len(ranks_of(one)) for one in pipelines_of(found.plan)) == [2, 3]
+    assert found.tolerance == 1
+    with pytest.raises(PlanError, match=r"no pipeline of 1 to 1 nodes .* the smallest takes 2;"):
+        planner.next(plan, {0: 0}, range(1))
+
+
+def require_fit(plan: Plan, planner: MembershipPlanner) -> None:
+    """No rank has more layers than memory takes, counted one by one."""
+    memory = planner.costs.memory
+    if memory is None:
+        return
+    held: dict[int, float] = {}
+    for placed in plan.stages():
+        for rank in placed.stage.ranks:
+            layers = placed.stage.end - placed.stage.first
+            held[rank] = held.get(rank, 0.0) + layers * (1.0 + 0.1) / len(placed.stage.ranks)
+    assert max(held.values()) <= memory.capacity_bytes
+
+
+def published(planned: TrainingPlan, members: list[str], devices: int = 1) -> str:
+    """What a generation of these members publishes."""
+    return json.dumps({"plan": planned.to_json(), "members": members, "workers": [devices] * len(members)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
+    """Drawn models, memories, nodes, losses and joins: plan, times and ends of `simulate --failures` and of workers."""
+    draw = random.Random(seed)
+    layers = {"vision": draw.randint(1, 4), "language": draw.randint(2, 8)}
+    total, devices = sum(layers.values()), draw.choice((1, 1, 2))
+    specs = {name: ParallelSpec(tp=devices) for name in layers}
+    model = plan_from_specs(layers, specs, FEEDS, {"vision": "language"})
+    planner = planner_like(
+        model,
+        draw.choice((0, 1, 2)),
+        draw.randint(1, 24),
+        {name: [draw.choice((0.5, 1.0, 2.0)) for _ in range(count)] for name, count in layers.items()},
+        draw.choice((None, 1.2 * total / draw.randint(1, 4) + 0.3)),
+        devices,
+        draw.choice((float("inf"), 1.0)),
+    )
+    alive = list(range(draw.randint(1, 9)))
+    following = itertools.count(len(alive))
+    reaction = from_planner(planner)
+    predicted = reaction(None, frozenset(alive))
+    if not predicted.pipelines:
+        with pytest.raises(PlanError):
+            planner.first(len(alive))
+        return
+    initial = TrainingPlan(planner.first(len(alive)).plan, 4, "1f1b", "balanced", chain=planner.costs)
+    adopted, members = initial, list(alive)
+    for _ in range(draw.randint(1, 8)):
+        stored = published(adopted, [f"n{n}" for n in members], devices)
+        assert predicted.plan == adopted.plan
+        assert predicted.members == tuple(members)
+        require_fit(adopted.plan, planner)
+        assert adopted.plan.ranks == tuple(range(devices * len(members)))
+        lost = set(draw.sample(members, draw.randint(0, len(members) - 1)))
+        joined = [next(following) for _ in range(draw.choice((0, 0, 1, 2)))]
+        members = [*(node for node in members if node not in lost), *joined]
+        predicted = reaction(predicted, frozenset(members))
+        # A worker has the costs from the plan's file, and the plan before from the store.
+        worker = MembershipPlanner(TrainingPlan.from_json(initial.to_json()).chain or planner.costs)
+        names, workers = [f"n{node}" for node in members], [devices] * len(members)
+        if not predicted.pipelines:
+            with pytest.raises(PlanError):
+                next_plan(worker, initial, stored, names, workers)
+            return
+        adopted = next_plan(worker, initial, stored, names, workers)
+        assert adopted.predicted_seconds == predicted.step_seconds
+        pipelines = {frozenset(nodes) for nodes in predicted.pipelines}
+        assert sum(map(len, pipelines)) == len(members)
+        if len(members) >= len(pipelines) > 1:
+            copies = copies_on_nodes(adopted.plan, devices)
+            assert set(copies.values()) == {len(pipelines)}
+        # Started again with as many nodes, without state.
+        assert next_plan(worker, initial, None, names, workers).plan == planner.first(len(members)).plan
+
+
+def test_a_pipeline_without_memory_for_more_than_1f1b_keeps_that_schedule() -> None:
+    """Also beside a new one that would fit an eager schedule."""
+    planner = planner_like(PLANS["colocated"], capacity=7.0)
+    planned = TrainingPlan(planner.first(4).plan, 4, "eager", "balanced", chain=planner.costs)
+    initial, members = planned, ["n0", "n1", "n2", "n3"]
+    for now in (["n0", "n1", "n2", "n4"], ["n0", "n1", "n2", "n4", "n5", "n6", "n7"]):
+        planned = next_plan(planner, initial, published(planned, members), now, [1] * len(now))
+        assert planned.schedule == "1f1b"
+        members = now
+    assert [len(ranks_of(one)) for one in pipelines_of(planned.plan)] == [2, 2, 3]
