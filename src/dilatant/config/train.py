@@ -61,6 +61,31 @@ class RateSchedule(Section):
     """Final learning rate as a share of the peak."""
 
 
+class ProfileConfig(Section):
+    """Profiler of chosen steps; `{}` only records memory."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step to profile, numbered as in metrics.jsonl, as in `[5, 7]`. Every rank writes a trace of each
+    of these steps into `traces/` of the run folder ([how to read them](parallel.md#traces-of-steps))."""
+    stacks: bool = False
+    """Traces also have the Python calls: larger files, slower steps."""
+    memory: bool = True
+    """On GPUs, record allocations during the whole run, and write a memory snapshot if memory runs out in a step."""
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _first_and_last(cls, value: object) -> object:
+        if value is None:
+            return None
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        numbers = [one for one in value if type(one) is int] if isinstance(value, list | tuple) else []
+        if not is_pair or len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
+            raise ValueError(
+                f"{value} is not a first and a last step, counted from 1; give both, as in [5, 7], or [5, 5] for one"
+            )
+        return value
+
+
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
     """Total optimizer steps, including those before a resume."""
@@ -109,6 +134,7 @@ class TrainConfig(Section):
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Experiment trackers besides metrics.jsonl: one name or a list; `none`, `[]` or null for none."""
+    profile: ProfileConfig | None = None
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -116,6 +142,15 @@ class TrainConfig(Section):
         if value in (None, "none", ["none"]):
             return ()
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _profiles_steps_that_run(self) -> Self:
+        first = self.profile.steps[0] if self.profile and self.profile.steps else 0
+        if self.steps is not None and first > self.steps:
+            raise ValueError(
+                f"'profile.steps' begins at step {first}, after the last ('steps: {self.steps}'); name earlier ones"
+            )
+        return self
 
 
 class EvaluationConfig(Section):
