@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dilatant.comm.launch import Worker
 from dilatant.config.train import ProfileConfig
 from dilatant.runtime.step.recorder import Recorder
 from dilatant.schedule.schedule import Action, ActionKind
@@ -22,7 +23,7 @@ def profiler(
     folder: Path, config: ProfileConfig | None, device: str = "cpu", ranges: Any = nullcontext
 ) -> Any:
     whole: Any = SimpleNamespace(train=SimpleNamespace(profile=config), output_dir=str(folder))
-    return StepProfiler(whole, 1, 2, torch.device(device), ranges)
+    return StepProfiler(whole, Worker(1, 2, 1, torch.device(device), None), ranges)
 
 
 def break_in_an_action(recorder: Recorder) -> None:
@@ -58,7 +59,7 @@ def test_memory_snapshot_where_a_gpu_runs_out_of_memory(
 ) -> None:
     calls: list[Any] = []
     record = "_record_memory_history"
-    monkeypatch.setattr(torch.cuda.memory, record, lambda **given: calls.append(given["enabled"]))
+    monkeypatch.setattr(torch.cuda.memory, record, lambda enabled="all", **_: calls.append(enabled))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"held"))
     profiled = profiler(tmp_path, ProfileConfig(), "cuda")
     with pytest.raises(RuntimeError, match="action"), profiled.step(7):
@@ -68,7 +69,7 @@ def test_memory_snapshot_where_a_gpu_runs_out_of_memory(
     profiled.close()
     assert calls == ["all", None]
     (path,) = (one for one in tmp_path.rglob("*") if one.is_file())
-    assert path == tmp_path / "traces" / "step-00000007" / "memory-rank-1-of-2.pickle"
+    assert path == tmp_path / "traces" / "out-of-memory-in-step-7.rank-1-of-2.pickle"
     assert path.read_bytes() == b"held"
     assert str(path) in capsys.readouterr().err
 

@@ -64,26 +64,18 @@ class RateSchedule(Section):
 class ProfileConfig(Section):
     """Profiler of chosen steps; `{}` only records memory."""
 
-    steps: tuple[int, int] | None = None
+    steps: tuple[int, ...] | None = None
     """First and last step to profile, numbered as in metrics.jsonl, as in `[5, 7]`. Every rank writes a trace of each
     of these steps into `traces/` of the run folder ([how to read them](parallel.md#traces-of-steps))."""
-    stacks: bool = False
-    """Traces also have the Python calls: larger files, slower steps."""
     memory: bool = True
     """On GPUs, record allocations during the whole run, and write a memory snapshot if memory runs out in a step."""
 
-    @field_validator("steps", mode="before")
+    @field_validator("steps")
     @classmethod
-    def _first_and_last(cls, value: object) -> object:
-        if value is None:
-            return None
-        is_pair = isinstance(value, list | tuple) and len(value) == 2
-        numbers = [one for one in value if type(one) is int] if isinstance(value, list | tuple) else []
-        if not is_pair or len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
-            raise ValueError(
-                f"{value} is not a first and a last step, counted from 1; give both, as in [5, 7], or [5, 5] for one"
-            )
-        return value
+    def _first_and_last(cls, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+            raise ValueError(f"{[*steps]} must be the first and the last step, counted from 1, as in [5, 7]")
+        return steps
 
 
 class TrainConfig(Section):
@@ -145,11 +137,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _profiles_steps_that_run(self) -> Self:
-        first = self.profile.steps[0] if self.profile and self.profile.steps else 0
-        if self.steps is not None and first > self.steps:
-            raise ValueError(
-                f"'profile.steps' begins at step {first}, after the last ('steps: {self.steps}'); name earlier ones"
-            )
+        steps = None if self.profile is None else self.profile.steps
+        if steps and self.steps and steps[0] > self.steps:
+            raise ValueError(f"'profile.steps' begin after 'steps: {self.steps}'; name earlier ones")
         return self
 
 

@@ -26,11 +26,9 @@ from dilatant.config.files.trust import record_trust
 if TYPE_CHECKING:
     from dilatant.config import Config
 
-TRACES = "traces"
-"""Folder of the traces of profiled steps."""
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
-    *("timeline.html", "timeline.json", "generations.html", "checkpoints", "resilience", TRACES),
+    *("timeline.html", "timeline.json", "generations.html", "checkpoints", "resilience", "traces"),
 )
 """Files of a run that it replaces without asking; an export checks its own files."""
 _TAIL_BYTES = 1 << 16

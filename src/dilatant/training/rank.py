@@ -28,7 +28,7 @@ from dilatant.report.pages.perfetto import write_timeline
 from dilatant.report.pages.stats_page import write_stats_page
 from dilatant.report.pages.step_page import write_step_page
 from dilatant.report.progress import ProgressLine
-from dilatant.report.run_folder import TRACES, RunFolder, last_step
+from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.report.say import open_console, say, warn
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
@@ -36,7 +36,7 @@ from dilatant.report.trackers import Tracker, open_trackers
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import PreparedRun, prepare
-from dilatant.training.step_profiler import is_traced, trace_folder
+from dilatant.training.step_profiler import TRACES, trace_folder
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
@@ -264,9 +264,8 @@ class Observer:
         for tracker in self._trackers:
             tracker.log(metrics.step, metrics.to_scalars())
         self._line.update(metrics)
-        if is_traced(self._config.train.profile, metrics.step):
-            where = trace_folder(self._folder.path, metrics.step)
-            say(self._console, f"step {metrics.step} was profiled; the trace of each rank is in {where}")
+        if (traces := trace_folder(self._config, metrics.step)) is not None:
+            say(self._console, f"step {metrics.step} was profiled; the trace of each rank is in {traces}")
         if metrics.warning is not None:
             warn(self._console, metrics.warning)
 

@@ -1,117 +1,82 @@
-"""Profiler of one rank: traces of the steps that `train.profile` names, and a snapshot of GPU memory when it runs out.
-
-Private functions of torch.cuda.memory are called only here, and only if this torch has them.
-"""
+"""Profiler of one rank: traces of the steps that `train.profile` names; a snapshot when GPU memory runs out."""
 
 from __future__ import annotations
 
-import gzip
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
+from dilatant.comm.launch import Worker
 from dilatant.config import Config
 from dilatant.config.files.durable import write_durably
-from dilatant.config.train import ProfileConfig
-from dilatant.report.run_folder import TRACES
-from dilatant.report.say import open_console, say, warn
+from dilatant.report.say import open_console, warn
 
-_MAX_EVENTS = 200_000
-"""Maximum number of allocations and frees in a memory snapshot, the newest."""
+TRACES = "traces"
+"""Folder of traces and memory snapshots in the run folder."""
 
 
-def is_traced(config: ProfileConfig | None, step: int) -> bool:
-    """Return True if ranks write traces of `step` (counted from 1)."""
-    return config is not None and config.steps is not None and config.steps[0] <= step <= config.steps[1]
-
-
-def trace_folder(output_dir: str | Path, step: int) -> Path:
-    """Return the folder of a step's traces and memory snapshots."""
-    return Path(output_dir, TRACES, f"step-{step:08d}")
+def trace_folder(config: Config, step: int) -> Path | None:
+    """Return the folder of the traces of `step` (counted from 1); None if it is not to be traced."""
+    first, last = (config.train.profile and config.train.profile.steps) or (1, 0)
+    return Path(config.output_dir, TRACES, f"step-{step:08d}") if first <= step <= last else None
 
 
 class StepProfiler:
-    """Profiles steps of rank `rank` of `size`; does nothing without `train.profile`.
-
-    A trace covers a whole step and is written after it: a step that fails has none, and a repeated step replaces its
-    trace. named_ranges: returns a context inside which the step's actions have named ranges.
-    """
+    """Profiles the steps of one rank. A trace covers a whole step and is written after it: a step that fails has none,
+    and a repeated step replaces its trace. named_ranges: context inside which actions have named ranges."""
 
     def __init__(
-        self,
-        config: Config,
-        rank: int,
-        size: int,
-        device: torch.device,
-        named_ranges: Callable[[], AbstractContextManager[None]],
+        self, config: Config, worker: Worker, named_ranges: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._config = config.train.profile
-        self._output_dir = config.output_dir
-        self._place = f"rank-{rank}-of-{size}"
+        self._config = config
+        self._place = f"rank-{worker.rank}-of-{worker.size}"
         self._named_ranges = named_ranges
-        self._activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            self._activities.append(ProfilerActivity.CUDA)
-        self._records_memory = self._config is not None and self._config.memory and device.type == "cuda"
-        self._record_memory("all")
+        records = config.train.profile is not None and config.train.profile.memory
+        memory = torch.cuda.memory if records and worker.device.type == "cuda" else None
+        self._record = getattr(memory, "_record_memory_history", None)  # private, so it may not exist
+        self._dump = getattr(memory, "_dump_snapshot", None)
+        if self._record is not None:
+            self._record(stacks="python", max_entries=200_000)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Run step `number` (counted from 1) inside."""
-        if self._config is None:
-            yield
-            return
+        folder = trace_folder(self._config, number)
         try:
-            if is_traced(self._config, number):
-                with self._traced(number), record_function(f"step {number}"), self._named_ranges():
-                    yield
-            else:
+            if folder is None:
                 yield
+                return
+            with profile() as trace, record_function(f"step {number}"), self._named_ranges():
+                yield
+            _write(folder / f"{self._place}.json.gz", trace.export_chrome_trace)
         except Exception as error:
-            if self._records_memory and _is_out_of_memory(error):
-                self._write_memory(number)
+            if self._dump is not None and _is_out_of_memory(error):
+                name = f"out-of-memory-in-step-{number}.{self._place}.pickle"
+                _write(path := Path(self._config.output_dir, TRACES, name), self._dump)
+                warn(
+                    open_console(stderr=True), f"GPU memory ran out in step {number}; {path} has what held it"
+                )
             raise
 
     def close(self) -> None:
         """Stop recording allocations."""
-        self._record_memory(None)
+        if self._record is not None:
+            self._record(enabled=None)
 
-    @contextmanager
-    def _traced(self, number: int) -> Iterator[None]:
-        assert self._config is not None
-        with profile(activities=self._activities, with_stack=self._config.stacks) as trace:
-            yield
-        self._write(number, f"{self._place}.json.gz", trace.export_chrome_trace, compress=True)
 
-    def _record_memory(self, enabled: str | None) -> None:
-        record = getattr(torch.cuda.memory, "_record_memory_history", None)
-        if self._records_memory and record is not None:
-            record(enabled=enabled, stacks="python", max_entries=_MAX_EVENTS)
-
-    def _write_memory(self, number: int) -> None:
-        dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
-        if dump is not None and (path := self._write(number, f"memory-{self._place}.pickle", dump)):
-            say(open_console(stderr=True), f"out of GPU memory in step {number}; what held it: {path}")
-
-    def _write(
-        self, number: int, name: str, export: Callable[[str], object], compress: bool = False
-    ) -> Path | None:
-        """Write what `export` writes into a file; a file that cannot be written is a warning and ends no run."""
-        path = trace_folder(self._output_dir, number) / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory() as scratch:
-                export(str(file := Path(scratch, "exported.json")))
-                content = file.read_bytes()
-            write_durably(path, gzip.compress(content, 5) if compress else content)
-        except (OSError, RuntimeError) as error:
-            warn(open_console(stderr=True), f"{path} cannot be written: {error}")
-            return None
-        return path
+def _write(path: Path, export: Callable[[str], object]) -> None:
+    """Write what `export` writes into a file of this name. If that fails, the run continues with a warning."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            export(str(file := Path(scratch, path.name)))
+            write_durably(path, file.read_bytes())
+    except OSError as error:
+        warn(open_console(stderr=True), f"{path} cannot be written: {error}")
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

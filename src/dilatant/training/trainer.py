@@ -91,9 +91,7 @@ class Trainer:
         self.runtime = _open_runtime(
             config, model, planned, self.comm, weights, len(sources), membership, before
         )
-        self._profiler = StepProfiler(
-            config, worker.rank, worker.size, worker.device, self.runtime.named_ranges
-        )
+        self._profiler = StepProfiler(config, worker, self.runtime.named_ranges)
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
         self._meter: StepMeter = _open_meter(config, model, planned, sources, flops)
         shared = before.state if before is not None and self.runtime.owned.stays else None

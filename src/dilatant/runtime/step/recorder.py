@@ -39,18 +39,14 @@ class Recorder:
         self._on_gpu = device.type == "cuda"
         self._last = _Step(0.0, None)
         self._actions: list[_Open] = []
-        self._range: ExitStack | None = None
-        """The open range, while ranges are named."""
+        self._range: ExitStack | None = None  # the open range, while ranges are named
 
     @contextmanager
     def named_ranges(self) -> Iterator[None]:
-        """Inside, each action has two named ranges for profilers, its wait for rows and its computation: a
-        `record_function`, and on a GPU also an NVTX range."""
+        """Inside, name the ranges of each action's wait for rows and of its computation for profilers (NVTX, too)."""
         with ExitStack() as self._range:
-            try:
-                yield
-            finally:
-                self._range = None
+            yield
+        self._range = None
 
     def _name_range(self, prefix: str = "") -> None:
         """End the open range, and begin that of the current action."""
