@@ -11,6 +11,7 @@ without the data, each section says in one line what it would need.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -28,20 +29,33 @@ TRAINER = ("benchmarks/one_device_trainer.py", "--case", "as they are", "--size"
 
 @dataclass(frozen=True)
 class Section:
-    """A command; `{data}` in it is the folder of chartqa_mini, `{out}` that of the results."""
+    """A command; `{data}` in it is the folder of chartqa_mini, `{out}` that of the results.
+
+    gpus: one for each rank, since NCCL takes one rank of a GPU. package: what it imports besides Dilatant's own needs.
+    """
 
     title: str
     seconds: int
     command: tuple[str, ...]
     gigabytes: int = 8
+    gpus: int = 1
+    package: str | None = None
 
     def needs(self, data: Path | None) -> str | None:
         """Return what is missing here, or None."""
         if not torch.cuda.is_available():
-            return f"needs an NVIDIA GPU with {self.gigabytes} GB"
+            many = "an NVIDIA GPU" if self.gpus == 1 else f"{self.gpus} NVIDIA GPUs, one for each rank,"
+            return f"needs {many} with {self.gigabytes} GB"
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         if memory < self.gigabytes:
             return f"needs {self.gigabytes} GB of GPU memory; there are {memory:.0f}"
+        if (here := torch.cuda.device_count()) < self.gpus:
+            return (
+                f"needs {self.gpus} GPUs, here {here}: NCCL takes one rank of a GPU, and there is no backend that "
+                "passes rows of several ranks on one GPU through the host"
+            )
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"needs the package {self.package}"
         if any("{data}" in part for part in self.command) and data is None:
             return "needs --data, the folder of chartqa_mini"
         return None
@@ -66,6 +80,22 @@ SECTIONS = {
         "a LLaVA of 0.8 B parameters against transformers' Trainer", 400,
         (*TRAINER, "--data", "{data}", "--workers", "4", "--json", "{out}/one_device_trainer-gpu.json"),
         80,
+    ),
+    "lora": Section(
+        "LoRA of that model against transformers' Trainer with peft", 300,
+        (*TRAINER, "--lora", "--data", "{data}", "--workers", "4", "--json", "{out}/one_device_lora-gpu.json"),
+        40, package="peft",
+    ),
+    "prediction": Section(
+        "time and peak memory of a step of 0.8 B parameters, predicted and measured", 400,
+        ("benchmarks/gpu_prediction.py", "--json", "{out}/gpu_prediction.json"),
+        40,
+    ),
+    "recovery": Section(
+        "one of four ranks is killed at a time", 300,
+        ("benchmarks/recovery.py", "--device", "auto", "--kills", "5", "--restarts", "0",
+         "--json", "{out}/recovery-gpu.json"),
+        gpus=4,
     ),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Fine-tuning a small whole vision-language model on one device, against transformers' Trainer.
 
-Both train all weights of the same LLaVA (random, saved once in the hub's layout), in fp32 or bf16, on the same samples
-in the same order, with AdamW. (a) is `dilatant train` with its defaults; (b) is `Trainer` with the model's own class,
-of which each way gets its turn:
+Both train all weights of the same LLaVA (random, saved once in the hub's layout), or adapters (`--lora`; (b) takes
+peft's), in fp32 or bf16, on the same samples in the same order, with AdamW. (a) is `dilatant train` with its
+defaults; (b) is `Trainer` with the model's own class, of which each way gets its turn:
 
     padded     samples as they come, `--padded-batch` at a time, padded to the longest
     by length  the samples of a step sorted by length first, which is what its `group_by_length` is for
@@ -39,6 +39,9 @@ from torch import nn
 BAR = 1.3
 """Wanted against `padded`; against the other ways nothing below 1."""
 WAYS = ("padded", "by length", "packed")
+RANK, ALPHA = 16, 32
+LANGUAGE_LAYERS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+"""Modules that --lora adapts in (b): those that `model.lora` adapts."""
 AGREEMENT = {"fp32": FP32_AGREEMENT, "bf16": 2e-2}
 """bf16 has 8 bits: one rounding of a logit changes a loss by parts of 2**-8, and the two round in different places
 (weights in bf16 with fp32 masters here, fp32 weights under autocast there)."""
@@ -46,7 +49,7 @@ AGREEMENT = {"fp32": FP32_AGREEMENT, "bf16": 2e-2}
 
 @dataclass(frozen=True)
 class Size:
-    """Widths of the LLaVA that is trained; a head has 64 numbers but in `small`."""
+    """Widths of the LLaVA that is trained; a head of `1b` has 128 numbers, one of the others 64 or 32."""
 
     image: int
     patch: int
@@ -59,6 +62,7 @@ class Size:
 
 
 SIZES = {
+    "tiny": Size(32, 16, 64, 2, 64, 2, 128, (2, 1)),
     "small": Size(128, 16, 128, 4, 256, 4, 704, (4, 2)),
     # The width of SigLIP so400m and of Qwen2.5-1.5B, about half as deep: two copies train in 80 GB.
     "1b": Size(336, 14, 1152, 12, 1536, 14, 8960, (12, 2)),
@@ -94,9 +98,10 @@ def save_model(folder: Path, size: Size) -> None:
 
 def tree(model: Path, data: Path, output: Path, settings: argparse.Namespace) -> dict[str, Any]:
     """The config of (a): everything that is not here is a default."""
+    adapters = {"lora": {"r": RANK, "lora_alpha": ALPHA}} if settings.lora else {}
     return {
         "output_dir": str(output),
-        "model": {"id": str(model)},
+        "model": {"id": str(model), **adapters},
         "data": {"train": [{"path": str(data)}], "workers": settings.workers},
         "train": {
             "steps": settings.warm_up + settings.steps,
@@ -234,6 +239,12 @@ def train_with_trainer(
             theirs = AutoModelForImageTextToText.from_pretrained(model)
             # With a cache transformers does not look for samples in a row.
             theirs.config.use_cache = theirs.config.text_config.use_cache = False
+            if settings.lora:
+                import peft
+
+                theirs = peft.get_peft_model(
+                    theirs, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LANGUAGE_LAYERS)
+                )
             InOrder(
                 model=theirs,
                 args=arguments,
@@ -293,7 +304,10 @@ def compare(
     other.join()
     if len(theirs) < len(ours):
         raise SystemExit(f"{name}, {way}: the Trainer took {len(theirs)} of {len(ours)} steps")
-    differences = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours[:2], theirs[:2])]
+    compared = (
+        1 if settings.lora else 2
+    )  # adapters begin with other random numbers, which the second step sees
+    differences = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours[:compared], theirs[:compared])]
     timed = list(zip(ours, theirs))[settings.warm_up :]
     ratios = [b.seconds / a.seconds for a, b in timed]
     speeds = [statistics.median(s.samples / s.seconds for s in side) for side in zip(*timed)]
@@ -328,6 +342,7 @@ def main() -> None:
     parser.add_argument(
         "--size", choices=SIZES, default="small", help="of the model; 1b needs a GPU of 80 GB"
     )
+    parser.add_argument("--lora", action="store_true", help="both train adapters of the language model alone")
     parser.add_argument("--precision", choices=AGREEMENT, default="fp32")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)

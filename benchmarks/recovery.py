@@ -38,7 +38,7 @@ LONGEST_SECONDS = 300.0
 """For what a run is waited for."""
 
 
-def train(folder: Path, data: Path, restarts: int) -> subprocess.Popen[bytes]:
+def train(folder: Path, data: Path, restarts: int, device: str) -> subprocess.Popen[bytes]:
     """The quickstart in replicas that hold everything, for longer than anybody waits."""
     layout = {
         "units": {"language": {"replicas": REPLICAS}},
@@ -54,6 +54,7 @@ def train(folder: Path, data: Path, restarts: int) -> subprocess.Popen[bytes]:
         f"resilience={json.dumps(resilience)}",
         "train.steps=1000000",
         "train.save_steps=null",
+        f"train.device={device}",
     ]
     command = [sys.executable, "-m", "dilatant", "train", str(CONFIG)]
     command += [part for override in overrides for part in ("--set", override)]
@@ -70,8 +71,10 @@ class Recoveries:
     held: list[dict[str, int]]
 
 
-def recoveries(folder: Path, data: Path, kills: int, seed: int, pause: float) -> Recoveries:
-    run = train(folder, data, kills)
+def recoveries(
+    folder: Path, data: Path, kills: int, seed: int, pause: float, device: str = "cpu"
+) -> Recoveries:
+    run = train(folder, data, kills, device)
     history, draw = folder / "run" / "resilience", random.Random(seed)
     found: list[dict[str, float]] = []
     held: list[dict[str, int]] = []
@@ -263,6 +266,7 @@ def main() -> None:
     )
     parser.add_argument("--pause", type=float, default=1.5, help="seconds of training before each kill")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "auto"), default="cpu", help="auto: a GPU for each rank")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -273,7 +277,7 @@ def main() -> None:
             folder.mkdir()
         digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
-        recovered = recoveries(ours, data, options.kills, options.seed, options.pause)
+        recovered = recoveries(ours, data, options.kills, options.seed, options.pause, options.device)
         count = options.restarts
         restarted = compared("torchrun", lambda: restarts(theirs, count)) if count else []
         has_torchft = importlib.util.find_spec("torchft") is not None

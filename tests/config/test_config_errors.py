@@ -158,6 +158,17 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("model.encoders.vision.projectr=mlp", "did you mean 'model.encoders.vision.projector'?"),
         ("train.optimizer.groups.vision.lr=1", "valid keys here: learning_rate, weight_decay"),
         ("train.steps=-1", "train.steps"),
+        ("train.profile.steps=5", "train.profile.steps must be a list, as in [5]"),
+        (
+            "train.profile.steps=[7, 5]",
+            "[7, 5] must be the first and the last step, counted from 1, as in [5, 7]",
+        ),
+        ("train.profile.steps=[5]", "train.profile.steps: [5] must be the first and the last step"),
+        ("train.profile.step=[1, 5]", "did you mean 'train.profile.steps'?"),
+        (
+            "train={steps: 4, profile: {steps: [5, 7]}}",
+            "'profile.steps' begin after 'steps: 4'",
+        ),
         ("train.steps=many", "(given: 'many')"),
         ("data.train.7.weight=1", "does not exist"),
         ("train.steps", "must look like"),

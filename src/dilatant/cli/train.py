@@ -204,7 +204,7 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
     print_line(console, (f"\n{what} Where to look:", "bold"))
 
     def holds(name: str) -> bool:
-        return (result.folder / name).is_file()
+        return (result.folder / name).exists()
 
     measured = bool(result.summary)
     places = (
@@ -224,6 +224,7 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
         (True, f"tensorboard --logdir {quoted}", "the same as curves"),
         (measured, f"{path}/timeline.html", "the last step on every rank: who computed, who waited for whom"),
         (measured, f"{path}/timeline.json", "the same for ui.perfetto.dev"),
+        (holds("traces"), f"{path}/traces", "profiled steps on every rank, also for ui.perfetto.dev"),
         (measured, f"dilatant simulate {quoted}", "the same step predicted, beside the measured one"),
         (True, f"{path}/export", "the model in the Hugging Face layout"),
         (True, f"dilatant generate {shlex.quote(f'{path}/export')} --help", "ask it something"),

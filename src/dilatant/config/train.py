@@ -61,6 +61,23 @@ class RateSchedule(Section):
     """Final learning rate as a share of the peak."""
 
 
+class ProfileConfig(Section):
+    """Profiler of chosen steps; `{}` only records memory."""
+
+    steps: tuple[int, ...] | None = None
+    """First and last step to profile, numbered as in metrics.jsonl, as in `[5, 7]`. Every rank writes a trace of each
+    of these steps into `traces/` of the run folder ([how to read them](parallel.md#traces-of-steps))."""
+    memory: bool = True
+    """On GPUs, record allocations during the whole run, and write a memory snapshot if memory runs out in a step."""
+
+    @field_validator("steps")
+    @classmethod
+    def _first_and_last(cls, steps: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+            raise ValueError(f"{[*steps]} must be the first and the last step, counted from 1, as in [5, 7]")
+        return steps
+
+
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
     """Total optimizer steps, including those before a resume."""
@@ -109,6 +126,7 @@ class TrainConfig(Section):
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Experiment trackers besides metrics.jsonl: one name or a list; `none`, `[]` or null for none."""
+    profile: ProfileConfig | None = None
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -116,6 +134,13 @@ class TrainConfig(Section):
         if value in (None, "none", ["none"]):
             return ()
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _profiles_steps_that_run(self) -> Self:
+        steps = None if self.profile is None else self.profile.steps
+        if steps and self.steps and steps[0] > self.steps:
+            raise ValueError(f"'profile.steps' begin after 'steps: {self.steps}'; name earlier ones")
+        return self
 
 
 class EvaluationConfig(Section):

@@ -1,6 +1,6 @@
 """Run folder: the files that a run writes.
 
-config.yaml, metrics.jsonl, eval.json, tensorboard/, checkpoints/, export/
+config.yaml, metrics.jsonl, eval.json, tensorboard/, checkpoints/, traces/, export/
 
 One command at a time trains in the folder: the launcher holds `.lock`. The first rank of a run writes; nobody has to
 wait for it, since every text appears whole or not at all.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
-    *("timeline.html", "timeline.json", "generations.html", "checkpoints", "resilience"),
+    *("timeline.html", "timeline.json", "generations.html", "checkpoints", "resilience", "traces"),
 )
 """Files of a run that it replaces without asking; an export checks its own files."""
 _TAIL_BYTES = 1 << 16

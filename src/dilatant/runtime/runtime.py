@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -314,6 +314,10 @@ class Runtime:
         if norm > max_norm and gradients:
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
+
+    def named_ranges(self) -> AbstractContextManager[None]:
+        """Inside, actions have named ranges for profilers (see `Recorder.named_ranges`)."""
+        return self._recorder.named_ranges()
 
     def measured(self) -> tuple[MeasuredAction, ...]:
         """Return the measured times of every action of the last step, of all ranks; called by all ranks."""

@@ -36,6 +36,7 @@ from dilatant.report.trackers import Tracker, open_trackers
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import PreparedRun, prepare
+from dilatant.training.step_profiler import TRACES, trace_folder
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
@@ -112,9 +113,10 @@ def begin_folder(
     show: Show,
 ) -> None:
     """Write the files that a run begins with. Call this when the config is known to be right: a mistake must not cost
-    an old run. discards: delete the existing checkpoints."""
+    an old run. discards: delete the existing checkpoints and traces."""
     if discards:
         shutil.rmtree(folder.checkpoints, ignore_errors=True)
+        shutil.rmtree(folder.path / TRACES, ignore_errors=True)
     folder.write_config(config)
     folder.write_text("plan.json", planned.to_json())
     samples, console = prepared.samples, console_for(show)
@@ -262,6 +264,8 @@ class Observer:
         for tracker in self._trackers:
             tracker.log(metrics.step, metrics.to_scalars())
         self._line.update(metrics)
+        if (traces := trace_folder(self._config, metrics.step)) is not None:
+            say(self._console, f"step {metrics.step} was profiled; the trace of each rank is in {traces}")
         if metrics.warning is not None:
             warn(self._console, metrics.warning)
 

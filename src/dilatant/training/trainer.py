@@ -45,6 +45,7 @@ from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, 
 from dilatant.training.run_state import RunState
 from dilatant.training.saving import Saving
 from dilatant.training.step_metrics import StepLog, StepMeter, explain_nonfinite, is_finite
+from dilatant.training.step_profiler import StepProfiler
 
 SLOWER = 5
 """A step is considered hung after SLOWER times the duration of the longest step so far."""
@@ -90,6 +91,7 @@ class Trainer:
         self.runtime = _open_runtime(
             config, model, planned, self.comm, weights, len(sources), membership, before
         )
+        self._profiler = StepProfiler(config, worker, self.runtime.named_ranges)
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
         self._meter: StepMeter = _open_meter(config, model, planned, sources, flops)
         shared = before.state if before is not None and self.runtime.owned.stays else None
@@ -166,7 +168,8 @@ class Trainer:
                 if self._config.data.on_error == "skip":
                     steps.leave_out(gather_bad_samples(self.comm, steps.found()))
                 while not stop and not self.is_finished:
-                    metrics, stop = self._train_step(steps, should_stop)
+                    with self._profiler.step(self.step + 1):
+                        metrics, stop = self._train_step(steps, should_stop)
                     self.done.add(metrics)
                     saves = config.save_steps and self.step % config.save_steps == 0
                     if saves or self.evaluator.is_due:
@@ -222,6 +225,7 @@ class Trainer:
             self._background.close()
             self._inputs.close()
             self.saving.close()
+            self._profiler.close()
         finally:
             self.runtime.close()
 

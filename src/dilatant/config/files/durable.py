@@ -11,15 +11,15 @@ LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.writing"
 """Pattern of the temporary files that a killed `write_durably` leaves in a folder."""
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace the content of `path` atomically: a reader, even after a crash, finds either the old or the new text.
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace the content of `path` atomically: a reader, even after a crash, finds either the old or the new one.
 
     Each call uses a unique temporary name, so concurrent writers do not conflict. Raises OSError, leaving no file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.writing")
     try:
-        with temporary.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        with temporary.open("xb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from dilatant.config.errors import UserError
 
-RUN_FOLDERS = frozenset({"checkpoints", "export", "plan", "resilience", "tensorboard"})
+RUN_FOLDERS = frozenset({"checkpoints", "export", "plan", "resilience", "tensorboard", "traces"})
 RUN_SUFFIXES = (".lock", ".damaged", ".html", ".json", ".jsonl", ".yaml")
 """Folders and file suffixes that a run writes. Users may keep other entries next to them (also links, like wandb)."""
 MOST_TEXT = 256 << 20

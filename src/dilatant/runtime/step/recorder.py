@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from dilatant.schedule.measured import MeasuredAction
 from dilatant.schedule.schedule import Action
@@ -36,6 +39,24 @@ class Recorder:
         self._on_gpu = device.type == "cuda"
         self._last = _Step(0.0, None)
         self._actions: list[_Open] = []
+        self._range: ExitStack | None = None  # the open range, while ranges are named
+
+    @contextmanager
+    def named_ranges(self) -> Iterator[None]:
+        """Inside, name the ranges of each action's wait for rows and of its computation for profilers (NVTX, too)."""
+        with ExitStack() as self._range:
+            yield
+        self._range = None
+
+    def _name_range(self, prefix: str = "") -> None:
+        """End the open range, and begin that of the current action."""
+        if self._range is not None:
+            self._range.close()
+            unit, action = self._actions[-1].unit, self._actions[-1].action
+            name = f"{prefix}{unit} stage {action.stage} {action.kind} microbatch {action.microbatch}"
+            self._range.enter_context(record_function(name))
+            if self._on_gpu:
+                self._range.enter_context(torch.cuda.nvtx.range(name))
 
     def begin(self, kept: bool = True) -> None:
         """Begin a step. Its record replaces the previous one if `kept`."""
@@ -47,6 +68,7 @@ class Recorder:
     def start(self, unit: str, action: Action, samples: tuple[int, ...]) -> None:
         """Begin an action, which may first wait for rows."""
         self._actions.append(_Open(unit, action, samples, [self._mark()], {}))
+        self._name_range("rows for ")
 
     def waited(self, source: int, seconds: float) -> None:
         """Add host time spent waiting for rows of rank `source`."""
@@ -56,10 +78,13 @@ class Recorder:
     def computing(self) -> None:
         """Mark that all inputs of the action have arrived."""
         self._actions[-1].marks.append(self._mark())
+        self._name_range()
 
     def done(self) -> None:
         """Mark the end of the action."""
         self._actions[-1].marks.append(self._mark())
+        if self._range is not None:
+            self._range.close()
 
     def seconds(self) -> float:
         """Return seconds since `begin`. On a GPU this synchronizes with the device."""
