@@ -137,7 +137,7 @@ def test_rows_that_are_not_plain_say_why(mask: AttentionMask, reason: str) -> No
 
 
 @given(
-    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=8),
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=6),
     padding=st.integers(0, 3),
     kind=st.sampled_from(["full", "document_causal"]),
     free_pairs=st.sampled_from([0, 32**2, 1 << 20]),
@@ -158,7 +158,7 @@ def test_drawn_plain_rows_on_sdpa_equal_dense_attention(
         output = attention(*inputs, case.mask, scale=case.scale, backend="sdpa")
         output.backward(case.grad_output)
     (expected, _), gradients = case.dense()
-    # Float32 sums of up to ninety terms of order one.
+    # Float32 sums of up to sixty terms of order one.
     for found, wanted in zip([output, *(x.grad for x in inputs)], [expected, *gradients], strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
 

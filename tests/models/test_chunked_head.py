@@ -56,15 +56,17 @@ def test_chunks_give_the_loss_and_the_gradients_of_transformers(family: str) -> 
             assert difference <= 1e-5 * gradients[name].norm() + 1e-7, name
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("frozen", [(), ("language.head",), ("language.layers",)])
-def test_chunks_work_with_split_backward(tied: bool, defer: bool, frozen: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("tied", "frozen"),
+    [(True, None), (False, None), (False, "language.head"), (False, "language.layers")],
+)
+def test_chunks_work_with_split_backward(tied: bool, defer: bool, frozen: str | None) -> None:
     results = []
     for chunk in (None, 3):
         mllm = language_only("llama_tied" if tied else "llama")
-        if frozen and not tied:
-            mllm.freeze([f"{frozen[0]}*"])
+        if frozen:
+            mllm.freeze([f"{frozen}*"])
         unit = mllm.language
         unit.loss_chunk = chunk
         stage = unit.stage(0, len(unit.layers))

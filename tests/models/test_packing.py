@@ -14,8 +14,17 @@ from dilatant.models.language.packed_row import PackedRow
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        pytest.param(
+            family, attention, marks=() if attention == usual or family == "llama" else pytest.mark.slow
+        )
+        for family in LANGUAGE_MODELS
+        for usual in ["eager" if family == "gemma2" else "sdpa"]
+        for attention in ("sdpa", "eager")
+    ],
+)
 def test_packed_logits_equal_transformers_sample_by_sample(family: str, attention: str) -> None:
     mllm = language_only(family)
     model = mllm.language.model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,10 +26,15 @@ from dilatant.models.multimodal import Encoder, MultimodalModel
 # Chained backward adds the same products in the same order, but autograd may join branches in another one.
 GRADIENT = {"rtol": 1e-5, "atol": 1e-7}
 
+built = cache(vision_language)
+"""Models that tests read, each built once."""
+
 
 @st.composite
 def cuts(draw: st.DrawFn, layers: int) -> list[tuple[int, int]]:
-    inner = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=layers - 1)))
+    """Every layer alone, or any cuts."""
+    everywhere = st.just(set(range(1, layers)))
+    inner = sorted(draw(everywhere | st.sets(st.integers(1, layers - 1), min_size=1)))
     return list(zip([0, *inner], [*inner, layers], strict=True))
 
 
@@ -50,7 +57,7 @@ def chain_encoder(unit: EncoderUnit, spans: list[tuple[int, int]], inputs):
 @settings(max_examples=2, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_language_stages_chain_to_the_whole(family: str, data: st.DataObject) -> None:
-    mllm = vision_language(family)
+    mllm = built(family)
     unit = mllm.language
     spans = data.draw(cuts(len(unit.layers)))
     placeholder = mllm.placeholder_ids["vision"]
@@ -77,7 +84,7 @@ def test_language_stages_chain_to_the_whole(family: str, data: st.DataObject) ->
 @settings(max_examples=2, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_encoder_stages_chain_to_the_whole(family: str, data: st.DataObject) -> None:
-    unit = vision_language(encoder=family)["vision"]
+    unit = built(encoder=family)["vision"]
     geometry = encoder_geometry(unit.model.config)
     spans = data.draw(cuts(len(unit.layers)))
     inputs = {
@@ -109,7 +116,7 @@ def test_an_odd_cut_keeps_each_layer_s_own_attention() -> None:
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
 def test_padded_batches_run_through_stages_too(family: str) -> None:
-    unit = language_only(family).language
+    unit = built(family).language
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
     ids = tokens(2, 9)
@@ -118,7 +125,7 @@ def test_padded_batches_run_through_stages_too(family: str) -> None:
 
 
 def test_a_stage_shares_weights_and_holds_no_others() -> None:
-    mllm = vision_language()
+    mllm = built("llama")
     for unit in mllm.units.values():
         whole = dict(unit.named_logical_parameters())
         held: set[str] = set()
@@ -134,7 +141,7 @@ def test_a_stage_shares_weights_and_holds_no_others() -> None:
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
 def test_logical_names_map_one_to_one_onto_the_state_dict(family: str) -> None:
-    unit = language_only(family).language
+    unit = built(family).language
     assert {weight.key for weight in unit.weights} == set(unit.model.state_dict())
     assert len({weight.name for weight in unit.weights}) == len(unit.weights)
     assert all(weight.name.startswith(weight.layer + ".") for weight in unit.weights)
@@ -143,7 +150,7 @@ def test_logical_names_map_one_to_one_onto_the_state_dict(family: str) -> None:
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_logical_encoder_names_map_one_to_one_to_state_dicts(family: str) -> None:
-    unit = vision_language(encoder=family)["vision"]
+    unit = built(encoder=family)["vision"]
     for part in ("model", "projector"):
         keys = [weight.key for weight in unit.weights if weight.part == part]
         assert sorted(keys) == sorted(getattr(unit, part).state_dict())
@@ -151,7 +158,7 @@ def test_logical_encoder_names_map_one_to_one_to_state_dicts(family: str) -> Non
 
 
 def test_names_say_unit_layer_and_weight() -> None:
-    mllm = vision_language()
+    mllm = built("llama")
     assert mllm["vision"].layers == (
         "vision.embedding",
         *(f"vision.layers.{i}" for i in range(4)),

@@ -110,9 +110,7 @@ def matrix(tokens: Sequence[Token], rule: Rule) -> np.ndarray:
     ).reshape(len(tokens), len(tokens))
 
 
-def _word_sees(q: int, k: int, query_position: int, key_position: int, window: int | None) -> bool:
-    # Digits from the lowest bit up, so that q[12:24] are bits 12 to 23.
-    q_bits, k_bits = format(q, "064b")[::-1], format(k, "064b")[::-1]
+def _word_sees(q_bits: str, k_bits: str, query_position: int, key_position: int, window: int | None) -> bool:
     if q_bits[48:60] != k_bits[48:60]:
         return False
     same_instance = q_bits[32:48] == k_bits[32:48]
@@ -142,8 +140,9 @@ def word_matrix(
     window: int | None = None,
 ) -> np.ndarray:
     """`[queries, keys]` booleans from words, positions and a window width."""
-    queries = [(int(word), int(at)) for word, at in zip(query_fields, query_positions)]
-    keys = [(int(word), int(at)) for word, at in zip(key_fields, key_positions)]
+    # Digits from the lowest bit up, so that [12:24] are bits 12 to 23.
+    queries = [(f"{int(word):064b}"[::-1], int(at)) for word, at in zip(query_fields, query_positions)]
+    keys = [(f"{int(word):064b}"[::-1], int(at)) for word, at in zip(key_fields, key_positions)]
     seen = [[_word_sees(q, k, at, key_at, window) for k, key_at in keys] for q, at in queries]
     return np.array(seen, dtype=bool).reshape(len(queries), len(keys))
 
