@@ -50,8 +50,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(folder: Path) -> None:
     others = [planned(folder, {"pp": 2, "cuts": [0, first]}, **sections) for first in range(1, 6)]
     tokens = 128.0
     assert slowest(own, tokens) == pytest.approx(min(slowest(other, tokens) for other in others), rel=1e-9)
-    even = planned(folder, {"pp": 2, "cuts": [0, 3]}, **sections)
-    assert slowest(own, tokens) < 0.9 * slowest(even, tokens)
+    assert slowest(own, tokens) < 0.9 * slowest(others[2], tokens)  # an even one
     assert [cuts(other) for other in others] == [(0, first) for first in range(1, 6)]  # as they were written
 
 

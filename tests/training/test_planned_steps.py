@@ -34,7 +34,12 @@ from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
 from dilatant.training.prepare import PreparedRun, prepare
 
-NARROW = {"microbatch_sizes": [4], "tensor_parallel": [1], "context_parallel": [1]}
+NARROW: dict[str, Any] = {
+    "microbatch_sizes": [4],
+    "microbatch_tokens": [],
+    "tensor_parallel": [1],
+    "context_parallel": [1],
+}
 """A search of few plans, where any would do."""
 
 
