@@ -270,7 +270,7 @@ def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     from dilatant.data import parallel_map as pieces
 
     path = write_lines(
-        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(400)]
+        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
     )
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
@@ -284,7 +284,7 @@ def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     shared, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two")
     assert started == [2]
     assert same(alone, shared)
-    assert [done for done, _ in calls] == [*range(64, 400, 64), 400]
+    assert [done for done, _ in calls] == [*range(64, 900, 64), 900]
 
 
 def test_groups_of_blocks_are_measured_by_one_worker_each(tmp_path, monkeypatch):
