@@ -177,6 +177,9 @@ def test_a_module_of_one_s_own_is_cut_where_an_adapter_runs_its_parts() -> None:
     assert torch.equal(hidden, whole)
     with pytest.raises(UserError, match="its adapter gives other hidden states than its own forward"):
         deep(lambda tower, hidden: run_blocks(tower, hidden) + 1)
+    config = vision_language()["vision"].config
+    with pytest.raises(UserError, match="adapter is for modules of your own; a transformers encoder is cut"):
+        MultimodalModel({"vision": Encoder(config, adapter=Adapter(run_blocks))}, LANGUAGE_MODELS["llama"])
     with torch.device("meta"):
         meta = Deep()
     with pytest.raises(UserError, match="places is on the meta device, outside of a module that draws it"):

@@ -57,14 +57,12 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Runs slices of one family, or of a user's own module.
+    """Runs slices of a user's own module.
 
-    resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows, tokens, width] both. embed:
-    embeds a slice's input [rows, ...] in families whose forward would change the rows; by default the forward runs.
+    resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows, tokens, width] both.
     """
 
     resume: Callable[[nn.Module, Tensor], Tensor]
-    embed: Callable[[nn.Module, Tensor], Tensor] | None = None
 
 
 class EncoderStage(Stage):
@@ -176,10 +174,8 @@ class EncoderStage(Stage):
         given = next(iter(inputs.values())) if hidden is None else hidden
 
         def forward(given: Tensor) -> Tensor:
-            if adapter is None or (hidden is None and adapter.embed is None):
+            if adapter is None or hidden is None:
                 return _hidden_of(model(**inputs))
-            if hidden is None and adapter.embed is not None:
-                given = adapter.embed(model, inputs[name])
             return adapter.resume(model, given)
 
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):

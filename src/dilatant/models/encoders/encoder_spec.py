@@ -103,7 +103,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
         adapter=encoder.adapter,
     )
-    if encoder.adapter is not None and not isinstance(model, PreTrainedModel):
+    if encoder.adapter is not None:
         _check_adapter(unit, where)
     return unit
 
@@ -111,7 +111,12 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
 @torch.no_grad()
 @torch.random.fork_rng(devices=[])
 def _check_adapter(unit: EncoderUnit, where: str) -> None:
-    """Raise UserError unless the layers of the encoder one by one give what its own forward gives."""
+    """Raise UserError unless the layers of the encoder one by one give what its own forward gives. An encoder of
+    transformers needs no adapter, and a saved one would come back without it."""
+    if isinstance(unit.model, PreTrainedModel):
+        raise UserError(
+            f"{where}: adapter is for modules of your own; a transformers encoder is cut as it is"
+        )
     value, inputs = unit.example(0, 1, next(unit.model.parameters(), torch.empty(0)).device)
     fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
     drawn = tuple(f"{path.removeprefix('model.')}." for _, path in unit.pieces())
