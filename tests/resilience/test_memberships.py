@@ -254,3 +254,20 @@ def test_a_pipeline_without_memory_for_more_than_1f1b_keeps_that_schedule() -> N
         assert planned.schedule == "1f1b"
         members = now
     assert [len(ranks_of(one)) for one in pipelines_of(planned.plan)] == [2, 2, 3]
+
+
+def test_a_run_that_begins_on_one_rank_is_pipelined_when_others_join() -> None:
+    """With the microbatches that were planned, and not with as many in each pipeline as the one had."""
+    planner = planner_like(PLANS["copies"], num_microbatches=16)
+    alone = TrainingPlan(planner.first(1).plan, 16, "serial", "balanced", chain=planner.costs)
+    joined = next_plan(planner, alone, published(alone, ["n0"]), ["n0", "n1"], [1, 1])
+    assert (joined.schedule, joined.num_microbatches) == ("eager", 8)
+
+
+def test_costs_of_another_model_are_refused() -> None:
+    planner = planner_like(PLANS["copies"])
+    text = TrainingPlan(planner.first(2).plan, 4, "1f1b", "balanced", chain=planner.costs).to_json()
+    document = json.loads(text)
+    document["step"]["chain"]["layers"] = {"vision": 4, "language": 5}
+    with pytest.raises(ValueError, match=r"step\.chain: its units have .*; without that entry"):
+        TrainingPlan.from_json(json.dumps(document))

@@ -10,13 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.model_cases import cluster, cost_model, model, unit
-from cases.search_cases import search
+from cases.search_cases import open_space, search
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Plan, PlanError, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.search.enumeration import enumerate_candidates
+from dilatant.plan.search.finals import Finals
 from dilatant.schedule.assignment.step_assignment import Microbatching, sample_seconds
-from dilatant.schedule.plan_scorer import CANDIDATE_FAMILIES, PlanSimulator, best_steps, step_costs
+from dilatant.schedule.plan_scorer import (
+    CANDIDATE_FAMILIES,
+    WHOLE_BACKWARD_FAMILIES,
+    PlanSimulator,
+    best_steps,
+    step_costs,
+)
 from dilatant.schedule.validate import validate
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
@@ -222,6 +230,42 @@ def test_no_simulated_step_beats_its_bound(seed):
         assert one.score.seconds >= one.bound * (1 - 1e-9)
     assert found.seconds == min(one.score.seconds for one in everyone)
     assert found.lower_bound <= found.seconds
+
+
+ALONE = model(unit("language", 1, parameters=0))
+LARGE = model(unit("vision", 1, ("language",), parameters=1), unit("language", 1, parameters=2 * 10**9))
+PACKED = [
+    40.0,
+    *[12.0] * 8,
+    *[7.0] * 9,
+    *[1.0] * 9,
+]  # only a tight packing holds these in rows of 24, in 8 of 9
+SLOW_ENCODER = cost_model({"vision": 5.0, "language": 0.01})
+
+
+@pytest.mark.parametrize(
+    ("spec", "costs", "devices", "tokens", "asked"),
+    [
+        pytest.param(ALONE, cost_model({"language": 1.0}, call=1.0), 2, [10.0, 4.0, 4.0, 1.0], {}, id="unlike calls"),
+        pytest.param(LARGE, SLOW_ENCODER, 4, [1.0, 1.0], {"splits_backward": False}, id="sync beside a backward"),
+        pytest.param(LARGE, SLOW_ENCODER, 2, [1.0, 1.0], {}, id="sync of several stages"),
+        pytest.param(
+            ALONE, with_host(cost_model({"language": 1e-6}), 1.0), 1, PACKED,
+            {"row_limit": 24, "microbatch_sizes": (3,)}, id="a tight packing",
+        ),
+    ],
+)  # fmt: skip
+def test_no_plan_beats_its_bound_where_microbatches_or_stages_are_unlike(spec, costs, devices, tokens, asked):
+    settings = {"microbatch_sizes": (1,), "fills_microbatches": True, "splits_backward": True, **asked}
+    samples, machine = Workload({one.name: np.array(tokens) for one in spec.units}), cluster(1, devices)
+    families = CANDIDATE_FAMILIES if settings["splits_backward"] else WHOLE_BACKWARD_FAMILIES
+    known = spec, costs, machine, samples, len(tokens)
+    scorer = PlanSimulator(*known, rules=RULES, row_tokens=asked.get("row_limit"), families=families)
+    space = open_space(*known, RULES, **settings)
+    finals = Finals(space, scorer)
+    for one in enumerate_candidates(space):
+        finals.simulate(one)
+        assert finals.seconds[one] >= one.bound * (1 - 1e-9)
 
 
 def test_samples_must_fill_whole_batches():

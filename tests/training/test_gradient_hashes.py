@@ -46,6 +46,10 @@ def test_a_layer_has_the_hash_of_all_its_gradients() -> None:
     assert gradient_hashes(dict(reversed(parameters.items())), layer_of) == gradient_hashes(
         parameters, layer_of
     )
+    parameters["a"].grad = None  # on a rank that lost it
+    without = gradient_hashes(parameters, layer_of)
+    assert without.keys() == before.keys()
+    assert without != before
     assert gradient_hashes({}, {}) == {}
 
 

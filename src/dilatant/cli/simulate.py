@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dilatant.plan.costs.score import PlanScore
     from dilatant.plan.plan import Plan
     from dilatant.plan.replay.node_trace import NodeTrace
+    from dilatant.plan.templates.membership import ChainCosts
     from dilatant.planning.planning import PlannedRun, PlanningProblem
     from dilatant.report.plan_report import PlanReport
     from dilatant.report.step_comparison import Prediction
@@ -77,11 +78,11 @@ def simulate(
     console = open_console(stderr=as_json)
     trace = None if failures is None else load_node_trace(failures, seed=run.config.seed)
     problem = open_problem(run.config, searches=run.plan is None)
-    if trace is not None:
-        _replay(problem, run.name, trace, fault_tolerance, page, as_json, console)
-        return
     if run.zero is not None:
         problem = problem.sharing(run.zero)
+    if trace is not None:
+        _replay(problem, run, trace, fault_tolerance, page, as_json, console)
+        return
     with show_progress(open_console(stderr=True), "simulating"):
         if run.plan is None:
             planned = with_long_rows(plan_resiliently(problem))
@@ -101,7 +102,7 @@ def simulate(
 @dataclass(frozen=True, slots=True)
 class _SimulatedRun:
     """The input of a simulation: a config, or a plan file's plan with its `step`, and a run's measured step. `name` is
-    that of the run or file, `folder` its location."""
+    that of the run or file, `folder` its location. `chain`: the plan's costs of memberships, without overrides."""
 
     config: Config
     name: str
@@ -110,6 +111,7 @@ class _SimulatedRun:
     step: Mapping[str, Any] = field(default_factory=dict)
     measured: MeasuredStep | None = None
     zero: Zero | None = None
+    chain: ChainCosts | None = None
 
 
 def _read(source: Path, overrides: list[str], trust: bool) -> _SimulatedRun:
@@ -146,7 +148,8 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _SimulatedRun:
         if degrees != {1} and not {"plan", f"plan.{key}"} & keys:
             config = _with(config, "plan", **{key: tuple(sorted({1, *degrees}))})
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
-    return _SimulatedRun(config, name, folder, plan, step, measured, config.train.zero or trained.zero)
+    zero, chain = config.train.zero or trained.zero, None if overrides else trained.chain
+    return _SimulatedRun(config, name, folder, plan, step, measured, zero, chain)
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
@@ -295,7 +298,7 @@ def _print_steps(
 
 def _replay(
     problem: PlanningProblem,
-    name: str,
+    run: _SimulatedRun,
     trace: NodeTrace,
     fault_tolerance: int | None,
     page: Path | None,
@@ -309,8 +312,8 @@ def _replay(
     from dilatant.report.say import open_console, show_progress
 
     with show_progress(open_console(stderr=True), "replaying"):
-        found = replay_failures(problem, trace, fault_tolerance)
-    setting = found.setting(problem, name)
+        found = replay_failures(problem, trace, fault_tolerance, run.chain)
+    setting = found.setting(problem, run.name)
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
     written = write_replay_page(found.replays, page, setting)

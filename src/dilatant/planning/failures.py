@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeTrace
 from dilatant.plan.replay.reactions import compare_recovery, from_planner
 from dilatant.plan.replay.replay import RecoveryCosts, Replay
 from dilatant.plan.templates.membership import ChainCosts, MembershipPlanner
-from dilatant.planning.memberships import plan_memberships
+from dilatant.planning.memberships import node_devices, plan_memberships
 from dilatant.planning.planning import PlanningProblem
 from dilatant.report.pages.replay_page import ReplaySetting
 from dilatant.report.text.wording import origin_text
@@ -50,15 +51,26 @@ class FailureReplay:
 
 
 def replay_failures(
-    problem: PlanningProblem, trace: NodeTrace, fault_tolerance: int | None = None
+    problem: PlanningProblem,
+    trace: NodeTrace,
+    fault_tolerance: int | None = None,
+    chain: ChainCosts | None = None,
 ) -> FailureReplay:
     """Replay `trace` in three ways with nodes like the problem's (see `compare_recovery`): each membership has the plan
-    that a run adopts. Raises PlanError if no number of nodes of the trace can train."""
+    that a run adopts. chain: costs that the run has in its plan; by default those of a plan for the problem's nodes, or
+    if these are too few, for the most of the trace. Raises PlanError if no number of nodes of the trace can train."""
     most = max(alive for _, alive in trace.counts())
     wanted = problem.config.resilience.fault_tolerance if fault_tolerance is None else fault_tolerance
-    planner, first = plan_memberships(problem, most, wanted)
+    if chain is not None and fault_tolerance in (None, chain.fault_tolerance):
+        planner = MembershipPlanner(chain)
+    else:
+        try:
+            nodes = problem.target.cluster.num_devices // node_devices(problem)
+            planner, _ = plan_memberships(problem, nodes, wanted)
+        except PlanError:
+            planner, _ = plan_memberships(problem, most, wanted)
     costs = planner.costs
-    recovery = recovery_costs(problem, costs, most, first.seconds)
+    recovery = recovery_costs(problem, costs, most, planner.first(most).seconds)
     replays = compare_recovery(
         trace,
         from_planner(planner),

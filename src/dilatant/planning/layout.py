@@ -109,6 +109,8 @@ class TrainingPlan:
         seconds, chain = seconds if isinstance(seconds, float) else None, step.get("chain")
         try:
             chain = None if chain is None else ChainCosts.from_document(chain)
+            if chain and chain.layers != {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}:
+                raise ValueError(f"its units have {chain.layers} layers, those of the plan others")
         except ValueError as error:
             raise ValueError(f"step.chain: {error}; without that entry, a run finds its own") from None
         return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero, chain)
@@ -191,10 +193,12 @@ def plan_from_config(
         specs = cut(_specs(parallel), parallel.colocated, planned.plan)
         planned = replace(planned, plan=plan_from_specs(layers, specs, graph.feeds, parallel.colocated))
     own = _recomputed(config, planned.plan, model)
+    is_as_planned = own == planned.plan and zero in (None, planned.zero)
     return replace(
         planned,
         plan=own,
-        costs=planned.costs if own == planned.plan and zero in (None, planned.zero) else None,
+        costs=planned.costs if is_as_planned else None,
+        chain=planned.chain if is_as_planned else None,
         num_microbatches=parallel.microbatches or planned.num_microbatches,
         row_tokens=None if parallel.microbatches else planned.row_tokens,
         schedule=parallel.schedule or planned.schedule,

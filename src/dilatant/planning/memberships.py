@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -45,9 +46,11 @@ def plan_resiliently(
         devices = node_devices(problem, on_one_machine=True)
         planner, first = plan_memberships(problem, cluster.num_devices // devices, wanted, devices)
     except PlanError as error:
-        found = plan_run(problem, all_devices, wanted)
         note = f"pipelines of unlike lengths are not planned: {error}"
-        return replace(found, notes=(note,))
+        for tolerance in range(wanted, 0, -1) if fault_tolerance is None else ():
+            with suppress(PlanError):
+                return replace(plan_run(problem, all_devices, tolerance), notes=(note,))
+        return replace(plan_run(problem, all_devices, fault_tolerance or 0), notes=(note,))
     run = time_plan(problem, first.plan, first.num_microbatches)
     notes = () if first.tolerance >= wanted else (_too_few(planner, wanted, first.tolerance),)
     return replace(run, notes=notes, chain=planner.costs)

@@ -72,16 +72,16 @@ def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[st
     names, sums = dict[str, list[str]](), dict[str, torch.Tensor]()
     for key, parameter in sorted(parameters.items()):
         gradient = parameter.grad
-        if gradient is None or not gradient.numel():
-            continue
         name, _, box = key.partition("@")
+        # Also without a gradient, which must differ from a rank that has one.
         names.setdefault(f"{layer_of.get(name, name)}@{box}", []).append(key)
-        sums[key] = _halves(gradient.detach().reshape(-1))
+        if gradient is not None and gradient.numel():
+            sums[key] = _halves(gradient.detach().reshape(-1))
     halves = dict(zip(sums, torch.stack([*sums.values()]).tolist() if sums else []))
     hashes: dict[str, int] = {}
     for layer, keys in names.items():
         name = f"{layer}#{zlib.crc32(' '.join(keys).encode()):x}"
-        for first, second in map(halves.__getitem__, keys):
+        for first, second in (halves[key] for key in keys if key in halves):
             hashes[name] = (hashes.get(name, 0) * 1_000_003 + first * 31 + second) % _PRIME
     return hashes
 

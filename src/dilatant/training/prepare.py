@@ -111,7 +111,9 @@ def row_length_of_run(
 ) -> tuple[PlanningProblem, PlanScore, str] | None:
     """Return the `row_length` that suits this hardware; None if plan or config say it, or sizes are unknown."""
     is_open = is_row_length_open(config, target_here(config, len(planned.plan.ranks)))
-    if planned.row_tokens is not None or not isinstance(samples.train, Blend) or not is_open:
+    # Later memberships count on the rows of `chain`.
+    is_known = planned.row_tokens is not None or planned.chain is not None
+    if is_known or not isinstance(samples.train, Blend) or not is_open:
         return None
     here = local_costs(config, model, planned.plan, target_share(samples), planned.zero)
     sampled = planned_samples(config, samples, here.model)

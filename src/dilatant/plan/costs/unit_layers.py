@@ -27,17 +27,19 @@ class MeanCosts:
     """Costs of the mean microbatch per layer of a unit at some degrees, or per stage: arrays [layers] or [stages].
 
     `seconds`: forward plus backward; `backward`: its backward part; `work`: lower bound of `seconds` for any grouping
-    of samples, and `forward` its forward part; `lightest`, `heaviest`: seconds of the lightest and of the heaviest
-    sample alone; `lightest_split`, `heaviest_split`: the part of these that delays other stages when backwards are
-    split; `work_host`, `lightest_host`, `lightest_split_host`: seconds of the host in these, of which a stage takes no
-    less. Bytes per rank: `static` for the whole step (including `twice`, which are needed only if the first layer is
-    on another rank), `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
+    of samples, and `forward` its forward part, both without costs per call; `calls`: these, of any microbatch;
+    `lightest`, `heaviest`: seconds of the lightest and of the heaviest sample alone; `lightest_split`,
+    `heaviest_split`: the part of these that delays other stages when backwards are split; `work_host`, `lightest_host`,
+    `lightest_split_host`: seconds of the host in these, of which a stage takes no less. Bytes per rank: `static` for
+    the whole step (including `twice`, which are needed only if the first layer is on another rank), `kept` per
+    microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
     seconds: NDArray[np.float64]
     backward: NDArray[np.float64]
     work: NDArray[np.float64]
     forward: NDArray[np.float64]
+    calls: NDArray[np.float64]
     lightest: NDArray[np.float64]
     heaviest: NDArray[np.float64]
     lightest_split: NDArray[np.float64]
@@ -63,14 +65,14 @@ class MeanCosts:
         return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
 
     def on_groups(self, chunks: int) -> MeanCosts:
-        """Count the hosts' seconds of stages in lower bounds, and combine the `chunks` stages of each group of devices,
-        except in seconds and those of single samples."""
-        names = ("work", "lightest", "lightest_split")
+        """Count the hosts' seconds in those of single samples, and combine the `chunks` stages of each group of
+        devices, except in seconds and those of single samples."""
+        names = ("lightest", "lightest_split")
         bounds = {name: np.maximum(getattr(self, name), getattr(self, f"{name}_host")) for name in names}
         bounded = replace(self, **bounds)
         if chunks == 1:
             return bounded
-        summed = ("work", "forward", "static", "kept", "gradient")
+        summed = ("work", "forward", "calls", "work_host", "static", "kept", "gradient")
         by_group = {name: getattr(bounded, name).reshape(chunks, -1).sum(axis=0) for name in summed}
         return replace(bounded, **by_group, transient=self.transient.reshape(chunks, -1).max(axis=0))
 
@@ -212,12 +214,14 @@ class UnitLayers:
             forward, backward = (
                 np.maximum(table.seconds[:, kind] @ row, table.host_seconds[:, kind]) for kind in (0, 1)
             )
-            host = free.host_seconds * float(self._fills and least[2])
+            present = float(self._fills and least[2])
+            host = free.host_seconds * present
             self._unshared[key] = MeanCosts(
                 seconds=forward + backward,
                 backward=backward,
-                work=fastest @ least,
-                forward=free.seconds[:, 0] @ least,
+                work=fastest[:, :2] @ least[:2],
+                forward=free.seconds[:, 0, :2] @ least[:2],
+                calls=fastest[:, 2] * present,
                 lightest=fastest @ lightest,
                 heaviest=fastest @ heaviest,
                 # Weight-gradient halves delay no other stage: a stage may run them last.

@@ -11,8 +11,10 @@ from numba import njit
 @njit(cache=True, error_model="numpy")
 def chain_times(
     work,
+    least_work,
     forward,
     lightest,
+    lightest_split,
     held,
     backward,
     microbatches,
@@ -23,24 +25,28 @@ def chain_times(
     bandwidth,
     bucket,
     sync_at_end,
+    shared,
 ):
     """Return seconds: (longest work, longest work with gradient sync, least sync of a last bucket, most exposed sync).
-    Arrays are [groups of devices]. waits: each stage waits for the lightest sample to pass the stages before it.
-    sync_at_end: a stage syncs all gradients after its backwards, without overlap."""
+    Arrays are [groups of devices]. least_work: of any microbatch. waits: each stage waits for the lightest sample to
+    pass the stages before it; its gradient sync does not wait for their backwards. sync_at_end: a stage syncs all
+    gradients after its backwards, without overlap. The first `shared` groups run several stages, whose sync may be over
+    before the last backward."""
     busiest, longest, least, exposed = -np.inf, -np.inf, np.inf, -np.inf
-    ahead = 0.0
+    ahead = first = 0.0
     for group in range(work.size):
-        busy = microbatches * work[group]
-        if waits:
-            ahead += lightest[group]
-            busy = busy + ahead - lightest[group]
+        busy = microbatches * max(work[group], least_work[group])
+        busiest = max(busiest, busy + ahead)
         last = 1.0 if sync_at_end else 1.0 / max(1.0, math.ceil(held[group] / bucket))
         sums = ring * held[group] / ring_bandwidth
         exposed = max(exposed, sums - backward[group], sums * last)
         sums = sync * held[group] / bandwidth
-        busiest = max(busiest, busy)
-        longest = max(longest, busy + sums * last, microbatches * forward[group] + sums)
-        least = min(least, sums * last)
+        final = sums * last if group >= shared else 0.0
+        longest = max(longest, first + busy + final, first + microbatches * forward[group] + sums)
+        least = min(least, final)
+        if waits:
+            ahead += lightest[group]
+            first += lightest_split[group]
     return busiest, longest, least, exposed
 
 

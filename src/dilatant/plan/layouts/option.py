@@ -70,11 +70,13 @@ class Option:
 
 class ChainTimes(NamedTuple):
     """Contribution of a chain to the step of equal pipelines, in seconds.
-    stages: lower bound of its stages after the arrival of the first microbatch; path: lower bound of the heaviest
+    stages: lower bound of its stages after the arrival of the first microbatch, with the backwards before them; synced:
+    of its stages with their gradient sync, which runs beside those backwards; path: lower bound of the heaviest
     sample's time through the chain; `_split`: the same with split backwards. exposed_sync: gradient sync of a rank
     after its last backward, on rings over neighbouring replicas."""
 
     stages: float
+    synced: float
     path: float
     stages_split: float
     path_split: float
@@ -83,4 +85,4 @@ class ChainTimes(NamedTuple):
     @property
     def least(self) -> float:
         """Seconds that no schedule of the chain beats."""
-        return min(max(self.stages, self.path), max(self.stages_split, self.path_split))
+        return min(max(self.stages, self.synced, self.path), max(self.stages_split, self.path_split))

@@ -32,7 +32,7 @@ def chain_times(space: Space, replicas: int, microbatches: int, option: Option) 
 
     A stage takes at least its work plus the gradient sync after its last microbatch, and at least its forwards plus the
     sync of all its gradients. With split backwards, a stage waits for forwards only and syncs all gradients after its
-    work.
+    work. Replicas share the work, but one with fewer samples than microbatches has fewer calls; some replica has all.
     """
     key = option, replicas, microbatches
     if key not in space.times:
@@ -48,6 +48,7 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
     holders = replicas * degrees.copies
     ring = 2 * (holders - 1) / holders
     waits = chain.chunks == 1
+    shared = sorted([0, *map(len, chain.cuts.values())])[-2] if waits else len(costs.work)
     sums = (
         _ring_bandwidth(cluster, holders, degrees.tp),
         *least_sync(holders, degrees.tp, cluster, space.table.units.rules),
@@ -55,20 +56,20 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
 
     def times(
         lightest: NDArray[np.float64], heaviest: float, sync_at_end: bool
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float, float, float]:
         busiest, longest, last, exposed = kernel(
-            costs.work, costs.forward, lightest, costs.gradient, costs.backward, microbatches, waits,
-            ring, *sums, float(BUCKET_BYTES), sync_at_end,
+            costs.work + costs.calls / replicas, costs.work_host, costs.forward, lightest, costs.lightest_split,
+            costs.gradient, costs.backward, microbatches, waits, ring, *sums, float(BUCKET_BYTES), sync_at_end, shared,
         )  # fmt: skip
         if degrees.ep > 1:  # experts may have no other holder
-            return busiest, heaviest, exposed
-        return longest, heaviest + last, exposed
+            return busiest, 0.0, heaviest, exposed
+        return busiest, longest, heaviest + last, exposed
 
-    stages, path, exposed = times(costs.lightest, option.heaviest, False)
+    stages, synced, path, exposed = times(costs.lightest, option.heaviest, False)
     if not space.settings.splits_backward or not waits:
-        return ChainTimes(stages, path, math.inf, math.inf, exposed)
-    split = times(costs.lightest_split, option.heaviest_split, True)[:2]
-    return ChainTimes(stages, path, *split, exposed)
+        return ChainTimes(stages, synced, path, math.inf, math.inf, exposed)
+    busiest, longest, path_split, _ = times(costs.lightest_split, option.heaviest_split, True)
+    return ChainTimes(stages, synced, path, max(busiest, longest), path_split, exposed)
 
 
 def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
@@ -135,8 +136,8 @@ def bound(
     whole = split = 0.0
     for option, own in zip(options, times, strict=True):
         waits = option is language
-        whole = max(whole, own.stages + ahead if waits else own.stages, own.path)
-        split = max(split, own.stages_split + ahead_split if waits else own.stages_split, own.path_split)
+        whole = max(whole, own.stages + ahead * waits, own.synced + ahead_split * waits, own.path)
+        split = max(split, own.stages_split + ahead_split * waits, own.path_split)
     return min(whole, split)
 
 

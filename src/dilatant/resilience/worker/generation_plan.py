@@ -44,11 +44,11 @@ class GenerationPlans:
         self._planner = MembershipPlanner(_chain_costs(config, prepared, initial))
 
     def warm_up(self) -> None:
-        """Search the pipeline templates for the loss of a rank ahead of time, so that recovery is faster."""
-        plan = self._initial.plan
-        survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
+        """Search the pipeline templates for the loss of a node ahead of time, so that recovery is faster."""
+        plan, devices = self._initial.plan, self._planner.costs.devices
+        survivors = {rank: rank for rank in range(len(plan.ranks) - devices)}
         with contextlib.suppress(PlanError):
-            self._planner.next(plan, survivors, list(survivors))
+            self._planner.next(plan, survivors, [rank // devices for rank in survivors])
 
     def of(self, order: Rebuild, rank: int, store: Store, link: WorkerLink) -> TrainingPlan:
         """Return the plan of the generation, with its costs: made by rank 0, awaited by the others. Raises Fenced."""
@@ -70,9 +70,10 @@ class GenerationPlans:
         if order.base == NO_STATE and sum(order.workers) == len(initial.plan.ranks) and not too_large:
             return initial
         published = None if order.base == NO_STATE else store.get(_plan_key(order.base)).decode()
-        for generation in dict.fromkeys(map(int, too_large)):
-            document = json.loads(store.get(_plan_key(generation)))
-            planner = planner.below(TrainingPlan.from_json(document["plan"]).plan)
+        for key in dict.fromkeys(_plan_key(int(generation)) for generation in too_large):
+            if store.check([key]):  # the store of a new leader has only the plan of the state that goes on
+                document = json.loads(store.get(key))
+                planner = planner.below(TrainingPlan.from_json(document["plan"]).plan)
         try:
             planned = next_plan(planner, initial, published, order.members, order.workers)
         except PlanError as error:
@@ -103,17 +104,19 @@ def next_plan(
         old = {rank: rank for rank in range(min(size, len(initial.plan.ranks)))}
     found = planner.next(before.plan, old, [node for node, count in enumerate(workers) for _ in range(count)])
     schedule, count = initial.schedule, found.num_microbatches
+    if found.kept and initial.chain is None:  # memory of a layout of the user's own was not planned for less
+        count = max(count, initial.num_microbatches)
     if size == 1:
         schedule = "serial"
     elif not found.early or (found.kept and before.schedule == FRUGAL):
         schedule = FRUGAL
-    elif schedule == INTERLEAVED and not _goes_round(found.plan):
+    elif schedule == "serial" or (schedule == INTERLEAVED and not _goes_round(found.plan)):
         schedule = SCHEDULE
     return replace(
         initial,
         plan=found.plan,
         schedule=schedule,
-        num_microbatches=max(count, initial.num_microbatches) if found.kept else count,
+        num_microbatches=count,
         costs=None,
         predicted_seconds=found.seconds,
     )

@@ -230,6 +230,8 @@ def _greedy(problem: MicrobatchProblem) -> NDArray[np.int64]:
         if 0 < len(rows) <= count:
             for number, row in enumerate(rows):
                 slot_of[list(row)] = number
+            for number, sample in zip(range(len(rows), count), [s for row in rows for s in row[1:]]):
+                slot_of[sample] = number  # no microbatch is left empty, as bounds of plans count on
             return slot_of
         raise UserError(
             f"sample {refused} (weight {problem.weight[refused]:g}) fits no microbatch: {count} microbatches of "
