@@ -6,8 +6,8 @@ sheet, or measured first as `dilatant plan` does. For each of these, one row hol
     python benchmarks/gpu_prediction.py --size 1b --json gpu_prediction.json         # 0.8 B parameters, 80 GB
     python benchmarks/gpu_prediction.py --size tiny --precision fp32 --steps 2       # also without a GPU
 
-`compute_seconds`, which is what is predicted, last from the begin of a step's first action to the end of its last one;
-`step_seconds` also include the wait for data and the update. Without a GPU there are no peak bytes and no MFU.
+`compute_seconds` is what is predicted: the time from the start of a step's first action to the end of its last one.
+`step_seconds` also includes the wait for data and the update. Without a GPU there are no peak bytes and no MFU.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Turns:
             self._done.acquire()
 
     def take(self) -> None:
-        """Wait for the next turn: the other loop's call before each step but the first, which follows `begin`."""
+        """Wait for a turn; the other loop calls this before each step but the first, for which `begin` waits."""
         self._done.release()
         self._go.acquire()
 
@@ -186,7 +186,7 @@ def pack(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def order_of(way: str, samples: Any, sizes: Any, settings: argparse.Namespace, seed: int) -> list[int]:
-    """Return the samples of all steps in the order of (a), or in each step by length."""
+    """Return the samples of all steps in the order of (a); for "by length", in each step by length."""
     sampler = samples.sampler(seed, settings.batch)
     batches = sampler.batches(sampler.start())
     steps = [next(batches)[0] for _ in range(settings.warm_up + settings.steps)]

@@ -39,7 +39,7 @@ _SPOT = {"P3": "scale_p3-trace.csv", "GCP": "scale_gcp-trace.csv"}
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Model of the thesis' Table 2.1: layers, tokens of a sample, samples of a microbatch and of a global batch."""
+    """A trained model: layers, tokens of a sample, samples of a microbatch and of a global batch (thesis Table 2.1)."""
 
     parts: tuple[Part, ...]
     tokens: int
