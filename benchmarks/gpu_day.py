@@ -1,11 +1,11 @@
-"""What only a GPU can tell, in sections that run by themselves: correctness, rates, training speed, prediction.
+"""Benchmarks that need a GPU, in sections that run by themselves: correctness, rates, speed, prediction, recovery.
 
     python benchmarks/gpu_day.py --data chartqa_mini          # or: make gpu DATA=chartqa_mini
     python benchmarks/gpu_day.py --sections kernels families --json gpu.json
 
-Every section is a command with its own limit in seconds. What it prints goes to a log; the JSON grows after each, so a
-machine that is taken away leaves what was done. The last lines are a table. Nothing is downloaded. Without a GPU, or
-without the data, each section says in one line what it would need.
+Every section is a command with its own limit in seconds. Its output goes to a log, and the JSON grows after each
+section, so results survive if the machine is taken away. The last lines are a table. Nothing is downloaded. Without a
+GPU, or without the data, each section prints one line with what it needs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TRAINER = ("benchmarks/one_device_trainer.py", "--case", "as they are", "--size"
 
 @dataclass(frozen=True)
 class Section:
-    """A command; `{data}` in it is the folder of chartqa_mini, `{out}` that of the results.
+    """A command, in which `{data}` is the folder of chartqa_mini and `{out}` that of the results.
 
-    gpus: one for each rank, since NCCL takes one rank of a GPU. package: what it imports besides Dilatant's own needs.
+    gigabytes: GPU memory. gpus: one for each rank, because NCCL takes one rank per GPU. package: an optional import.
     """
 
     title: str

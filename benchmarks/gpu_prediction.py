@@ -1,13 +1,13 @@
-"""Predicted against measured: the time and the peak memory of a step of one model on one device.
+"""Compare the predicted with the measured time and peak memory of a training step on one device.
 
 A LLaVA (random weights) trains with the defaults of `dilatant train`. Its layers' costs are modelled from the data
-sheet, or measured first as `dilatant plan` does. For each, one row says what was predicted and what a step took:
+sheet, or measured first as `dilatant plan` does. For each of these, one row holds the prediction and the measurement:
 
     python benchmarks/gpu_prediction.py --size 1b --json gpu_prediction.json         # 0.8 B parameters, 80 GB
     python benchmarks/gpu_prediction.py --size tiny --precision fp32 --steps 2       # also without a GPU
 
-`compute_seconds` are those from the first action of a step to the last one's end, which is what a prediction is about;
-`step_seconds` also hold the wait for data and the update. Without a GPU there are no peak bytes and no MFU.
+`compute_seconds` is what is predicted: the time from the start of a step's first action to the end of its last one.
+`step_seconds` also includes the wait for data and the update. Without a GPU there are no peak bytes and no MFU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COSTS = ("modelled", "measured")
 
 
 def write_charts(folder: Path, count: int) -> None:
-    """Images of noise with questions, and answers of 4 to 400 letters."""
+    """Write `count` samples to a Parquet file: images of noise with questions, and answers of 1 to 65 words."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from PIL import Image
@@ -50,7 +50,7 @@ def write_charts(folder: Path, count: int) -> None:
 def predict(
     costs: str, model: Path, data: Path, scratch: Path, settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Predict and take steps; return the row."""
+    """Predict a step under `costs`, modelled or measured; then train, and return the row."""
     from dilatant.comm.launch import local_worker
     from dilatant.config.config import parse_config
     from dilatant.planning.planning import planning_problem, scorer_of
@@ -64,7 +64,7 @@ def predict(
         whole["plan"] = {"measure_seconds": 0}
     config = parse_config(whole, scratch)
     samples = prepare(config).samples
-    problem = planning_problem(config, samples)  # measures the layers, if that is wanted
+    problem = planning_problem(config, samples)  # measures the layers, unless their costs are modelled
     run = prepare(config)
     planned = run.planned
     tokens = planned.row_tokens or config.row_tokens
@@ -112,7 +112,7 @@ def predict(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser of the command's options."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,20 +1,20 @@
-"""Fine-tuning a small whole vision-language model on one device, against transformers' Trainer.
+"""Fine-tune a small vision-language model on one device, with Dilatant and with transformers' Trainer.
 
 Both train all weights of the same LLaVA (random, saved once in the hub's layout), or adapters (`--lora`; (b) takes
 peft's), in fp32 or bf16, on the same samples in the same order, with AdamW. (a) is `dilatant train` with its
-defaults; (b) is `Trainer` with the model's own class, of which each way gets its turn:
+defaults; (b) is `Trainer` with the model's own class, in each of these ways:
 
     padded     samples as they come, `--padded-batch` at a time, padded to the longest
-    by length  the samples of a step sorted by length first, which is what its `group_by_length` is for
-    packed     all of them in one row, told apart by their positions, as its padding-free collators do
+    by length  the samples of a step sorted by length first, as with its `group_by_length`
+    packed     all of them in one row, separated by their positions, as by its padding-free collators
 
-Both decode their images in as many worker processes, and take their steps in turn in one process, so that noise of the
-machine falls on both. Losses of the first steps must agree.
+Both decode images in equally many worker processes, and they take steps alternately in one process, so that noise of
+the machine affects both. Losses of the first steps must agree.
 
     python benchmarks/one_device_trainer.py --data chartqa_mini --json benchmarks/results/one_device_trainer.json
 
-The file grows by each comparison as it ends; those that it has, of the same machine and settings, are not made again,
-so the six can be measured in several goes (`--case`, `--way`), and what was stopped goes on (`--again`: all anew).
+Each finished comparison is added to the file. Those that it has, of the same machine and settings, are not repeated, so
+the six can be measured in several runs (`--case`, `--way`), and a stopped run can go on (`--again`: repeat all).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from one_device import BARS, Step, cases
 from torch import nn
 
 BAR = 1.3
-"""Wanted against `padded`; against the other ways nothing below 1."""
+"""Required speed-up over `padded`; over the other ways it is 1."""
 WAYS = ("padded", "by length", "packed")
 RANK, ALPHA = 16, 32
 LANGUAGE_LAYERS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-"""Modules that --lora adapts in (b): those that `model.lora` adapts."""
+"""Modules that --lora adapts in (b); they are those that `model.lora` adapts."""
 AGREEMENT = {"fp32": FP32_AGREEMENT, "bf16": 2e-2}
 """bf16 has 8 bits: one rounding of a logit changes a loss by parts of 2**-8, and the two round in different places
 (weights in bf16 with fp32 masters here, fp32 weights under autocast there)."""
@@ -70,7 +70,7 @@ SIZES = {
 
 
 def save_model(folder: Path, size: Size) -> None:
-    """A LLaVA with a tokenizer of bytes; an image is (image / patch)² tokens."""
+    """Save a random LLaVA with a tokenizer of bytes; an image is (image / patch)² tokens."""
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -97,7 +97,7 @@ def save_model(folder: Path, size: Size) -> None:
 
 
 def tree(model: Path, data: Path, output: Path, settings: argparse.Namespace) -> dict[str, Any]:
-    """The config of (a): everything that is not here is a default."""
+    """Return the config of (a); all other settings are defaults."""
     adapters = {"lora": {"r": RANK, "lora_alpha": ALPHA}} if settings.lora else {}
     return {
         "output_dir": str(output),
@@ -128,7 +128,7 @@ class Turns:
             self._done.acquire()
 
     def take(self) -> None:
-        """Called by the other loop before each step but the first, which `begin` lets it take."""
+        """Wait for a turn; the other loop calls this before each step but the first, for which `begin` waits."""
         self._done.release()
         self._go.acquire()
 
@@ -141,7 +141,7 @@ class Turns:
 
 
 class Rows(torch.utils.data.Dataset):
-    """Samples as the Trainer takes them: decoded where its workers are."""
+    """Data set of the Trainer, whose workers decode the samples."""
 
     def __init__(self, samples: Any, encoding: Any, order: Sequence[int]) -> None:
         self._samples, self._encoding, self._order = samples, encoding, order
@@ -162,7 +162,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch, padded on the right."""
+    """Collate rows into a batch, padded on the right."""
     sequence = nn.utils.rnn.pad_sequence
     ids = [row["input_ids"] for row in rows]
     return {
@@ -174,7 +174,7 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def pack(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """One row; a sample begins where positions begin again."""
+    """Collate rows into one packed row; a sample begins where positions begin again."""
     for row in rows:
         row["labels"][0] = -100
     return {
@@ -186,7 +186,7 @@ def pack(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def order_of(way: str, samples: Any, sizes: Any, settings: argparse.Namespace, seed: int) -> list[int]:
-    """The samples of all steps, as (a) takes them; within a step by length where that is wanted."""
+    """Return the samples of all steps in the order of (a); for "by length", in each step by length."""
     sampler = samples.sampler(seed, settings.batch)
     batches = sampler.batches(sampler.start())
     steps = [next(batches)[0] for _ in range(settings.warm_up + settings.steps)]
@@ -199,7 +199,7 @@ def order_of(way: str, samples: Any, sizes: Any, settings: argparse.Namespace, s
 def train_with_trainer(
     model: Path, rows: Rows, way: str, settings: argparse.Namespace, turns: Turns, steps: list[Step]
 ) -> None:
-    """Train by the Trainer, a step whenever it is its turn."""
+    """Train with the Trainer, one step per turn."""
     from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
 
     class Timed(TrainerCallback):
@@ -237,7 +237,7 @@ def train_with_trainer(
         turns.begin()
         try:
             theirs = AutoModelForImageTextToText.from_pretrained(model)
-            # With a cache transformers does not look for samples in a row.
+            # With a cache transformers does not search a row for its samples.
             theirs.config.use_cache = theirs.config.text_config.use_cache = False
             if settings.lora:
                 import peft
@@ -260,7 +260,7 @@ def train_with_trainer(
 def train_dilatant(
     config: Any, run: Any, output: Path, settings: argparse.Namespace, between: Callable[[], None]
 ) -> list[Step]:
-    """Train by Dilatant, with `between` after every step."""
+    """Train with Dilatant, and call `between` after every step."""
     from dilatant.comm.launch import local_worker
     from dilatant.report.metrics import StepMetrics
     from dilatant.training.trainer import Trainer
@@ -286,7 +286,7 @@ def train_dilatant(
 def compare(
     name: str, way: str, model: Path, data: Path, scratch: Path, settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both in turn on one case; their speeds and the ratio, printed and returned."""
+    """Run both alternately on one case; print and return their speeds and the ratio."""
     from dilatant.config.config import parse_config
     from dilatant.training.prepare import prepare
 
@@ -371,7 +371,7 @@ def main() -> None:
 
 
 def report_of(settings: argparse.Namespace) -> dict[str, Any]:
-    """What the file has, where it is of this machine and these settings; else a report without cases."""
+    """Return the file's report if it is of this machine and these settings, otherwise one without cases."""
     apart = ("data", "json", "case", "way", "again")
     report = {
         "machine": machine(),

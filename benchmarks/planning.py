@@ -1,10 +1,10 @@
-"""How fast the planners are, against the figures that the papers report and the bars that this project set itself.
+"""Speed of the planners, against the figures that papers report and the bars that this project has set itself.
 
     python benchmarks/planning.py [--only GROUP ...] [--json FILE] [--quick]
 
-Every time is the best of several runs in this process, compiled code loaded; what compiling costs on first use is
-measured apart, in a fresh process with an empty cache. Costs are synthetic (identical layers, or with 2 % noise per
-layer and width); the papers' figures were taken on other machines and are quoted with their source.
+Every time is the best of several runs in this process, with compiled code loaded; compiling on first use is measured
+separately, in a fresh process with an empty cache. Costs are synthetic (identical layers, or with 2 % noise per layer
+and width); the papers' figures were taken on other machines and are quoted with their source.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from dilatant.schedule.plan_scorer import PlanSimulator
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement: `value` in `unit`, `bar` what we ask of ourselves, `paper` what a paper reports (or None)."""
+    """One measurement: `value` in `unit`; `bar`, our own limit, and `paper`, the figure of a paper, may be None."""
 
     name: str
     value: float
@@ -68,12 +68,12 @@ class Row:
 
     @property
     def held(self) -> bool:
-        """Whether the bar, if there is one, is held."""
+        """True if the bar, if there is one, is held."""
         return self.bar is None or self.value <= self.bar
 
 
 def best_of(runs: int, function: Callable[..., object], *arguments: object, **options: object) -> float:
-    """Seconds of the fastest of some runs of a call, after one that is not counted."""
+    """Return the seconds of the fastest of `runs` calls, after one that is not counted."""
     function(*arguments, **options)
     times = []
     for _ in range(runs):
@@ -84,7 +84,7 @@ def best_of(runs: int, function: Callable[..., object], *arguments: object, **op
 
 
 def layer_table(layers: int, node: int, noise: float, seed: int = 0) -> dict[int, list[float]]:
-    """Seconds of each layer on 1, 2, 4, .. GPUs of a node, with 6 % overhead per doubling."""
+    """Return the seconds of each layer on 1, 2, 4, .. GPUs of a node, with 6 % overhead per doubling."""
     draw = np.random.default_rng(seed)
     base = 0.01 * (1 + noise * draw.standard_normal(layers))
     widths = [2**k for k in range(int(math.log2(node)) + 1)]
@@ -202,7 +202,7 @@ def searched(
     zeros: Sequence[Zero],
     rescored: Sequence[Zero] = (),
 ) -> SearchResult:
-    """A search over who shares optimizer state, as `dilatant plan` makes it on so many devices."""
+    """Search for a plan and its sharing of optimizer state (ZeRO), as `dilatant plan` does."""
     rules = {zero: replace(BF16, zero=zero, ranks_per_node=8) for zero in (*zeros, *rescored)}
     score = {
         zero: PlanSimulator(model, costs, cluster, samples, batch, rules=own) for zero, own in rules.items()
@@ -216,13 +216,13 @@ def searched(
 
 
 def sharing(found: SearchResult) -> str:
-    """The best simulated step by who shares optimizer state."""
+    """Describe the best simulated step for each sharing of optimizer state."""
     steps = {zero: "does not fit" if s is None else f"{s:.4g} s" for zero, s in found.by_zero.items()}
     return f"zero {found.winner.zero}; " + ", ".join(f"{zero} {step}" for zero, step in steps.items())
 
 
 def search_rows() -> Iterator[Row]:
-    """A whole search of a vision-language model, finalists simulated: two steps each on synthetic samples."""
+    """Time whole searches for a vision-language model; finalists are simulated on two steps of synthetic samples."""
     degrees = [Degrees(tp) for tp in (1, 2, 4, 8)]
 
     def cost(per_token: float, tp: int) -> LayerCost:
@@ -276,7 +276,7 @@ def search_rows() -> Iterator[Row]:
 
 
 def quality_rows(runs: int) -> Iterator[Row]:
-    """The search beside enumeration of all plans; no times, hence the same on a busy machine."""
+    """Compare the search with enumeration of all plans; without times, so the rows do not depend on the load."""
     found = small_cases(50 if runs == 1 else 200)
     name = f"search on {found.cases} small cases"
     yield Row(f"{name}: most that its plan is slower than the best", 100.0 * found.worst_gap, "%", bar=0.0)
@@ -286,8 +286,8 @@ def quality_rows(runs: int) -> Iterator[Row]:
 def _unlike_rows(
     model: ModelSpec, costs: CostModel, cluster: Cluster, samples: Workload, batch: int
 ) -> Iterator[Row]:
-    """The same search where half of the nodes are of slower devices: twice as slow at vision, four times at language,
-    with less memory and slower links."""
+    """Repeat a search with slower devices in half of the nodes: twice as slow at vision, four times at language, with
+    less memory and slower links."""
 
     def slower(cost: LayerCost, times: float) -> LayerCost:
         curve = cost.forward.scaled(times)
@@ -323,7 +323,7 @@ def _unlike_rows(
 
 
 def first_use_rows() -> Iterator[Row]:
-    """What the first calls cost in a fresh process: with nothing compiled yet, and with everything cached."""
+    """Time the first calls in a fresh process: with nothing compiled yet, and with everything cached."""
     program = (
         "import time; began = time.perf_counter();"
         "from dilatant.plan import *; imported = time.perf_counter();"
@@ -351,7 +351,7 @@ def first_use_rows() -> Iterator[Row]:
 
 
 def schedule_rows(runs: int) -> Iterator[Row]:
-    """The simulator's and the microbatch policies' rows, where that benchmark lies beside this one."""
+    """Yield the rows of the simulator and of the microbatch policies, if their benchmark lies beside this one."""
     try:
         from planning_schedule import all_rows
     except ImportError:

@@ -1,11 +1,11 @@
-"""Layouts that others ran and the step times that they measured, against our prediction for the very same layout.
+"""Compare published step times with predictions for the very same layouts.
 
     python benchmarks/published.py [--only NAME ..] [--json FILE]
     python benchmarks/published.py [--rows FILE] [--memory FILE] [--every N]    # corpora, see `papers.corpus`
 
-Predicted: the shipped analytic costs of the GPU (its efficiencies are assumptions of the hardware file; nothing is
-fitted to these figures), the layout as published, exact simulation of the step with gradients summed. `ours` is what
-`plan.search` chooses on the same devices for the same batch. Nothing here is measured on this machine.
+A prediction is the exact simulation of a step of the published layout, gradient sums included, with the shipped
+analytic costs of the GPU (its efficiencies are assumptions of the hardware file; nothing is fitted to these figures).
+`ours` is what `plan.search` chooses on the same devices for the same batch. Nothing here is measured on this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dilatant.plan.cluster import cluster_of
 from dilatant.plan.rank_mapping import RankOrder
 
 MOST_SEARCHED = 300
-"""GPUs up to which our own search is run as well."""
+"""Largest number of GPUs for which our own search is run, too."""
 
 TENSOR_DEGREES = (1, 2, 4, 8)
 
@@ -55,11 +55,11 @@ OF_2022 = RUNNERS["bloom-prequel"]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A run: what was trained, on what, how, and how long a step took.
+    """A published run: model, hardware, layout and step time.
 
     `seconds` are as printed, or from the printed rate by the source's own count of operations (`counted` says how).
-    microbatch: samples; chunks: of a device; order: of ranks: None where the source does not say, which takes the best
-    in simulation of 1, 2, 4 or 8 samples, of 1 or 4 chunks, or of all orders.
+    microbatch: in samples; chunks: per device; order: of ranks. If the source does not say, they are None, and the best
+    in simulation is taken, of 1, 2, 4 or 8 samples, 1 or 4 chunks, and all orders. runner: the program that ran it.
     """
 
     name: str
@@ -86,13 +86,13 @@ class Published:
 
 
 def megatron_operations(batch: int, tokens: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """Operations of a step with all activations recomputed, as Narayanan et al. (SC'21, 5) count them."""
+    """Return the operations of a step with all activations recomputed, as Narayanan et al. (SC'21, 5) count them."""
     blocks = 96.0 * batch * tokens * layers * hidden * hidden
     return blocks * (1 + tokens / (6 * hidden) + vocabulary / (16 * layers * hidden))
 
 
 def narayanan() -> Iterator[Published]:
-    """SC'21, Table 1: A100s of Selene. Microbatches and chunks are not told for this table."""
+    """Yield the runs of SC'21, Table 1, on Selene's A100s; it does not give microbatches and chunks."""
     source = (
         "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21), Table 1"
     )
@@ -111,7 +111,7 @@ def narayanan() -> Iterator[Published]:
 
 
 def korthikanti() -> Iterator[Published]:
-    """MLSys'23, Tables 3 and 5: A100s, everything told."""
+    """Yield the runs of MLSys'23, Tables 3 and 5, on A100s; they give all settings."""
     source = "Korthikanti et al., Reducing Activation Recomputation (MLSys'23), Tables 3 and 5"
     for name, heads, hidden, layers, pp, batch, micro, chunks, full, selective in (
         ("22B", 64, 6144, 48, 1, 4, 4, 1, 1.42, 1.10),
@@ -128,7 +128,7 @@ def korthikanti() -> Iterator[Published]:
 
 
 def megascale() -> Iterator[Published]:
-    """NSDI'24, Table 2: its Megatron-LM rows. MegaScale's own have other blocks and windows, which are not modelled."""
+    """Yield the Megatron-LM runs of NSDI'24, Table 2; MegaScale's have other blocks and windows, not modelled here."""
     source = "Jiang et al., MegaScale (NSDI'24), Tables 1 and 2, Megatron-LM rows"
     parts = gpt(96, 12288, 128, 64_000)
     for gpus, batch, step in (
@@ -158,8 +158,8 @@ def megascale() -> Iterator[Published]:
 
 
 def llama_3() -> Iterator[Published]:
-    """Table 4: H100s. Chunks are not told; one block fewer on the first and the last stage, stages of a pipeline side
-    by side, as the report says (3.3.2)."""
+    """Yield the runs of Table 4, on H100s; it does not give chunks. The first and the last stage have one block fewer,
+    and the stages of a pipeline lie side by side, as the report says (3.3.2)."""
     source = "Grattafiori et al., The Llama 3 Herd of Models (2024), Tables 3 and 4"
     parts = llama(126, 16_384, 53_248, 128, 8, 128_256)
     for gpus, cp, dp, tokens, per_replica, teraflops in (
@@ -179,7 +179,7 @@ SOURCES = {"narayanan": narayanan, "korthikanti": korthikanti, "megascale": mega
 
 
 def model_operations(parts: tuple[Part, ...], tokens: int) -> float:
-    """Of a forward and backward of one sample, nothing recomputed, attention's visible half only."""
+    """Return the operations of a sample's forward and backward: nothing recomputed, attention's visible half only."""
     hardware = operations_only("A100")
     rate = hardware.flops("bfloat16")
     forward = float(seconds(parts, hardware, tokens)) * rate
@@ -187,7 +187,7 @@ def model_operations(parts: tuple[Part, ...], tokens: int) -> float:
 
 
 def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
-    """A row: predicted and published seconds, MFU by one count of operations, and our own choice if it is searched."""
+    """Return a run's row: predicted and published seconds, MFU by one count of operations, our plan if `searched`."""
     hardware = load_hardware(run.hardware)
     # Megatron and Llama 3 shard optimizer state over replicas; older runs did not, which costs no time here.
     rules = ParameterBytes(zero="all")
@@ -250,8 +250,8 @@ COLUMNS = (
 
 
 def predicted_seconds(run: Measured) -> float:
-    """Of one measured run. Weights that are sharded, too, are gathered for every microbatch forward and backward and
-    their gradients scattered, which hides behind the computation as far as this takes long enough."""
+    """Return the seconds of a step of a measured run. Sharded weights are gathered for every microbatch's forward and
+    backward, and their gradients scattered; this hides behind the computation as far as that takes long enough."""
     unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, run.runner)
     gpus, layers = run.tp * run.cp * run.pp * run.dp, sum(part.count for part in run.parts)
     cluster = cluster_of(run.hardware, -(-gpus // 8), min(gpus, 8))
@@ -271,7 +271,7 @@ def predicted_seconds(run: Measured) -> float:
 
 
 def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> None:
-    """Print how far predictions are from measurements, by what was fitted and by kinds of runs."""
+    """Print the distance of predictions from measurements, for fitted and held-out sources and by kinds of runs."""
     ratios = np.asarray(seconds) / [run.seconds for run in runs]
     groups: dict[tuple[str, str], list[int]] = {}
     for number, run in enumerate(runs):
@@ -300,7 +300,7 @@ def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: C
 
 
 def corpus(path: Path, every: int, console: Console) -> None:
-    """Predict the runs of a corpus, every so many of each source."""
+    """Predict every `every`-th run of a corpus, in the order of their ids."""
     runs, refused = [], Counter[str]()
     for run in measured_runs(read_lines(path)):
         if isinstance(run, str):
@@ -318,7 +318,7 @@ WORKSPACES = 64.0 * 2**20
 
 
 def predicted_bytes(run: MeasuredMemory) -> float:
-    """Of the last rank, which is the one that Megatron reports."""
+    """Return the peak bytes of the last rank, which is the one that Megatron reports."""
     unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, MEGATRON)
     gpus, layers = run.tp * run.cp * run.pp * run.dp, sum(part.count for part in run.parts)
     hardware, batch = load_hardware("H100"), run.microbatches * run.microbatch * run.dp
@@ -334,7 +334,7 @@ def predicted_bytes(run: MeasuredMemory) -> float:
 
 
 def memory(path: Path, every: int, console: Console) -> None:
-    """Predict the bytes of Megatron-LM's test cases, every so many."""
+    """Predict the bytes of every `every`-th test case of Megatron-LM."""
     found = [*measured_memory(read_lines(path))]
     runs = [run for run in found if not isinstance(run, str)][::every]
     predicted = np.array([predicted_bytes(run) for run in runs])
@@ -358,7 +358,7 @@ def memory(path: Path, every: int, console: Console) -> None:
 
 
 def rows_of(names: Sequence[str], known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    """All runs: those of the named sources now, others as they are known."""
+    """Yield the rows of all runs: computed for the named sources, as in `known` for others."""
     kept = {row["run"]: tuple(row[column] for column in COLUMNS) for row in known}
     for name, runs in SOURCES.items():
         for run in runs():
@@ -371,7 +371,7 @@ def rows_of(names: Sequence[str], known: Sequence[Mapping[str, Any]]) -> Iterato
 
 
 def table(rows: Sequence[tuple[Any, ...]]) -> PaperTable:
-    """The runs, and what becomes of their sources' figures."""
+    """Return the table of the runs, with an outcome for each source's figures."""
     ratios = [row[6] for row in rows]
     outcomes = []
     for source in dict.fromkeys(row[-1] for row in rows):

@@ -1,11 +1,11 @@
-"""From a kill to the next committed step: the quickstart's model in four replicas, one process killed at a time.
+"""Measure recovery from a kill to the next committed step: the quickstart in four replicas, one killed at a time.
 
-All kills fall into one run, in which a lost node is started again and joins before the next kill; who is killed is
-drawn. When the loss was noticed, when all stood still and when they ran again is what the run's own history says
-(resilience/events.jsonl, rebuilds.jsonl); the clock ends when the coordinator commits the first step of the survivors.
-Beside it torchrun's restart: a plain data-parallel loop of the same model, killed alike, up to its first finished step.
+All kills happen in one run: a lost node is started again and joins before the next kill; the victim is drawn. The run's
+own history (resilience/events.jsonl, rebuilds.jsonl) says when the loss was noticed, when all ranks stood still and
+when they ran again; the clock ends when the coordinator commits the survivors' first step. For comparison, torchrun
+restarts a plain data-parallel loop of the same model after such kills, up to its first finished step.
 
-And torchft with its defaults, where it is installed (`pip install torchft` brings OpenTelemetry along).
+And torchft with its defaults, if it is installed (`pip install torchft` brings OpenTelemetry along).
 
     python benchmarks/recovery.py --kills 50 --json benchmarks/results/recovery.json
 """
@@ -35,11 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "quickstart.yaml"
 REPLICAS = 4
 LONGEST_SECONDS = 300.0
-"""For what a run is waited for."""
+"""Longest wait for a run to make progress."""
 
 
 def train(folder: Path, data: Path, restarts: int, device: str) -> subprocess.Popen[bytes]:
-    """The quickstart in replicas that hold everything, for longer than anybody waits."""
+    """Start the quickstart with one process per replica and more steps than are ever taken."""
     layout = {
         "units": {"language": {"replicas": REPLICAS}},
         "colocated": {"vision": "language"},
@@ -63,8 +63,8 @@ def train(folder: Path, data: Path, restarts: int, device: str) -> subprocess.Po
 
 @dataclass
 class Recoveries:
-    """kills: seconds of each recovery, by part. step_seconds: of a median step. held: what a process that is never
-    killed has before each kill: open files, threads, MiB of memory."""
+    """Recoveries of a run. kills: seconds of each, by part. step_seconds: of a median step. held: what a process that
+    is never killed has before each kill: open files, threads, MiB of memory."""
 
     kills: list[dict[str, float]]
     step_seconds: float
@@ -118,7 +118,7 @@ def recoveries(
 
 
 def restarts(folder: Path, kills: int) -> list[float]:
-    """Seconds from a kill to the first step that is done after torchrun has started everything again."""
+    """Return the seconds from each kill to the first step that is done after torchrun has restarted everything."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={REPLICAS}", f"--max-restarts={kills}"]
     run = _start([*command, str(ROOT / "benchmarks" / "torchrun_loop.py"), str(CONFIG), str(folder)], folder)
@@ -150,7 +150,7 @@ def restarts(folder: Path, kills: int) -> list[float]:
 
 
 def torchft_recoveries(folder: Path, kills: int) -> list[float]:
-    """Seconds from a kill to the survivors' next committed step under torchft, with its defaults."""
+    """Return the seconds from each kill to the survivors' next committed step under torchft, with its defaults."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
@@ -204,7 +204,7 @@ def _times(history: Path, generation: int) -> dict[str, float]:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """Of a file that others write to."""
+    """Return the complete lines of a file that others write to."""
     text = path.read_text() if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
@@ -245,7 +245,7 @@ def _end(run: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def compared(name: str, measure: Callable[[], list[float]]) -> list[float]:
-    """What somebody else's restart takes; nothing where it comes to no end, which is not to cost what was measured."""
+    """Return the restart times of another system; none if it fails, so that measurements of our own are kept."""
     try:
         return measure()
     except RuntimeError as error:
@@ -254,7 +254,7 @@ def compared(name: str, measure: Callable[[], list[float]]) -> list[float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The least value that is no less than so many of them."""
+    """Return the smallest value that is at least as large as a `share` of the values."""
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 

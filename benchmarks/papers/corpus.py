@@ -1,5 +1,5 @@
-"""Runs that others measured, from files of one JSON object a line: what was trained, on what, how, and how long a step
-took. Files and their keys are described where they lie; nothing of them is part of this package."""
+"""Published measurements from files of one JSON object a line: what was trained, on what, how, and how long a step
+took. Files and their keys are described where they lie; none of them is part of this package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HARDWARE = {
     "GB300": "GB300", "GB200": "GB200", "B300": "B300", "B200": "B200", "H200": "H200", "H20": "H20", "H100": "H100",
     "A800": "A800", "A100": "A100", "MI325X": "MI325X", "MI355X": "MI355X",
 }  # fmt: skip
-"""Words of a row's hardware → entry of the hardware file, the first that is met."""
+"""Words in a row's hardware → entry of the hardware file; the first that matches counts."""
 
 NETWORKS = (
     ("4 x Omni-Path 100 Gb/s", 50e9),
@@ -30,10 +30,10 @@ NETWORKS = (
     ("400 Gb/s a node", 50e9),
     ("800 Gb/s a node", 100e9),
 )
-"""Words of a row's hardware → bytes per second of a node's ports, where they are not those of the hardware file."""
+"""Words in a row's hardware → bytes per second of a node's ports, if they differ from the hardware file's."""
 
 REACHED = 0.75
-"""The part of a port's bytes per second that arrives, as in the hardware file."""
+"""Fraction of a port's bytes per second that is reached, as in the hardware file."""
 
 RUNNERS = {
     "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
@@ -44,7 +44,7 @@ RUNNERS = {
     "bloom-prequel": Runner("megatron of 2022", "unfused", fused=True, shards_rows=False, operations=0.4),
     "nanotron-ultrascale": Runner("nanotron", "flash", fused=True, operations=0.5, wait=0.3e-3),
 }
-"""By source, and whether it was compiled; others are Megatron with the newest kernels."""
+"""Runner by source, and by whether it was compiled; other sources are Megatron with the newest kernels."""
 MEGATRON = Runner("megatron", "library", fused=True, operations=0.4)
 
 HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary", "nemo-24.07", "amd-primus")
@@ -52,14 +52,14 @@ HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All objects of a file."""
+    """Yield all objects of a file of JSON lines."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open() as lines:
         yield from map(json.loads, lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. gpus: name of the entry in the hardware file; zero: None where the weights are sharded, too."""
+    """One run. gpus: name of the entry in the hardware file; zero: None if the weights are sharded, too."""
 
     id: str
     source: str
@@ -82,12 +82,12 @@ class Measured:
 
     @property
     def held_out(self) -> bool:
-        """Whether no constant was fitted to runs of its source, or of its model."""
+        """True if no constant was fitted to runs of its source, or of its model."""
         return self.source in HELD_OUT or self.model in ("Llama 3B", "Llama 80B")
 
 
 def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]:
-    """Each row as a run, or why it cannot be predicted."""
+    """Yield each row as a run, or the reason why it cannot be predicted."""
     for row in rows:
         try:
             yield _run(row)
@@ -165,7 +165,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """The most bytes that the last rank of a run of Megatron-LM's own tests allocated, and what it trained."""
+    """Peak of the bytes that the last rank of a run of Megatron-LM's own tests allocated, and what it trained."""
 
     name: str
     parts: tuple[Part, ...]
@@ -183,8 +183,8 @@ class MeasuredMemory:
 
 
 def measured_memory(rows: Iterator[Mapping[str, Any]]) -> Iterator[MeasuredMemory | str]:
-    """Each test case, or why it cannot be predicted. What its flags leave open has Megatron's defaults: GPT-2's
-    vocabulary, a feed-forward of four times the width, dropout, tied embeddings."""
+    """Yield each test case, or the reason why it cannot be predicted. Settings without flags have Megatron's defaults:
+    GPT-2's vocabulary, a feed-forward of four times the width, dropout, tied embeddings."""
     for row in rows:
         try:
             yield _memory(row)

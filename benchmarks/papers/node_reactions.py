@@ -1,4 +1,4 @@
-"""Pipelines of given templates for the nodes of a trace, with an idle node where no composition uses it."""
+"""Reaction to node failures with given templates (Oobleck), in which nodes that no composition uses stay idle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def from_templates(
     num_microbatches: int,
     layer_bytes: Sequence[int] | None = None,
 ) -> Reaction:
-    """Choose pipelines for the survivors (Oobleck, the thesis, 2.5; see `PipelineChooser`).
+    """Return the reaction that chooses pipelines for the survivors (Oobleck, the thesis, 2.5; see `PipelineChooser`).
 
     Nodes that no composition can use stay idle until the next change. State is read from a checkpoint only if no
     surviving node holds some layer.
@@ -38,7 +38,7 @@ def from_templates(
         idle = len(alive) - number
         joined = sorted(alive - running)
         dropped = joined[len(joined) - min(idle, len(joined)) :] if idle else []
-        if idle > len(dropped):  # also idle nodes with layers, from the end of the last pipelines on
+        if idle > len(dropped):  # nodes with layers become idle, too, from the end of the last pipelines on
             order = [node for nodes in reversed(old) for node in reversed(nodes) if node in alive]
             dropped = [*dropped, *order[: idle - len(dropped)]]
         left = set(dropped)

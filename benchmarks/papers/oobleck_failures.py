@@ -39,7 +39,7 @@ _SPOT = {"P3": "scale_p3-trace.csv", "GCP": "scale_gcp-trace.csv"}
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What trains: layers, tokens of a sample, samples of a microbatch and of a global batch (thesis Table 2.1)."""
+    """A trained model: layers, tokens of a sample, samples of a microbatch and of a global batch (thesis Table 2.1)."""
 
     parts: tuple[Part, ...]
     tokens: int
@@ -64,7 +64,7 @@ _NODES, FAULTS = 30, 1
 
 
 def under_failures(shared: Path) -> list[PaperTable]:
-    """Tables 2.2 and 2.4, Figs. 2.1, 2.10, 2.11 and A.1."""
+    """Return the tables for Tables 2.2 and 2.4, Figs. 2.1, 2.10, 2.11 and A.1."""
     folder = shared / "traces/oobleck"
     if not folder.exists():
         return []
@@ -78,7 +78,7 @@ def under_failures(shared: Path) -> list[PaperTable]:
 
 
 def by_nodes(known: Mapping[str, Any]) -> PaperTable:
-    """What our templates and compositions make of fewer nodes, against what Oobleck's simulator has been given."""
+    """Compare the throughput on fewer nodes by our templates with the input of Oobleck's simulator."""
     rows: list[tuple[Any, ...]] = []
     for name in MODELS:
         templates, microbatches = templates_of(name), MODELS[name].microbatches
@@ -128,7 +128,7 @@ def by_nodes(known: Mapping[str, Any]) -> PaperTable:
 
 
 def controlled_failures(folder: Path, known: Mapping[str, Any]) -> PaperTable:
-    """Table 2.2: replayed with Oobleck's own numbers, and with the steps of our own templates."""
+    """Replay Table 2.2 with Oobleck's own numbers, and with the steps of our own templates."""
     rows: list[tuple[Any, ...]] = []
     for model, paper in _THROUGHPUT.items():
         batch, costs = known["global_batch"][model], _costs(known, model)
@@ -190,7 +190,7 @@ def controlled_failures(folder: Path, known: Mapping[str, Any]) -> PaperTable:
 
 
 def checkpoints(folder: Path, known: Mapping[str, Any]) -> PaperTable:
-    """Table 2.4 and Figs. 2.1, 2.11: what is left of the time, and what a grid that restarts loses."""
+    """Replay Table 2.4 and Figs. 2.1, 2.11: the share of time that is left, and the loss of a grid that restarts."""
     rows: list[tuple[Any, ...]] = []
     for model, by_period in _VARUNA.items():
         batch = known["global_batch"][model]
@@ -254,7 +254,7 @@ def checkpoints(folder: Path, known: Mapping[str, Any]) -> PaperTable:
 
 
 def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
-    """Figs. 2.10 and A.1: both spot traces."""
+    """Replay both spot traces (Figs. 2.10 and A.1)."""
     rows: list[tuple[Any, ...]] = []
     for cloud, file in _SPOT.items():
         try:
@@ -316,7 +316,7 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
 
 @cache
 def templates_of(name: str) -> dict[int, Template]:
-    """Templates of all node counts on A40s, one GPU a node."""
+    """Return the templates of all node counts on A40s, one GPU a node."""
     model = MODELS[name]
     hardware = load_hardware("A40")
     layers: list[float] = []
@@ -336,7 +336,7 @@ def templates_of(name: str) -> dict[int, Template]:
 
 
 def layer_bytes(name: str) -> list[int]:
-    """Of every layer's weights and optimizer state, which a node that takes it over has to be sent."""
+    """Return the bytes of every layer's weights and optimizer state, which a node that takes it over receives."""
     return [16 * int(part.shape.parameters) for part in MODELS[name].parts for _ in range(part.count)]
 
 
@@ -353,7 +353,7 @@ def from_rates(step_seconds: Callable[[int], float]) -> Reaction:
 
 
 def _composed(templates: Mapping[int, Template], nodes: int, microbatches: int) -> float:
-    """Seconds of a step on so many nodes."""
+    """Return the seconds of a step on `nodes` nodes."""
     try:
         return compose_pipelines(templates, nodes, FAULTS, microbatches).seconds
     except PlanError:
@@ -361,7 +361,7 @@ def _composed(templates: Mapping[int, Template], nodes: int, microbatches: int) 
 
 
 def _own_reaction(name: str, known: Mapping[str, Any]) -> tuple[Reaction, float]:
-    """Our templates' reaction, and what to multiply its throughput with for the paper's level on 30 nodes."""
+    """Return our templates' reaction, and the factor that scales its throughput to the paper's level on 30 nodes."""
     model = MODELS[name]
     seconds_of_30 = _composed(templates_of(name), _NODES, model.microbatches)
     level = known["throughput_by_nodes"][name][str(_NODES)] * seconds_of_30 / model.batch
@@ -370,7 +370,7 @@ def _own_reaction(name: str, known: Mapping[str, Any]) -> tuple[Reaction, float]
 
 
 def _scaled(reaction: Reaction, name: str, batch: int) -> Reaction:
-    """The reaction with steps of `batch` samples, which is what Oobleck's simulator counts as one."""
+    """Return the reaction with steps of `batch` samples, which is what Oobleck's simulator counts as one."""
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         after = reaction(before, alive)

@@ -1,4 +1,4 @@
-"""Oobleck (thesis, chapter 2): spot traces with recovery as long as it is here, against what no cost would leave."""
+"""Oobleck (thesis, chapter 2): spot traces with recovery times as measured here, compared with recovery at no cost."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A model on a trace: samples per second at no cost, and the parts of it that are left. lost: cause → part of the
-    time in which there were enough nodes, with steps salvaged."""
+    """A model on a trace: samples per second if recovery costs nothing, and the parts of them that are left. lost:
+    cause → part of the time in which there were enough nodes, with steps salvaged."""
 
     trace: str
     model: str
@@ -71,7 +71,7 @@ class _Row:
 
 
 def measured_recovery(shared: Path, results: Path) -> list[PaperTable]:
-    """One table, or none without recovery.json or traces."""
+    """Return one table, or none without recovery.json or traces."""
     file, traces = results / "recovery.json", _traces(shared / "traces")
     if not file.exists() or not traces:
         return []
@@ -116,7 +116,7 @@ def measured_recovery(shared: Path, results: Path) -> list[PaperTable]:
 
 
 def _row(name: str, trace: NodeTrace, model: str, pause: float) -> _Row | None:
-    """None where the model never trains."""
+    """Return the row of a model on a trace; None if the model never trains."""
     sizes = MODELS[model]
     reaction = from_templates(templates_of(model), FAULTS, sizes.microbatches, layer_bytes=layer_bytes(model))
     nodes = max(alive for _, alive in trace.counts())
@@ -177,7 +177,7 @@ def _outcomes(rows: list[_Row], what: str, left: Callable[[_Row], float]) -> Ite
 
 
 def _pause_seconds(measured: dict[str, Any]) -> float:
-    """From the loss until survivors compute again; what the first step takes longer than others belongs to it."""
+    """Return the seconds from the loss until survivors compute again; extra time of the first step belongs to it."""
     first, step = median(kill["first step"] for kill in measured["kills"]), measured["step_seconds"]
     whole = median(kill["kill to committed step"] - kill["first step"] for kill in measured["kills"])
     return whole + max(0.0, first - step)

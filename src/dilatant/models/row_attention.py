@@ -192,9 +192,9 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
 
     named: "dilatant" requires attention plans; a name of transformers requires transformers' own mask. None uses plans
     if the family supports them, else transformers' mask, whose cost is the square of the row's length. If samples of a
-    row would influence each other in a small copy of the model (see `training_proof`), every sample is a separate row.
-    A choice slower than plans is reported by a warning. Raises UserError for a requested attention that would be wrong,
-    and for a model of parts about which nothing can be proven.
+    row would influence each other in a small copy of the model (see `training_proof`, and `media_proof` for families
+    that are not listed), every sample is a separate row. A choice slower than plans is reported by a warning. Raises
+    UserError for a requested attention that would be wrong, and for a model of parts about which nothing can be proven.
     """
     is_read = model.whole is not None and model.whole.family.generic is not None
     leak = prove_media(model, partial(_choose, named=named)) if is_read else None

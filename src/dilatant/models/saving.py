@@ -138,9 +138,9 @@ def load_model(
 ) -> SavedModel:
     """Read what `save_model` wrote into `folder`.
 
-    code: encoder → its parts that are code ("projector" or a callback), which the folder lacks. dtype:
-    default as saved. media_attention: the mask function, if the model has one. Raises UserError for a folder that is
-    not such a model, and for missing code.
+    code: encoder → its parts that are code ("projector" or a callback), which the folder lacks. dtype: default as
+    saved. media_attention: the mask function, if the model has one. Raises UserError for a folder that is not such a
+    model, and for missing code.
     """
     manifest = _read_manifest(folder)
     code = code or {}

@@ -1,4 +1,4 @@
-"""Processed images: whatever the image processor of a pretrained model makes of an image, sized by a blank one."""
+"""Processed images: a pretrained model's own processor prepares them, and a blank image of the same size is counted."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dilatant.data.sample import MediaMarkup, MediaSize
 
 SHAPE = ".shape"
 """Suffix of the keyword for the shapes of an item's array, int64 [items, 6], padded with -1. The arrays themselves are
-flattened, so that items of unlike shapes can be concatenated."""
+flattened, so that items of different shapes can be concatenated."""
 _MOST_DIMENSIONS = 6
 
 Arrays = Mapping[str, NDArray]
 
 
 class CountsTokens(Protocol):
-    """Counts an encoder's tokens of one item. Hashable and picklable."""
+    """Interface of functions that count the tokens of an item. They are hashable and picklable."""
 
     def __call__(self, item: Arrays) -> tuple[int, int]:
-        """Return the tokens that the encoder's blocks process, and those of the language model."""
+        """Return the number of tokens of the item in the encoder's blocks, and in the language model."""
         ...
 
     def __hash__(self) -> int: ...
@@ -35,8 +35,8 @@ class CountsTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImageUnit(ImageUnitBase):
-    """Media unit for images that a model's own processor prepares, with all that it returns. It need not know their
-    layout: a blank image of the same size has the same shapes and the same integers."""
+    """Media unit of images prepared by a model's own processor; an item is everything that the processor returns. Its
+    layout need not be known: a blank image of the same size has the same shapes and the same integers."""
 
     name: str
     placeholder_id: int
@@ -71,12 +71,12 @@ class ProcessedImageUnit(ImageUnitBase):
 
 
 def is_layout(array: NDArray) -> bool:
-    """Return True for integers, which describe an item; its content is in floating numbers."""
+    """Return True for an array of integers, which describes an item; floating-point arrays hold its content."""
     return not np.issubdtype(array.dtype, np.floating)
 
 
 def flatten(item: Arrays) -> dict[str, EncoderInput]:
-    """Return the arrays of an item in one dimension, and their shapes."""
+    """Return the arrays of an item, flattened to one dimension, and their shapes."""
     shapes = {name: [*each.shape, *[-1] * (_MOST_DIMENSIONS - each.ndim)] for name, each in item.items()}
     return {
         **{name: np.ravel(each) for name, each in item.items()},

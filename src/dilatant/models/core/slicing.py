@@ -1,9 +1,9 @@
-"""Slicing: a stage is the model's own forward, in which blocks of other stages do nothing.
+"""Slicing: a stage runs the model's own forward, in which blocks of other stages are placeholders that compute nothing.
 
-Blocks before the stage are skipped, the stage's first block takes what arrived in place of its first argument, and what
-comes behind the stage's last block ends the forward. Nothing is renumbered: layer indices, kinds of layers and hooks
-keep their meaning. A slice shares every parameter with the model; only the modules on the path to the blocks are copied
-(as shells), and placeholders without weights stand where modules of other stages were.
+Blocks before the stage are skipped, the stage's first block takes the hidden states that arrived as its first argument,
+and the forward ends after the stage's last block. Nothing is renumbered: layer indices, kinds of layers and hooks keep
+their meaning. A slice shares every parameter with the model. Only the modules on the path to the blocks are copied (as
+shells), and placeholders without weights replace modules of other stages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dilatant.models.core.structure import Structure
 class Placeholder(nn.Module):
     """Placeholder for a module that runs on another stage; it forwards attribute access (a dtype, a patch size).
 
-    The caller adds an embedding table's output to its input, so the placeholder of an embedding returns 0; every other
-    placeholder returns its first argument.
+    Models add the output of an embedding table to other embeddings, so the placeholder of an embedding returns 0; every
+    other placeholder returns its first argument.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -42,8 +42,8 @@ class Placeholder(nn.Module):
 
 
 class ShapePlaceholder(Placeholder):
-    """Placeholder for a module before the blocks: returns zeros in the shape of what the module would return, which it
-    finds without the module's weights, once for each shape of its inputs."""
+    """Placeholder for a module before the blocks: returns zeros in the shape of the module's output, which it computes
+    without the module's weights, once for each combination of input shapes."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
@@ -71,7 +71,7 @@ class ShapePlaceholder(Placeholder):
         if key not in self._known:
             try:
                 self._known[key] = self._run("meta", args, kwargs)
-            except (RuntimeError, NotImplementedError):  # it reads its inputs
+            except (RuntimeError, NotImplementedError):  # the module reads the values of its inputs
                 self._known[key] = self._run("cpu", args, kwargs)
         return _mapped(
             self._known[key], lambda each: torch.zeros(each.shape, dtype=each.dtype, device=self.here.device)
@@ -79,7 +79,7 @@ class ShapePlaceholder(Placeholder):
 
     @torch.no_grad()
     def _run(self, device: str, *given: Any) -> Any:
-        """Run the module with empty weights; return its outputs on the meta device."""
+        """Run the module on `device` with zeros as weights; return its outputs on the meta device."""
         (original,) = self._original
         named = (*original.named_parameters(), *original.named_buffers())
         weights = {name: torch.zeros_like(tensor, device=device) for name, tensor in named}
@@ -90,7 +90,7 @@ class ShapePlaceholder(Placeholder):
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the tensors in nested tuples, lists and mappings."""
+    """Apply `change` to every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -101,8 +101,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class SkippedBlock(Placeholder):
-    """A block of another stage: before this one, the last of those, or behind it. width: number of elements of the
-    tuple that the family's blocks return; 0 if they return a tensor."""
+    """Placeholder for a block of another stage. where: before this stage, the last block before it, or behind it.
+    width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor."""
 
     def __init__(
         self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]
@@ -114,7 +114,7 @@ class SkippedBlock(Placeholder):
         for number, hook in original._forward_hooks.items():
             if (
                 getattr(hook, "__module__", "") == output_capturing.__name__
-            ):  # families take hidden states by it
+            ):  # families record hidden states with it
                 self._forward_hooks[number] = hook
         self.passage: _Passage | None = None
 
@@ -129,8 +129,8 @@ def shell_of(
     children: Mapping[str, nn.Module | None] | None = None,
     keeps: Callable[[str], bool] = lambda name: True,
 ) -> nn.Module:
-    """Return a shallow copy of `module` whose registries are its own: it shares the children, parameters and buffers
-    that `keeps` accepts by name, and holds `children` in place of those with their names."""
+    """Return a shallow copy of `module` with its own registries. It shares the children, parameters and buffers whose
+    names `keeps` accepts; `children` replace children of the same names."""
     shell = copy.copy(module)
     for registry in ("_modules", "_parameters", "_buffers"):
         entries = module.__dict__[registry].items()
@@ -148,10 +148,10 @@ def slice_model(
     keep_after: bool,
     stand_in: type[Placeholder] = Placeholder,
 ) -> PreTrainedModel:
-    """Return a module of the same class with the weights of blocks `first <= block < end` alone, shared with `model`.
+    """Return a slice of `model` with blocks `first <= block < end`, of the same class and with the same weights.
 
-    Without `keep_before` (`keep_after`) the modules before (after) the blocks are placeholders; those before are
-    `stand_in`.
+    Without `keep_before` (`keep_after`) placeholders replace the modules before (after) the blocks; `stand_in` is the
+    class of placeholders before the blocks.
     """
     blocks = [
         block
@@ -172,7 +172,7 @@ def with_blocks(
     keep_after: bool,
     stand_in: type[Placeholder] = Placeholder,
 ) -> PreTrainedModel:
-    """Return a shell of `model` with a list of other `blocks` (see `slice_model`)."""
+    """Return a shell of `model` whose list of blocks is `blocks`; see `slice_model` for the other arguments."""
     root = shell = _shell_with_own_dropout(model)
     original: nn.Module = model
     *containers, name = structure.blocks.split(".")
@@ -222,12 +222,12 @@ def run_slice(
     behind: nn.Module | None = None,
     taps: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Tensor:
-    """Run the `forward` of a slice with these `blocks`. Return the hidden states that leave the stage: behind its
-    blocks if it `ends` there, otherwise what `forward` returns.
+    """Run the `forward` of a slice whose list of blocks is `blocks`. Return the hidden states after the stage's last
+    block if the stage `ends` there, otherwise the output of `forward`.
 
-    given: the input of `forward` or, if the stage `enters` behind it, of the first block. behind: module whose input
-    leaves the stage, if it is not the last block's output. taps: skipped block → what it returned on its stage, if
-    more than the next block reads it.
+    given: the input of `forward` or, if the stage `enters` after other stages, of its first block. behind: the module
+    whose input leaves the stage, if that is not the last block's output. taps: skipped block → its output on its own
+    stage, if more than the next block reads it.
     """
     skipped = [block for block in blocks.children() if isinstance(block, SkippedBlock)]
     held = held_blocks(blocks)
@@ -247,7 +247,7 @@ def run_slice(
             handles.append(held[-1].register_forward_hook(passage.end_behind))
         # The forward runs on zeros without a graph, so that no gradient bypasses the first block.
         output = forward(torch.zeros_like(given) if enters else given)
-        if passage.is_waiting:  # families may leave out blocks: here, all of the stage
+        if passage.is_waiting:  # the family left out all blocks of the stage
             output = forward(given)
         return output
     except _StageEnd as end:
@@ -272,7 +272,7 @@ _MOST_RETURNED = 4
 
 
 class _StageEnd(BaseException):
-    """Leaves a model's forward behind the stage's last block, with the `hidden` states."""
+    """Exception that leaves a model's forward after the stage's last block, with the `hidden` states."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -280,12 +280,12 @@ class _StageEnd(BaseException):
 
 
 class _ReturnsTuple(BaseException):
-    """The family takes the first element of what its blocks return."""
+    """Exception for a family that takes the first element of its blocks' output, which must then be a tuple."""
 
 
 class _Passage:
-    """One forward through the blocks of a slice. arrived: the first block's input, if it comes from another stage.
-    taps: see `run_slice`."""
+    """State of one forward through the blocks of a slice. arrived: the first block's input, if it comes from another
+    stage. taps: see `run_slice`."""
 
     def __init__(self, arrived: Tensor | None, taps: Mapping[int, Tensor]) -> None:
         self.arrived = arrived
@@ -296,7 +296,7 @@ class _Passage:
         self._dimensions = 0
 
     def skip(self, block: SkippedBlock, hidden: Tensor) -> Tensor:
-        """Return what a skipped block returns, given its input; end the forward behind the stage."""
+        """Return the output of a skipped block for the input `hidden`; end the forward at a block behind the stage."""
         self._look_at(hidden)
         if block.where == "behind":
             raise _StageEnd(self.arrived if self.is_waiting and self.arrived is not None else hidden)
@@ -325,7 +325,7 @@ class _Passage:
         raise _StageEnd(_input_of(args, kwargs))
 
     def end_behind(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """End the forward behind a module (a forward hook)."""
+        """End the forward after a module (a forward hook)."""
         raise _StageEnd(output[0] if isinstance(output, tuple) else output)
 
     def _look_at(self, hidden: Tensor) -> None:
@@ -335,7 +335,7 @@ class _Passage:
 
 
 def _in_shape_of(empty: Tensor, arrived: Tensor) -> Tensor:
-    """Return what arrived in the shape that the family gives its hidden states before this block."""
+    """Return `arrived` in the shape that the family gives its hidden states before this block."""
     return arrived.reshape(empty.shape) if arrived.numel() == empty.numel() else arrived
 
 
@@ -345,8 +345,8 @@ def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _shell_with_own_dropout(module: nn.Module) -> nn.Module:
-    """Copy `module`, sharing its children that have weights: dropout between layers may be in training mode in one
-    slice and not in another."""
+    """Return a shell of `module` with copies of its children without weights: dropout between layers may be in training
+    mode in one slice and not in another."""
     return shell_of(
         module,
         {

@@ -1,12 +1,12 @@
-"""Structure of a transformers model: what runs before its blocks, the blocks, what runs after them.
+"""Structure of a transformers model: the modules before its blocks, the blocks, and the modules after them.
 
 The structure is found from the model itself, so a plain family needs no code here: the blocks are the outermost
 ModuleList with most parameters; modules registered before it (or called an embedding) run before it, modules registered
 after it (or called final) run after it. For siblings of the blocks, a config's `base_model_pp_plan` takes precedence.
 An `nn.Sequential` (as in timm) is not recognised as blocks.
 
-What only a forward shows is found by running the model on the meta device. It computes nothing there, but some families
-draw a random number per block, so torch's generator is restored.
+Properties that only a forward shows are found by running the model on the meta device, which computes nothing. Some
+families draw a random number per block even there, so torch's generator is restored.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _pipeline_plan(model: nn.Module) -> dict[str, bool]:
 
 
 class _WithoutDraws(TorchFunctionMode):
-    """Skip torch's initialisation of linear layers and embeddings that are on the meta device and hold no numbers."""
+    """Mode that skips torch's initialisation of linear layers and embeddings on the meta device: they hold nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_) and kwargs["tensor"].is_meta:
@@ -116,7 +116,7 @@ class _WithoutDraws(TorchFunctionMode):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Build models on the meta device, without the time that drawing their weights would take."""
+    """Build models on the meta device within the context, without spending time on drawing their weights."""
     with torch.device("meta"), _WithoutDraws():
         yield
 
@@ -128,7 +128,7 @@ def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> in
         with on_meta():
             model = AutoModel.from_config(config)
             row = torch.empty(1, *row_shape)
-        with torch.no_grad():  # some count patches with tensors of the default device, which need values
+        with torch.no_grad():  # not `on_meta`: some count patches with tensors of the default device
             return model(**{input_name: row}).last_hidden_state.shape[1]
     except Exception as error:
         raise UserError(
@@ -140,7 +140,7 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
     """Return the names of parameters that an encoder's last hidden state does not depend on (pooling heads, mask
     tokens).
 
-    Empty for a family whose forward does not run on the meta device.
+    The result is empty for a family whose forward does not run on the meta device.
     """
     settings = repr(PreTrainedConfig.to_dict(model.config))
     return _unused_parameters(_Skeleton(type(model), settings, model.config), input_name, row_shape)
@@ -148,7 +148,7 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Skeleton:
-    """A model without weights: a class, the settings by which it is known again, and the config that has them."""
+    """Cache key for a model without weights: its class and settings are compared; it is built from the config."""
 
     kind: type[PreTrainedModel]
     settings: str

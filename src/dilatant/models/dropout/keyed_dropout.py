@@ -48,7 +48,7 @@ def _problems(unit: Unit) -> Iterator[str]:
         for name, rate in _functional_rates(module):
             kind = type(module).__name__
             keys = [key for key, value in settings.items() if "drop" in key and value == rate]
-            if "Attention" in kind:  # its key, if others have the same rate
+            if "Attention" in kind:  # attention's own key, if others have the same rate
                 keys = [key for key in keys if "att" in key] or keys
             yield from (f"{unit.unit}: {key} is {rate}; {remedy}" for key in keys)
             if not keys:
@@ -129,7 +129,7 @@ class ForwardDraws:
             numbers, each = self.draws.uniform(place, shape, device)
         except DoesNotFit:
             numbers = torch.empty(0)
-        # If a token or item had another shape here before, that it fits now is an accident.
+        # If a token or item had another shape here before, the numbers fit now by accident.
         if each is None or self.shapes.setdefault(place, each) != each:
             parts = f"{self.draws.total} {'tokens of a row' if self.draws.packed else 'items'}"
             raise UserError(
@@ -154,7 +154,7 @@ class StageDropout:
         paths: set[str] = set()
         for path, module in list(stage.named_modules(remove_duplicate=False)):
             if type(module) is nn.Dropout and module.p > 0:
-                # Outside of blocks it runs before them: on stages without the embedding on zeros, which no loss sees.
+                # Dropout outside of blocks runs before them; without the embedding it gets zeros, which no loss sees.
                 root = next((root for root in layers if f"{path}.".startswith(f"{root}.")), "")
                 if not root and unit.geometry is not None and stage.layers[0] != unit.layers[0]:
                     # An encoder's later stages run its forward on hidden states, and would drop once more.
@@ -225,7 +225,7 @@ class StageDropout:
 
 
 def _paths_of_layers(unit: Unit) -> dict[str, str]:
-    """Map the paths of the modules that belong to one layer to the layer's name, but for those before the blocks."""
+    """Map module path → layer for the modules that belong to one layer, except for those before the blocks."""
     if unit.structure is None:
         return {path: layer for layer, path in unit.pieces()}
     before = {f"model.{path}" for path in unit.structure.before}

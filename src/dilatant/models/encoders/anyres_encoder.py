@@ -186,7 +186,7 @@ class AnyresTower(FixedTower):
         return AnyresClipUnit(*place, image.shape, frames, choice, written=options.written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
-        """Tiles of images and frames of clips are unlike inputs, and have unlike tokens."""
+        """Pass tiles of images and frames of clips under separate keywords and with different tokens."""
         shape, shapes = shape_of(host.config), inputs[SHAPES].tolist()
         kinds = [kind for _, _, kind in shapes]
         tiles = inputs["pixel_values"].split([shape.tiles_of(each) for each in shapes])

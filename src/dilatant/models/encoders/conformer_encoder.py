@@ -110,7 +110,7 @@ def _alike(counts: Sequence[int]) -> list[list[int]]:
 
 
 class _ConvolutionsDone(nn.Module):
-    """Replaces the convolutions on stages after them."""
+    """Placeholder for the convolutions on stages after them."""
 
     def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, mask

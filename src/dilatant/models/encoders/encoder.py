@@ -57,7 +57,7 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Runs slices of a user's own module.
+    """Runs slices of a user's own module (see `encoder_spec.Encoder`).
 
     resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows, tokens, width] both.
     """
@@ -74,7 +74,7 @@ class EncoderStage(Stage):
     blocks_path: str | None = None
     """Path of the list of blocks in `model`; None for an encoder of one layer."""
     is_through = True
-    """True if the stage holds what the encoder runs behind its blocks."""
+    """True if the stage holds the encoder's modules after its blocks."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class EncoderStage(Stage):
 
     def _encode(self, model: nn.Module, inputs: StageInputs, hidden: Tensor | None) -> Tensor:
         name, adapter = self.geometry.input_name, self.adapter
-        if hidden is not None and adapter is None:  # the forward takes the shape of its input from ones
+        if hidden is not None and adapter is None:  # the forward reads only the shape of its input
             inputs = {name: hidden.new_ones(len(hidden), *self.geometry.row_shape)}
         inputs = {name: in_dtype_of(model, tensor) for name, tensor in inputs.items()}
         given = next(iter(inputs.values())) if hidden is None else hidden
@@ -188,7 +188,7 @@ class EncoderStage(Stage):
         given: Tensor,
         taps: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Run the `forward` of the stage's slice on its input, or on hidden states of the stage before."""
+        """Run the `forward` of the stage's slice on its input or, after the first stage, on hidden states."""
         if self.blocks_path is None:
             return forward(given)
         assert self.model is not None
@@ -210,9 +210,9 @@ class EncoderUnit(Unit, EncoderStage):
     has_blocks = True
     """False for a transformers model that is one layer, as modules of other libraries are."""
     stand_in: type[Placeholder] = ShapePlaceholder
-    """What stands in for modules before the blocks on later stages."""
+    """Class of the placeholders for modules before the blocks, on later stages."""
     tail = "norm"
-    """The layer of the modules after the blocks."""
+    """Name of the layer that holds the modules after the blocks."""
     model: nn.Module
     projector: nn.Module
     geometry: EncoderGeometry
@@ -341,7 +341,7 @@ class EncoderUnit(Unit, EncoderStage):
             keep_after=end >= len(self.layers) - 1,
             stand_in=self.stand_in,
         )
-        if self.adapter is not None:  # which goes through the blocks itself
+        if self.adapter is not None:  # the adapter goes through the blocks itself
             blocks = part.get_submodule(self.structure.blocks)
             blocks._modules = {n: b for n, b in blocks._modules.items() if not isinstance(b, SkippedBlock)}
         return part

@@ -105,7 +105,7 @@ class Projection(nn.Module):
     def __init__(
         self, model: PreTrainedModel, path: str, projector: tuple[str, ...], batched: bool = False
     ) -> None:
-        """path, projector: of the encoder, and of what projects its rows. batched: see `FixedTower`."""
+        """path: the encoder's. projector: paths of the modules that project its rows. batched: see `FixedTower`."""
         super().__init__()
         self.model = cast(PreTrainedModel, model.base_model)
         prefix = f"{model.base_model_prefix}."

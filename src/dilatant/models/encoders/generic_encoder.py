@@ -1,8 +1,8 @@
-"""Generic encoders: those of multimodal models that no code here knows, through transformers' own interface.
+"""Generic encoders: image encoders of multimodal models that `families.FAMILIES` does not list.
 
-A stage runs the family's own `get_image_features` (see `core.slicing`). Stages behind the first have no pixels: they
-take ones of the same shape, and shapes stand in for the modules before the blocks. What follows the blocks, the rest of
-the encoder and what projects its rows, is the last layer.
+A stage runs the family's own `get_image_features` (see `core.slicing`). Stages after the first have no pixels: their
+input is ones of the same shape, and `ShapePlaceholder`s replace the modules before the blocks. The last layer holds all
+modules after the blocks: the rest of the encoder, and those that project its rows.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ TYPICAL_PATCHES = 32
 class GenericStage(SampleParallel, EncoderStage):
     """Layers of a generic encoder, run on groups of items with the same layout. shapes: see `FeatureShapes`.
 
-    Hidden states between stages are followed by the outputs of earlier blocks that more than the next block reads.
+    The columns of hidden states between stages are followed by those of the outputs of earlier `taps`.
     """
 
     shapes: FeatureShapes
     taps: tuple[int, ...] = ()
-    """These blocks, of the whole encoder."""
+    """The blocks of the whole encoder whose outputs are read by more than the next block."""
     first_block = 0
     end_block = 0
 
@@ -90,8 +90,8 @@ class GenericStage(SampleParallel, EncoderStage):
         return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Encode items. inputs: their flattened arrays and shapes; hidden: [tokens, width]. Returns hidden states or
-        rows of the text, [rows, width]."""
+        """Encode items. inputs: their flattened arrays and shapes; hidden: [tokens, width]. Returns hidden states or,
+        on the last stage, rows of the text: [rows, width]."""
         inputs = inputs or {}
         device = next(iter(inputs.values())).device
         return self._encode_items({name: each.cpu().numpy() for name, each in inputs.items()}, hidden, device)
@@ -144,12 +144,12 @@ class GenericStage(SampleParallel, EncoderStage):
 
 
 def sent_with(taps: Iterable[int], block: int) -> tuple[int, ...]:
-    """Return the blocks whose outputs follow the hidden states before `block`."""
+    """Return the taps whose outputs are sent with the hidden states before `block`."""
     return tuple(tap for tap in taps if tap < block - 1)
 
 
 class GenericEncoderUnit(SampleParallel, StagedEncoderUnit):
-    """Layers `embedding`, `layers.<i>` and `projector`: all that follows the blocks."""
+    """A generic encoder: layers `embedding`, `layers.<i>`, and `projector`, which is all that follows the blocks."""
 
     packs = True
     stage_type = GenericStage
@@ -260,8 +260,8 @@ def _in_part(weight: Weight, projector: tuple[str, ...]) -> Weight:
 def positions_of(
     shapes: FeatureShapes, unit: str, placeholder_id: int, sample: EncodedSample
 ) -> NDArray[np.int64]:
-    """Return a sample's positions in time, height and width by the family's own rule, below its index in the sample:
-    int64 [4, tokens]."""
+    """Return the positions of a sample's tokens, int64 [4, tokens]: the index in the sample, then time, height and
+    width by the family's `get_rope_index`."""
     model: Any = narrow_encoder(shapes)[0]
     is_media = sample.input_ids == placeholder_id
     token = next(getattr(model.config, key) for key in TOKENS if hasattr(model.config, key))
@@ -279,15 +279,15 @@ def positions_of(
 
 @dataclass(frozen=True)
 class GenericTower(Tower):
-    """An encoder that was found in the model. holder: path of the module with `get_image_features`; settings: those of
-    the narrow model that counts tokens."""
+    """An image encoder that `families.generic` found in a model. holder: path of the module with `get_image_features`.
+    narrow: config of the narrow model that counts tokens, as JSON."""
 
     holder: str = "model"
     narrow: str = ""
 
     @property
     def shapes(self) -> FeatureShapes:
-        """The numbers of tokens of items."""
+        """Counts the tokens of items."""
         return FeatureShapes(self.narrow, self.holder, *self._inside())
 
     def _inside(self) -> tuple[str, tuple[str, ...]]:
@@ -346,7 +346,7 @@ class GenericTower(Tower):
 
 
 def _padded(arrays: list[Tensor]) -> Tensor:
-    """Concatenate arrays of items, padded to one shape behind the first dimension, as families' processors do."""
+    """Concatenate arrays of items along the first dimension, padded to one shape in the others, as processors do."""
     most = torch.tensor([each.shape[1:] for each in arrays]).amax(0).tolist()
     whole = arrays[0].new_zeros(sum(map(len, arrays)), *most)
     begin = 0

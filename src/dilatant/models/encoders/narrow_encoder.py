@@ -1,6 +1,6 @@
-"""Narrow encoders: what stages of generic encoders need to know of a family, from a small copy that runs on a CPU.
+"""Narrow encoders: small copies of generic encoders, run on a CPU to count tokens and to find structure.
 
-The copy has all blocks and the family's own patches, but narrow ones: numbers of tokens do not depend on the widths.
+A copy has all blocks and the family's own patches, but small widths: numbers of tokens do not depend on widths.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dilatant.models.core.structure import Structure, find_structure, leaves_of
 
 FEATURES = "get_image_features"
 Layout = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None], ...]
-"""The arrays of an item: name, shape, and the numbers if they are integers."""
+"""For each array of an item: its name, its shape and, if it holds integers, its values; otherwise None."""
 
 
 def items_of(arrays: Mapping[str, NDArray]) -> list[dict[str, NDArray]]:
-    """Return the arrays of each item, from flattened ones of all. An array that is not there is replaced by ones."""
+    """Split the flattened arrays of all items by item. Arrays of which only the shape is given become ones."""
     items: dict[int, dict[str, NDArray]] = {}
     for name in sorted(key.removesuffix(SHAPE) for key in arrays if key.endswith(SHAPE)):
         at = 0
@@ -61,11 +61,11 @@ def layout_of(item: Mapping[str, NDArray]) -> Layout:
 
 
 def features(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the rows of the text that a family's own method makes of images: [rows, width]."""
+    """Return the rows of the text that the family's `get_image_features` computes from images: [rows, width]."""
     method = getattr(model, FEATURES)
     known = inspect.signature(inspect.unwrap(cast(Any, type(model)).get_image_features)).parameters
     found = method(**{name: each for name, each in inputs.items() if name in known})
-    deep = getattr(found, "deepstack_features", None) or ()  # for inner blocks of the text model
+    deep = getattr(found, "deepstack_features", None) or ()  # rows for inner blocks of the text model
     return torch.cat([_in_one(rows) for rows in (getattr(found, "pooler_output", found), *deep)], dim=-1)
 
 
@@ -81,7 +81,7 @@ def _in_one(rows: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FeatureShapes:
-    """The numbers of tokens of items, from a narrow copy of the encoder. settings: those of the narrow model, as JSON.
+    """Counts the tokens of items with a narrow copy of the encoder. settings: config of the narrow model, as JSON.
     holder, path, projector: places in it (see `GenericTower`)."""
 
     settings: str
@@ -90,11 +90,11 @@ class FeatureShapes:
     projector: tuple[str, ...]
 
     def __call__(self, item: Mapping[str, NDArray]) -> tuple[int, int]:
-        """Return the tokens in the blocks, and the rows of the text, of one item."""
+        """Return the number of tokens of an item in the encoder's blocks, and of its rows in the text."""
         return self.tokens(layout_of(item))
 
     def tokens(self, layout: Layout) -> tuple[int, int]:
-        """Return the same for an item with this layout."""
+        """Return these two numbers for an item with this layout."""
         hidden, rows = _seen(self, layout)
         return hidden.shape[:-1].numel(), len(rows)
 
@@ -102,7 +102,7 @@ class FeatureShapes:
 @lru_cache(maxsize=4096)
 @torch.no_grad()
 def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return the hidden states before the blocks, and the rows of the text."""
+    """Run the narrow encoder on ones, without blocks; return the hidden states before them and the rows of the text."""
     model, structure = narrow_encoder(shapes)
     inputs = _ones(layout)
     depth, hidden = structure.num_blocks, torch.zeros(1)
@@ -118,15 +118,15 @@ def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_text(shapes: FeatureShapes, layout: Layout) -> Tensor:
-    """Return the rows of the text that the narrow encoder makes of an item: [rows, width]."""
+    """Return the rows of the text that the narrow encoder computes for an item: [rows, width]."""
     return _seen(shapes, layout)[1]
 
 
 @lru_cache(maxsize=4)
 @torch.no_grad()
 def taps_of(shapes: FeatureShapes, layout: Layout) -> tuple[int, ...]:
-    """Return the blocks whose outputs more than the next block reads: with noise in one of them, what follows the last
-    block changes."""
+    """Return the blocks whose outputs are read by more than the next block: noise in such an output changes the rows
+    even though the last block's output stays the same."""
     model, structure = narrow_encoder(shapes)
     inputs, depth = _ones(layout), structure.num_blocks
     outputs: dict[int, Tensor] = {}
@@ -160,7 +160,7 @@ def _ones(layout: Layout) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def in_order(shapes: FeatureShapes, layout: Layout) -> Structure:
-    """Return the structure of the narrow encoder, with modules before or after the blocks as they run."""
+    """Return the narrow encoder's structure; modules that run before the first block are `before`, others `after`."""
     model, structure = narrow_encoder(shapes)
     around = (*structure.before, *structure.after)
     modules = {
@@ -188,7 +188,7 @@ _BLOCK = "a block"
 
 
 def unused_keys(shapes: FeatureShapes, layout: Layout) -> frozenset[str]:
-    """Return the keys of weights inside the encoder on which no row depends (blocks after a feature layer)."""
+    """Return the keys of the encoder's weights on which no row depends (in blocks after a feature layer)."""
     model, _ = narrow_encoder(shapes)
     with torch.enable_grad():
         reached = leaves_of(features(model, _ones(layout)))
@@ -200,7 +200,7 @@ def unused_keys(shapes: FeatureShapes, layout: Layout) -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def narrow_encoder(shapes: FeatureShapes) -> tuple[PreTrainedModel, Structure]:
-    """Build the narrow encoder with random weights, and its structure."""
+    """Build the narrow encoder with random weights; return it and its structure."""
     settings = json.loads(shapes.settings)
     config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     with seeded(0, "narrow encoder"):
@@ -211,10 +211,10 @@ def narrow_encoder(shapes: FeatureShapes) -> tuple[PreTrainedModel, Structure]:
 def encoder_in(
     model: PreTrainedModel, holder: str, path: str, projector: tuple[str, ...]
 ) -> tuple[PreTrainedModel, Structure]:
-    """Return the part of `model` that has `get_image_features`, with encoder and projector alone, and its structure."""
+    """Return the module at `holder` with its `path` and `projector` alone, and the structure of the encoder there."""
     base = cast(PreTrainedModel, model.get_submodule(holder))
     encoder = base.get_submodule(path)
-    if isinstance(encoder, PreTrainedModel):  # once, for all slices
+    if isinstance(encoder, PreTrainedModel):  # here once, for all slices
         maybe_install_capturing_hooks(encoder)
     keeps = {path, *projector}
     for name in [name for name, _ in base.named_children() if name not in keeps]:
@@ -233,11 +233,11 @@ def keep_output(seen: dict[int, Tensor], number: int, module: nn.Module, args: A
 
 
 TOKENS = ("image_token_id", "image_token_index")
-"""Config keys of the token that one row replaces."""
+"""Config keys that may name the token that one row replaces."""
 
 
 def width_of_blocks(shapes: FeatureShapes, item: Mapping[str, NDArray], config: Any) -> int:
-    """Return the hidden size of an encoder, by the key that has it in the narrow one."""
+    """Return the hidden size in `config`, by the key that holds it in the narrow one. Raises UserError."""
     narrow, _ = narrow_encoder(shapes)
     own = getattr(narrow.get_submodule(shapes.path), "config", narrow.config)
     width = _seen(shapes, layout_of(item))[0].shape[-1]
@@ -250,13 +250,13 @@ def width_of_blocks(shapes: FeatureShapes, item: Mapping[str, NDArray], config: 
 
 
 def patch_of(config: Any) -> int:
-    """Return the side of a patch in pixels."""
+    """Return the side of a patch in pixels, by default 14."""
     side = getattr(config.vision_config, "patch_size", None) or 14
     return side if isinstance(side, int) else side[0]
 
 
 def default_processor(config: Any) -> HuggingFaceImageProcessor:
-    """Return the image processor of a family with its default settings, but for the encoder's patches."""
+    """Return a family's image processor with default settings, but the encoder's patches and size. Raises UserError."""
     names = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     kind = names.get("pil") if isinstance(names, dict) else None
     if kind is None:

@@ -98,7 +98,7 @@ class NativeStage(PackedEncoderStage):
     """Frames run in groups of at most this many patches; a larger single frame runs alone."""
 
     def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
-        """Run on patches. sizes: int64 [images, 3]. Hidden states are followed by taps."""
+        """Run the stage on patches. sizes: int64 [images, 3]. Hidden states are followed by taps."""
         groups = _groups(sizes.tolist(), self.patches_at_once)
         parts = fed.split([sum(t * h * w for t, h, w in group) for group in groups])
         encoded = [
@@ -135,7 +135,7 @@ class NativeStage(PackedEncoderStage):
                 if block + 1 != self.end_block:
                     tapped[block] = self.shards.join_beside(tapped[block], fed.shape[:-1])
         parts = [hidden, *taps, *(tapped[block] for block in self.taps)]
-        # Merged, there are fewer rows than of taps, of which such a stage has none.
+        # A stage that merges has fewer rows than `taps`, which has no columns there.
         return torch.cat([part for part in parts if part.shape[-1]], dim=-1)
 
 
@@ -312,7 +312,7 @@ class NativeTower(Tower):
         return float(attrgetter(self.seconds)(config)) if self.seconds else None
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
-        """Clips, which have several frames, are other inputs than images, and have other tokens."""
+        """Pass clips, which are items of several frames, under their own keywords and with their own tokens."""
         grids, patches = inputs[GRID], inputs["pixel_values"].flatten(1)
         is_clip = grids[:, 0] > 1
         if not bool(is_clip.any()):

@@ -45,9 +45,9 @@ class NamedModule(TowerProjector):
 
 
 class StagedEncoderUnit(EncoderUnit):
-    """An encoder unit that runs as the stage of all its layers, because `stage_type` runs differently."""
+    """An encoder unit that runs as the stage of all its layers, because `stage_type` overrides how stages run."""
 
-    stand_in = Placeholder  # their stages pass hidden states in place of the input
+    stand_in = Placeholder  # stages after the first run the forward on hidden states
 
     def whole_stage(self) -> EncoderStage:
         """Return the stage of all layers."""
@@ -113,7 +113,7 @@ class PackedEncoderUnit(SampleParallel, StagedEncoderUnit):
 
 
 class OwnItemsStage(SampleParallel, EncoderStage):
-    """A user's own module whose items have unlike numbers of tokens, and its projector, on all items of the samples."""
+    """Layers of a user's own module for items of different sizes, and its projector, run on all items of samples."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         samples = self.chosen(data, samples)
@@ -127,7 +127,7 @@ class OwnItemsStage(SampleParallel, EncoderStage):
 
 
 class OwnItemsUnit(SampleParallel, StagedEncoderUnit):
-    """The unit of such a module; its geometry is that of the example."""
+    """Unit of a user's own module for items of different sizes; its geometry is that of the example."""
 
     stage_type = OwnItemsStage
     packs = True

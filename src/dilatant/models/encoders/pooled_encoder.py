@@ -63,7 +63,7 @@ class PooledMerger(NamedModule):
 
 
 class _BlocksDone(nn.Module):
-    """Replaces blocks that have run."""
+    """Placeholder for blocks that have run."""
 
     def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutput:
         return BaseModelOutput(last_hidden_state=cast(Any, inputs_embeds))
@@ -159,7 +159,7 @@ class PooledTower(Tower):
         return FramedClipUnit(frame, choice, "timed", written=options.written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
-        """Images are padded to equally many patches."""
+        """Pad images to equally many patches."""
         pixels, grids = inputs["pixel_values"], inputs[GRID]
         side = host.config.vision_config.pooling_kernel_size
         places = [_places(grid, side, pixels.device) for grid in grids.tolist()]

@@ -45,8 +45,8 @@ class SoundStage(PackedEncoderStage):
     sizes_name = FRAMES
 
     def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
-        """Run on frames. sizes: int64 [sounds, 2], frames of each sound without and with its padding. After the norm
-        there are half as many rows."""
+        """Run the stage on frames. sizes: int64 [sounds, 2], frames of each sound without and with its padding. After
+        the norm there are half as many rows."""
         hidden = in_dtype_of(model, fed)
         if not is_hidden:
             hidden = _convolved(model, hidden, sizes)
@@ -104,8 +104,8 @@ def rows_of(frames: Any) -> Any:
 
 
 def sound_geometry(rows: int, merged: int, width: int, mel_bins: int) -> EncoderGeometry:
-    """Return the geometry of an audio encoder that makes `rows` hidden states, and `merged` rows of the text, of a
-    sound of the typical length."""
+    """Return the geometry of an audio encoder that turns a sound of the typical length into `rows` hidden states and
+    `merged` rows of the text."""
     return EncoderGeometry(
         kind="audio",
         input_name=FEATURES,
@@ -208,7 +208,7 @@ class SoundTower(Tower):
         return sound_unit(host.name, host.placeholder_id, config, settings, written=written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
-        """Sounds are padded to one length, which is a fixed window if the encoder needs one."""
+        """Pad sounds to one length, which is a fixed window if the encoder needs one."""
         config = host.config.audio_config
         frames, padded = inputs[FRAMES].T.tolist()
         sounds = [*inputs[FEATURES].split(padded)]

@@ -33,7 +33,7 @@ class Family:
     `model.language_model.media_attention`; "prefix": all tokens before the first target attend to each other;
     "in_windows": tokens of an item attend to each other in sliding-window layers, if the config's
     `use_bidirectional_attention` enables it. first_position: a sample's first position. behind_time: see
-    `spatial_positions`. generic: the encoder of a family that is not listed here.
+    `spatial_positions`. generic: the encoder of a family that is read from its model (see `families.generic`).
     """
 
     towers: Mapping[str, Tower]

@@ -1,7 +1,7 @@
-"""Generic families: a multimodal model that `families.FAMILIES` does not list, read by transformers' own interface.
+"""Generic families: multimodal models that `families.FAMILIES` does not list, read by transformers' own interface.
 
-`get_decoder` names the text model, `get_image_features` what projects the encoder's rows, and the config the token that
-one row replaces. What is read here is proven on a small copy before the first training (see `media_proof`).
+`get_decoder` returns the text model, `get_image_features` runs the encoder and its projector, and the config names the
+token that one row replaces. A family that is read here is proven before the first training (see `media_proof`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dilatant.models.families.shrink import shrink_widths
 
 
 def opens_whole(config: Any) -> bool:
-    """Return True for the config of a multimodal model that may open whole."""
+    """Return True if a model with this config may open with its encoders: its family is listed here, or can be read."""
     config = getattr(config, "thinker_config", config)
     is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     return config.model_type in FAMILIES or (
@@ -33,7 +33,7 @@ def opens_whole(config: Any) -> bool:
 
 
 def read_family(config: Any, where: str) -> Family:
-    """Read the family of a model from the model itself. Raises UserError if it has another interface."""
+    """Read the family of a model from the model itself. Raises UserError if the model's interface differs."""
     try:
         with on_meta():
             model: Any = AutoModelForImageTextToText.from_config(copy.deepcopy(config))
@@ -92,7 +92,7 @@ def _innermost(model: Any) -> Any:
 
 
 def _touched(holder: nn.Module) -> list[str]:
-    """Return the modules and parameters of `holder` that its method for images uses, also through other methods."""
+    """Return the modules and parameters of `holder` that its `get_image_features` uses, also indirectly, by name."""
     names: list[str] = []
     methods, waiting = {FEATURES}, [FEATURES]
     while waiting:
@@ -116,7 +116,7 @@ def _modules_of(entry: Any) -> list[nn.Module]:
 
 
 def _size_of_blocks(entry: Any) -> int:
-    """Return the number of weights in the list of blocks of a module; 0 without one."""
+    """Return the number of weights in a module's list of blocks; 0 if it has none."""
     try:
         structure = find_structure(entry)
     except (UserError, AttributeError):

@@ -1,8 +1,8 @@
-"""Media proof: show on a small copy of a family that was read, not listed, that it trains as transformers does.
+"""Media proof: check on a small copy of a generic family (see `generic`) that it trains as in transformers.
 
-The copy has the family, random weights and images from the family's own processor. Loss and all gradients of samples
-with images, each alone in the family's own forward, are compared with those of our units, all samples in one packed
-row, with whole units and with a stage for every layer.
+The copy has random weights, and its images come from the family's own processor. The family's own forward computes loss
+and all gradients with each sample alone; our units must match them with all samples in one packed row, as whole units
+and with a stage for every layer.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from dilatant.models.families.training_proof import differ, loss_of, proof_path
 from dilatant.models.multimodal import MultimodalModel
 
 SAMPLES = ((5, (8.6, 12.1), 3, (10.7, 6.4), 6), (9,), ((9.3, 9.3), 7))
-"""The parts of each sample: tokens of text, and heights and widths of images in patches."""
+"""The parts of each sample: numbers of text tokens, and heights and widths of images in patches."""
 Result = tuple[Tensor, list[Tensor | None]]
 
 
 def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None]) -> str | None:
-    """Prove the family of `model`, whose attention `attend` sets, with the first of `MASKS` that is its own. Return the
-    reason if samples cannot share a row, and record in its encoder the reason if it cannot be cut. Raises UserError if
-    its units would train another model."""
+    """Set the first mask of `MASKS` under which the generic family of `model` trains as in transformers. attend: sets
+    the attention of a model. Return the reason why samples cannot share a row, or None, and store in the encoder's
+    `uncut` the reason why it cannot be cut. Raises UserError if single samples in whole units would train otherwise."""
     assert model.whole is not None
     assert model.whole.family.generic is not None
     path = proof_path(["media", model.whole.family.generic.narrow, model.whole.attn_implementation])
@@ -67,7 +67,7 @@ def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None
 
 
 def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> tuple[Any, ...]:
-    """Return the first mask under which samples alone are right, or the first mask, and the problems with it."""
+    """Return the first mask under which samples alone train correctly, or the first mask; and the problems with it."""
     found: list[tuple[Any, ...]] = []
     for mask in MASKS:
         own = replace(whole, family=replace(whole.family, media_attention=mask))
@@ -82,11 +82,11 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
 
 
 MASKS: tuple[MediaAttention, ...] = ("causal", "bidirectional")
-"""Masks among the tokens of an image that are tried."""
+"""Masks among the tokens of an image, in the order in which they are tried."""
 
 
 def _narrow(whole: PretrainedModel) -> PretrainedModel:
-    """Return the same family with the sizes of its small copy."""
+    """Return the small copy of a pretrained model: the same family with a narrow config."""
     assert whole.family.generic is not None
     config = type(whole.config).from_dict(json.loads(whole.family.generic.narrow))
     small = PretrainedModel.of(config, "model", attn_implementation=whole.attn_implementation)
@@ -94,7 +94,7 @@ def _narrow(whole: PretrainedModel) -> PretrainedModel:
 
 
 def _prove(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> tuple[str | None, ...]:
-    """Return the problems of packed rows, of each sample alone, and of a stage for every layer; each None if right."""
+    """Return the problems of packed rows, of each sample alone, and of a stage for every layer; None for no problem."""
     model = MultimodalModel({}, whole, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():

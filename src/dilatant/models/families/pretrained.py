@@ -53,7 +53,7 @@ class PretrainedModel:
 
     @classmethod
     def of(cls, config: Any, where: str, **options: Any) -> PretrainedModel:
-        """Recognise the family, or read it. Raises UserError. Omni is reduced to its thinker, without speech."""
+        """Find or read the family (see `generic`). Omni is reduced to its thinker, without speech. Raises UserError."""
         config = getattr(config, "thinker_config", config)
         is_read = config.model_type not in FAMILIES and opens_whole(config)
         return cls(config, (read_family if is_read else family_of)(config, where), **options)

@@ -55,12 +55,12 @@ _MULTIPLIERS = re.compile(r"(multiplier|_scale|_scaling|scaling_factor)$|^scale_
 def shrink(config: Any, has_encoders: bool = True) -> dict[str, Any]:
     """Return the settings of a small model like that of `config`, as `type(config).from_dict` takes them. Without
     `has_encoders` only the text model of a multimodal model is shrunk."""
-    settings = PreTrainedConfig.to_dict(config)  # a family's own may write the layout of released files
+    settings = PreTrainedConfig.to_dict(config)  # a family's own may have the layout of released files
     for key in ("quantization_config", "dtype", "torch_dtype"):
         settings.pop(key, None)
     parts = [key for key in config.sub_configs if isinstance(settings.get(key), dict)]
     texts = [key for key in parts if getattr(config, key) is config.get_text_config()]
-    # All parts are divided by one number, so that widths that must be equal stay so.
+    # All parts are divided by one number, so that widths that must be equal stay equal.
     width = _width(settings[texts[0]] if texts else settings)
     divisor = (width or max((_width(settings[key]) for key in parts), default=0)) // _WIDTH or 1
     for key in parts if has_encoders else texts:
@@ -77,14 +77,14 @@ def shrink(config: Any, has_encoders: bool = True) -> dict[str, Any]:
 
 
 def shrink_widths(config: Any, spatial: bool = False) -> dict[str, Any]:
-    """Return the settings of a narrow multimodal model, whose encoders keep all their blocks and their windows.
-    spatial: True for positions in time, height and width."""
+    """Return the settings of a narrow multimodal model, whose encoders keep all their blocks and their windows; its
+    text model is shortened, too. spatial: True for positions in time, height and width."""
     settings = PreTrainedConfig.to_dict(config)
     for key in ("quantization_config", "dtype", "torch_dtype"):
         settings.pop(key, None)
     parts = [key for key in config.sub_configs if isinstance(settings.get(key), dict)]
     of_parts = {key: settings[key].get("embed_dim") or _width(settings[key]) for key in parts}
-    # An encoder may name the text model's width, and the reverse.
+    # The settings of an encoder may contain the text model's width, and the reverse.
     widths = {wide: _divided(wide, wide // _WIDTH or 1) for wide in of_parts.values() if wide}
     for key in parts:
         part, divisor = dict(settings[key]), of_parts[key] // _WIDTH or 1
@@ -108,7 +108,7 @@ def shrink_widths(config: Any, spatial: bool = False) -> dict[str, Any]:
 
 
 _OF_ENCODERS = ("embed_dim", "mlp_dim", "projection_dim")
-"""Further widths."""
+"""Names of further widths in the settings of encoders."""
 
 
 def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:
@@ -184,7 +184,7 @@ def _differences(whole: dict[str, Any], own: Mapping[str, Any], divisor: int) ->
 
 
 def _narrow(small: dict[str, Any], divisor: int) -> None:
-    """Reduce the heads in number and width, and all other widths by one divisor."""
+    """Reduce the number and the width of heads, and divide all other widths by `divisor`."""
     heads = next((small[key] for key in ("num_attention_heads", "n_head", "n_heads") if small.get(key)), None)
     positional = small.get("qk_rope_head_dim")
     all_of_head = positional and small.get("head_dim") == small.get("qk_nope_head_dim", 0) + positional

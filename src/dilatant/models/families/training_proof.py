@@ -1,8 +1,8 @@
-"""Training proof: show on a small copy of a language model that packed rows and stages train as transformers does.
+"""Training proof: check on a small copy of a language model that packed rows and stages train as in transformers.
 
-The copy has the family and the settings of the user's model (see `shrink`) and random weights. Loss and all gradients
-of a few samples, each run alone by the family's own forward, are compared with those of the samples in one packed row,
-and of single-layer stages. Proofs are cached in the cache folder, by settings and versions.
+The copy has the family and the settings of the user's model (see `shrink`) and random weights. The family's own forward
+computes loss and all gradients of a few samples, each run alone; one packed row of the samples, and single-layer
+stages, must match them. Proofs are cached in the cache folder, by settings and versions.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from dilatant.models.language.proven_traits import Proof
 LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
-"""Limit for the parameters of a copy; if a family's width settings are unknown, the copy may stay wide."""
+"""Maximum number of parameters of a copy. If a family's width settings are unknown, the copy may stay wide."""
 _CHECKS = 5
-"""Number of what a proof checks: another one makes cached proofs invalid."""
+"""Version of the checks of a proof; another version makes cached proofs invalid."""
 _NOT_CAUSAL = "its logits depend on later tokens; is_decoder or a similar key of its config may forbid that"
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
 """Relative differences that pass as fp32 rounding: of the loss, and of a gradient relative to its own largest element
@@ -56,11 +56,11 @@ def prove(
     how: str,
     attach: Callable[[LanguageUnit], None] | None = None,
 ) -> Proof:
-    """Prove a language model, with its current attention or that which `attach` sets. whole: the multimodal model that
-    contains it. how: cache key of that attention."""
+    """Test packed rows and stages of a language model on a small copy, under its current attention or that set by
+    `attach`. whole: the multimodal model that contains it. how: name of that attention in the cache key."""
     begin = time.perf_counter()
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns of ids outside the small vocabulary
+    transformers_logging.set_verbosity_error()  # transformers warns of ids outside the small vocabulary
     try:
         settings = shrink(unit.model.config, has_encoders=whole is None)
         path = _path(unit, settings, how)
@@ -127,7 +127,7 @@ def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mappin
     if whole is None:
         with on_meta():
             _refuse_large(cast(Any, type(unit.model))(config))
-        # With memory at once: some families draw weights in their constructors alone.
+        # Not on the meta device: some families draw weights only in their constructors.
         model = cast(Any, type(unit.model))(config)
         model.set_attn_implementation(_attention(unit))
         small = LanguageUnit(unit.unit, model, {})
@@ -173,11 +173,11 @@ def _of_transformers(
     for sample in samples:
         ids = torch.as_tensor(sample.input_ids)
         given = {}
-        if whole is not None:  # some merge media by it
+        if whole is not None:  # some families merge media by the mask
             given["attention_mask"] = torch.ones_like(ids)[None]
         if (
             whole is not None and whole.media_attention == "prefix"
-        ):  # all tokens but these attend to each other
+        ):  # tokens of type 0, before targets, attend to each other
             given["token_type_ids"] = torch.as_tensor(sample.labels != -100)[None].long()
         logits = small.model(input_ids=ids[None], use_cache=False, **given).logits
         loss = loss + functional.cross_entropy(logits[0, :-1], ids[1:], reduction="sum")
@@ -187,8 +187,8 @@ def _of_transformers(
 def loss_of(
     units: Mapping[str, Unit], samples: Sequence[EncodedSample], rows: Sequence[tuple[int, ...]], is_cut: bool
 ) -> Tensor:
-    """Compute the loss of `rows` of samples through whole units or, if `is_cut`, a stage for every layer of those that
-    may be cut, as in training."""
+    """Compute the loss of packed `rows` of samples as in training: through whole units or, if `is_cut`, through a stage
+    for every layer of the units that may be cut."""
     *_, anchor = units
     data = StepData.of(samples, {anchor: units[anchor].losses[anchor]})
     loss = torch.zeros(())
@@ -218,7 +218,7 @@ def _with_gradients(small: LanguageUnit, loss: Tensor) -> tuple[Tensor, list[Ten
 def differ(
     wanted: tuple[Tensor, list[Tensor | None]], found: tuple[Tensor, list[Tensor | None]]
 ) -> tuple[str | None, tuple[float, float]]:
-    """Return a description of the difference, or None, and the relative differences of the loss and of a gradient."""
+    """Describe a difference above the limits, or None; and return the relative differences of loss and gradients."""
     loss = float(abs(wanted[0] - found[0]) / abs(wanted[0]))
     nothing = torch.zeros(1)
     pairs = [
@@ -241,7 +241,7 @@ def _path(unit: LanguageUnit, settings: Mapping[str, Any], how: str) -> Path:
 
 
 def proof_path(about: Sequence[Any]) -> Path:
-    """Return the file of the cached proof of what `about` names, by these versions."""
+    """Return the path of the cached proof of what `about` describes, under the installed versions."""
     about = [*about, _CHECKS, transformers.__version__, torch.__version__]
     return cache_folder() / "proofs" / f"{sha256(repr(about).encode()).hexdigest()[:24]}.json"
 

@@ -58,9 +58,9 @@ class LanguageForward:
 
     decoder: the stage's slice of the text model; keywords: those of its forward. shards: sequence parallelism of the
     blocks. rows: unit → encoder rows [rows, hidden]. ids: [batch, tokens], on the first stage. hidden: the decoder's
-    input [batch, tokens, width]; in `begin`, the received rows of this rank's tokens, [tokens, width]. Of a packed row
-    only: data; samples; row, this rank's tokens; losses by name. state: what an extension keeps until `send`. closing:
-    what is undone behind the blocks.
+    input [batch, tokens, width]; in `begin`, the received rows of this rank's tokens, [tokens, width]. Only for a
+    packed row: data; samples; row, this rank's tokens; losses by name. state: extension → what it keeps for `leave` or
+    `send`. closing: contexts that are left after the blocks have run.
     """
 
     text: TextLayout
@@ -110,7 +110,7 @@ class Extension:
         """Change the decoder, its input or its keywords before the blocks run."""
 
     def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
-        """Change the hidden states behind the blocks, [batch, tokens, width], or add losses."""
+        """Change the hidden states after the blocks, [batch, tokens, width], or add losses."""
         return hidden
 
     def send(self, forward: LanguageForward, rows: Tensor) -> Tensor:

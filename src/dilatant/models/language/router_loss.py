@@ -17,7 +17,7 @@ from dilatant.models.language.extension import Extension, LanguageForward
 
 
 def has_router_loss(model: PreTrainedModel) -> bool:
-    """Return True if the config enables it as in transformers: `output_router_logits` and `router_aux_loss_coef`."""
+    """Return True if the config enables the loss as in transformers: `output_router_logits`, `router_aux_loss_coef`."""
     config: Any = model.config
     return bool(getattr(config, "output_router_logits", False)) and router_weight(model) > 0
 
@@ -28,12 +28,12 @@ def router_weight(model: PreTrainedModel) -> float:
 
 
 def count_routers(model: PreTrainedModel) -> int:
-    """Return the number of blocks with a router."""
+    """Return the number of routers."""
     return len(_routers(model.base_model))
 
 
 def _routers(decoder: Any) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a text model, in order, with the place of the logits in what each returns."""
+    """Return the routers of a text model, in order, each with the index of the logits in its output."""
     recorded = decoder._can_record_outputs["router_logits"]
     recorders = recorded if isinstance(recorded, list) else [recorded]
     return [
@@ -45,7 +45,7 @@ def _routers(decoder: Any) -> list[tuple[nn.Module, int]]:
 
 
 class RouterLoss(Extension):
-    """The routers' loss of a stage's blocks. name: the loss's. experts_per_token: experts that a router chooses."""
+    """The router loss of a stage's blocks. name: the loss's. experts_per_token: experts that a router chooses."""
 
     def __init__(self, name: str, experts_per_token: int) -> None:
         self.name = name

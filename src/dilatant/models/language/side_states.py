@@ -1,8 +1,8 @@
 """Per-token side states: values that blocks pass to later blocks, appended to the hidden state in every token's row.
 
-Stages send side states as part of the row, so any cut into stages is correct and plans are independent of them. They
-are encoder rows for inner blocks (DeepStack; Meng et al. 2024), per-layer embeddings (Gemma 3n's and 4's), and keys and
-values that later blocks reuse (Gemma 4).
+Stages send side states as part of the row, so any cut into stages is correct and plans are independent of them. There
+are three kinds: encoder rows for inner blocks (DeepStack; Meng et al. 2024) and, in Gemma 4, per-layer embeddings, and
+keys and values that later blocks reuse.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DeepStack(SideStates):
         decoder._deepstack_process = lambda hidden, at, rows: (
             hidden if rows is None else add(hidden, at, rows)
         )
-        forward.decoder = decoder  # which adds nothing behind skipped blocks
+        forward.decoder = decoder  # adds nothing after skipped blocks
 
     def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
         used = min(states.shape[-1], (end - first) * self.hidden)
