@@ -1,4 +1,4 @@
-"""Every mask kind attends to what its words say: visible() over its fields against rules over named tokens."""
+"""Every mask kind shows a query the right keys: `visible` over the mask's words against rules over named tokens."""
 
 from __future__ import annotations
 

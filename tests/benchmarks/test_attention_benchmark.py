@@ -1,4 +1,4 @@
-"""The attention benchmark's functions on rows so short that a CPU runs them; a GPU takes the same way."""
+"""The attention benchmark's functions on rows so short that a CPU runs them; a GPU runs the same code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, costs and tokens that a seed draws for a search, and a test of many seeds."""
+"""Random models, costs and tokens of a search, drawn from a seed, and a decorator that tests many seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDING = 1 + 1e-9
 
 
 def often(test):
-    """As a few cases by default, and as 500 among the slow ones."""
+    """Run a test with a few seeds by default and with 500 as a slow test."""
     return pytest.mark.parametrize(
         "cases", [4, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"]
     )(test)

@@ -166,9 +166,9 @@ def _draw_plan(
     degrees: list[tuple[int, int]],
     experts: int,
 ) -> Plan:
-    """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones.
+    """Draw replicas of every unit, each with its own cuts; encoders are on separate ranks or on those of other units.
 
-    Stages are on groups of tp x cp ranks; all that is drawn here is drawn of groups.
+    Stages are on groups of tp x cp ranks; this function draws groups, not ranks.
     """
     budget = min(most_ranks, draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks])))
     groups: list[tuple[int, int]] = []

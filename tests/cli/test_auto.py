@@ -1,4 +1,4 @@
-"""`parallel: auto` as a user meets it: planned for the devices at hand, said, trained with, and kept."""
+"""`parallel: auto`: a run plans for the devices at hand, prints the plan, trains with it and keeps it."""
 
 from __future__ import annotations
 

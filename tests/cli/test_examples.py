@@ -1,4 +1,4 @@
-"""The examples learn what they promise."""
+"""The examples reach the results that their texts state."""
 
 from __future__ import annotations
 

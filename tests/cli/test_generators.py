@@ -1,4 +1,4 @@
-"""A model that draws, as a user drives it: trained in any layout, exported, asked for a picture."""
+"""A model with an image generator: trained in any layout, exported, and used to generate a picture."""
 
 from __future__ import annotations
 

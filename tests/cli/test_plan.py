@@ -1,4 +1,4 @@
-"""Planning as a user drives it: a plan with its page, costs that are shared, layouts in part, mistakes."""
+"""`dilatant plan`: a plan with its page, shared cost files, partly specified layouts, mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host notices that a device waits in vain, whatever the device does, and nothing else."""
+"""The host notices that a device waits in vain, whatever else the device does, and raises no false alarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler: every sample once in a pass, resume goes on with the next unseen one, shares are kept."""
+"""The sampler: every sample once per pass, resume with the next unseen sample, data sets in their shares."""
 
 from __future__ import annotations
 

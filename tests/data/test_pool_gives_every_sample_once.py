@@ -1,4 +1,4 @@
-"""The pool of a machine: what each rank asked for arrives, once, in the order it is taken."""
+"""The data worker pool of a machine: every requested sample arrives at its rank once, in the order of `take`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Media take their places in the text, every mismatch is an error that names the sample, sizes need no decoding."""
+"""Media are placed in the text, every mismatch is an error that names the sample, and sizes need no decoding."""
 
 from __future__ import annotations
 

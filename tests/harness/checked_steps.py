@@ -1,4 +1,4 @@
-"""Steps of a case on ranks, compared with those of one process; and how far the two may be from each other."""
+"""Run the steps of a case on ranks and compare them with those of one process, within stated tolerances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a long row by chunks of its targets: the same numbers, and no more logits at once than a chunk has."""
+"""The loss of a long row by chunks of its targets: equal numbers, and logits of only one chunk at a time."""
 
 from __future__ import annotations
 

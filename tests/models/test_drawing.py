@@ -1,4 +1,4 @@
-"""What a net learns and how it draws are what diffusers' schedulers say, and hang on keys alone."""
+"""Training targets and image generation equal those of diffusers' schedulers, and depend on random keys alone."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def word_matrix(
     key_positions: Sequence[int],
     window: int | None = None,
 ) -> np.ndarray:
-    """`[queries, keys]` booleans from words, positions and a window width."""
+    """Return `[queries, keys]` booleans from words, positions and a window width."""
     # Digits from the lowest bit up, so that [12:24] are bits 12 to 23.
     queries = [(f"{int(word):064b}"[::-1], int(at)) for word, at in zip(query_fields, query_positions)]
     keys = [(f"{int(word):064b}"[::-1], int(at)) for word, at in zip(key_fields, key_positions)]

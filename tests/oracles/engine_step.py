@@ -1,4 +1,4 @@
-"""Losses, gradients and updates of an engine case by one process that knows no plan."""
+"""Oracle of an engine case: losses, gradients and updates in one process without a plan."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ STEPS = 2
 def expected(
     case: Case, steps: int = STEPS
 ) -> tuple[list[tuple[float, dict[str, float]]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses of `steps` steps (all weighted, then each unit's), gradients of the first, and parameters after them, of
-    one process (the oracle)."""
+    """Return, computed in one process, the losses of `steps` steps (all weighted, then each unit's), the gradients of
+    the first step and the parameters after the last."""
     model = build_model(case, plain=True)
     samples = build_samples(case)
     units = model.units

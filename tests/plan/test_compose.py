@@ -1,4 +1,4 @@
-"""Compositions of pipelines against the enumeration of all of them, and the guarantee that one exists."""
+"""Compositions of pipelines equal the best of an enumeration of all, and exist where they are guaranteed to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search leaves out as surely slow: nothing that could be what it is for."""
+"""A search leaves out only plans that are certainly slower than the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices that a plan would leave idle form one more pipeline where that pays: a valid plan with all samples in it."""
+"""Idle devices of a plan form one more pipeline if that is faster; the plan is valid and trains on all samples."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Plans whose microbatches are cut by tokens: their bounds hold, any number of pipelines shares a batch, and no
-microbatch has more tokens than it may."""
+"""Plans whose microbatches are cut by tokens: their bounds hold, any number of pipelines can share a batch, and no
+microbatch exceeds the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search: complete, inside memory, on all devices, and clear about what cannot be."""
+"""The search is complete, respects memory, uses all devices, and explains why a request is impossible."""
 
 from __future__ import annotations
 

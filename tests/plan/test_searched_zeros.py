@@ -1,4 +1,4 @@
-"""The search over who shares optimizer state: the best of all ways, and what it says holds for all of them."""
+"""The search over ZeRO modes finds the best of all modes, and its claims hold for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as planners see them: the real model's layers and weights, and layers that can be measured and modelled."""
+"""Model descriptions for planners have the real model's layers and weights; all layers can be measured and modelled."""
 
 from __future__ import annotations
 

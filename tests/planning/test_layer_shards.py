@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank holds of a layer, and costs measured at several degrees."""
+"""Shards of layers that one tensor-parallel rank holds, and costs measured at several degrees."""
 
 from __future__ import annotations
 

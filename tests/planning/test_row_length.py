@@ -1,4 +1,4 @@
-"""Rows on described GPUs are as long as memory allows, where nothing in the config says how long they are."""
+"""On described GPUs, rows are as long as memory allows if no key of the config sets their length."""
 
 from __future__ import annotations
 

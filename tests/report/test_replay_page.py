@@ -1,4 +1,4 @@
-"""Replays shown: facts, one scale for all lines, and averages that keep what the segments add up to."""
+"""The replay page shows the facts, one scale for all lines, and averages that preserve the sums of the segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coordinator and agents as real processes, with workers that only talk."""
+"""Coordinator and agents as real processes, with workers that only exchange messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members come and go, at any point of a rebuild: losses stay those of one process, and what ranks hold stays flat."""
+"""Members join and leave at any point of a rebuild: losses equal those of one process, and ranks leak no memory."""
 
 from __future__ import annotations
 

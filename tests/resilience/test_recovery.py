@@ -1,4 +1,4 @@
-"""Whoever is killed or stopped, the run goes on, and its losses are those of the undisturbed run."""
+"""Whichever process is killed or stopped, the run continues with the losses of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
     copies: int,
     steps: int,
 ) -> None:
-    """After the first loss there are as many copies as two losses at once ask for."""
+    """After the first loss there are enough copies to survive two simultaneous losses."""
     ended = run_with_faults(
         make_project(tmp_path, parallel),
         Fault(2, "agent:0"),

@@ -1,4 +1,4 @@
-"""A run's coordinator is brought back, be it dead or standing still; where none can be, the run ends and says so."""
+"""A coordinator that dies or stops is restarted; if that is impossible, the run ends with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of every row compute what one process computes."""
+"""Context-parallel ranks compute what one process computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs follow measurements: they come to what actions take, alike on all ranks, at the same step, also resumed."""
+"""Corrected costs approach the measured times of actions, equally on all ranks, at the same step, also after resume."""
 
 from __future__ import annotations
 

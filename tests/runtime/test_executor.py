@@ -1,4 +1,4 @@
-"""What a step does besides its numbers: divergence, failures, bounded buffers, no needless gradients, times."""
+"""The executor apart from its numbers: divergence, failures, bounded buffers, no needless gradients, times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that have different experts compute what one process computes."""
+"""Expert-parallel ranks compute what one process computes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_with_split_backward_and_recomputation(
 
 @pytest.mark.parametrize("zero", [pytest.param("none", marks=pytest.mark.slow), "node"])
 def test_replicas_that_divide_experts_unlike(workers: WorkerPool, zero: Any) -> None:
-    """By the expert, by features and not at all: gradients meet where the parts overlap."""
+    """Replicas shard experts whole, by features, or not at all: gradients are summed where the parts overlap."""
     replicas = (
         (Stage(0, 4, (0, 1), tp=2, ep=2),),
         (Stage(0, 3, (2, 3), cp=2, ep=2), Stage(3, 4, (2, 3), cp=2)),

@@ -1,4 +1,4 @@
-"""What a rank holds while it trains is what the table of bytes and the planner's memory model say."""
+"""The memory of a rank during training equals the table of bytes and the planner's memory model."""
 
 from __future__ import annotations
 

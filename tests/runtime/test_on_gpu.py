@@ -1,4 +1,4 @@
-"""The runtime on GPUs: one rank alone, and two that talk over NCCL. Both give the gradients of one process on a CPU."""
+"""The runtime on GPUs: one rank, and two ranks over NCCL, give the gradients of one process on a CPU."""
 
 from __future__ import annotations
 

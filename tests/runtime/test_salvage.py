@@ -1,4 +1,4 @@
-"""What survives a step that ranks were lost in counts once: loss and gradients are those of one process."""
+"""Gradients that survive the loss of ranks in a step count once: loss and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Ending:
 def _run(
     worker: Worker, case: Case, lost: list[Lost], zero: str, exact: bool = False, folder: Path | None = None
 ) -> dict[str, Any] | None:
-    """folder: where ranks that are lost leave what they have finished."""
+    """Run a step that ranks are lost in. folder: receives the exported gradients of lost ranks."""
     samples = build_samples(case)
     rank, size, plan = worker.rank, worker.size, case.plan
     old: Runtime | None = None

@@ -1,4 +1,4 @@
-"""Replicas of unlike tensor parallelism: gradients, norms, shared updates and their state against one process."""
+"""Replicas of unlike tensor parallelism: gradients, norms, sharded updates and optimizer state equal one process's."""
 
 from __future__ import annotations
 
@@ -184,17 +184,17 @@ def test_any_mix_of_replicas_updates_as_one_process_does(
 
 
 def check_shares(ranks: list[dict[str, Any]], copies: int) -> None:
-    """Zero shards state evenly within each sharing group."""
+    """Check that ZeRO shards optimizer state evenly within each sharing group."""
     assert sum(found["numbers"] for found in ranks) == copies * ranks[0]["held"]
     most = max(found["numbers"] for found in ranks)
-    assert most <= ranks[0]["held"] * copies / 4 + 18  # a row of each bucket
+    assert most <= ranks[0]["held"] * copies / 4 + 18  # one row of each bucket
 
 
 @pytest.mark.parametrize("node_of", [[0, 0, 0], [0, 1, 2], [0, 0, 1]])
 def test_sharing_changes_no_bit_where_sums_have_the_same_order(
     workers: WorkerPool, node_of: list[int]
 ) -> None:
-    """Two ranks have one order of summation; three share nothing on three nodes."""
+    """Two ranks have only one order of summation; three ranks on three nodes shard nothing."""
     size = len(set(node_of)) if len(set(node_of)) == 3 else 2
     plain = workers.run(_train, size, (1,) * size, "none", node_of)
     shared = workers.run(_train, size, (1,) * size, "node", node_of)

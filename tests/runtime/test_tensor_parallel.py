@@ -1,4 +1,4 @@
-"""Ranks that share layers compute what one process computes, family by family."""
+"""Tensor-parallel ranks compute what one process computes, family by family."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 
-# Vision on two ranks behind one another, the language model on two pairs.
+# Vision on a pair of ranks, the language model on two further pairs.
 TWO = plan_of((Stage(0, 5, (0, 1), tp=2),), (Stage(0, 2, (2, 3), tp=2), Stage(2, 4, (4, 5), tp=2)))
 
 

@@ -1,5 +1,5 @@
-"""A virtual device replays what every rank's host gives its GPU: whatever waits for the whole device, wherever and on
-however many ranks at once, the step ends, and receives leave room for kernels."""
+"""A virtual device replays the launches of every rank's host: the step ends, wherever and on however many ranks a host
+waits for its whole device, and receives leave room for kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluating a plan: every sample is worked on once, seconds and memory add up, and bounds hold."""
+"""Plan scoring: every sample is processed once, seconds and memory add up, and bounds hold."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
 
 
 def with_host(costs, seconds):
-    """The costs where the host takes so long to issue a layer's forward, and its backward."""
+    """Return the costs with `seconds` of the host to issue a layer's forward, and as many for its backward."""
     layers = {
         kind: {degrees: replace(cost, host=seconds) for degrees, cost in own.items()}
         for kind, own in costs.layers.items()
@@ -203,7 +203,7 @@ def test_bounds_count_the_host_of_every_microbatch():
     spec, costs = model(unit("language", 2, parameters=0)), with_host(cost_model({"language": 1e-6}), 1.0)
     known = spec, costs, cluster(1, 2), Workload({"language": np.arange(1.0, 9.0)}), 8
     found = search(*known, PlanSimulator(*known, rules=RULES), (1,), RULES, fills_microbatches=True)
-    # Four microbatches on each device, two layers forward and backward.
+    # Each device runs four microbatches, each with forward and backward of two layers.
     assert found.seconds == pytest.approx(4 * 2 * 2)
     assert found.proven
     assert found.simulated < found.candidates

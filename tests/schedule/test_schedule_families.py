@@ -1,4 +1,4 @@
-"""Every family gives, for every plan and assignment, a schedule that runs; and the textbook one on a chain."""
+"""Every schedule family gives a schedule that runs for every plan and assignment, and the textbook one for a chain."""
 
 from __future__ import annotations
 

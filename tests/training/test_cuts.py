@@ -1,4 +1,4 @@
-"""A layout that does not say where its stages begin is cut where the costs of its run are most even, and stays so."""
+"""A layout without cuts is cut so that the run's costs are most even, and keeps these cuts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_no_other_cut_has_a_faster_slowest_stage(folder: Path) -> None:
-    """The vocabulary is so large that the head takes as long as several blocks; the first blocks are frozen."""
+    """The vocabulary makes the head as slow as several blocks, and the first blocks are frozen."""
     frozen = [f"language.layers.{number}" for number in range(2)]
     section = model_section(config={**LANGUAGE, "vocab_size": 6000})
     sections: dict[str, Any] = {"model": {**section, "freeze": ["vision.encoder", *frozen]}}

@@ -1,4 +1,4 @@
-"""What was simulated is what is executed: the planner's steps are those of the trainer, sample by sample."""
+"""The trainer executes the steps that the planner simulated, sample by sample."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
             100,
             3,
             False,
-        ),  # which share the batch by tokens: their replicas divide it in no other way
+        ),  # three replicas can share this batch only by tokens
         pytest.param("balanced", None, 4, True, marks=pytest.mark.slow),
-        ("balanced", 100, 1, False),  # one device cuts its steps as planned, too
+        ("balanced", 100, 1, False),  # one device also cuts its steps as planned
     ],
 )
 def test_a_planned_run_executes_the_simulated_steps(
@@ -92,7 +92,7 @@ def test_a_planned_run_executes_the_simulated_steps(
 ) -> None:
     train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": []}
     plan: dict[str, Any] = {"assignment": policy}
-    if policy in ("entrain", "searched"):  # whose every plan takes long to simulate
+    if policy in ("entrain", "searched"):  # these take long to simulate for every plan
         plan.update(NARROW)
     if devices == 3:
         plan.update(microbatch_tokens=[row_tokens], microbatch_sizes=[2])
@@ -149,7 +149,7 @@ def test_a_planned_run_executes_the_simulated_steps(
     [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}],
 )
 def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[str, Any]) -> None:
-    """The score of the plan with the language model thawed, against the same plan of a config that trains it."""
+    """Compare the score of the plan with an unfrozen language model with that of a config that trains this model."""
     write_samples(tmp_path, 2 * BATCH)
     frozen = model_section() | trained
     whole = model_section() | {"freeze": ["vision.encoder"]}

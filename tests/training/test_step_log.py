@@ -1,4 +1,4 @@
-"""Every step that counts is told of once and in order, at the latest while the next one's vote is out."""
+"""Every committed step is reported once and in order, at the latest during the vote on the next step."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_rank_failing_in_a_step_has_logged_the_step_before(
 
 
 def test_next_rank_logs_the_steps_its_predecessor_missed(tmp_path: Path) -> None:
-    """And nothing twice."""
+    """The next rank writes every missing step and writes no step twice."""
     book = Book()
     config = config_of(tmp_path, train={"steps": 3})
     trainer = trainer_of(config, book)

@@ -1,5 +1,5 @@
-"""Ranks that train a tiny model, each under an agent of its own, and a coordinator that lets newcomers in at once;
-visitors become members, and are gone again before they have done their part."""
+"""Ranks that train a tiny model, each under its own agent, and a coordinator that admits new nodes at once; visitors
+join as members and leave before they have done their part."""
 
 from __future__ import annotations
 
