@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerPool]:
-    """Processes to run a function on several ranks in."""
+    """Pool of processes that runs a function on several ranks."""
     pool = WorkerPool()
     yield pool
     pool.close()

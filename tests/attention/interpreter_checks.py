@@ -146,7 +146,7 @@ def test_half_precision_stays_within_its_rounding() -> None:
 
 
 def test_strided_tensors_are_read_as_they_lie() -> None:
-    """Transformers gives [1, heads, tokens, dim], transposed."""
+    """Transformers passes transposed views of [1, heads, tokens, dim] tensors."""
     mask = mask_kinds.build_mask(RowLayout.of_lengths([40]), "document_causal")
     case = make_case(mask, query_heads=2, kv_heads=2)
     for tuning in (SQUARE, DESCRIPTORS):

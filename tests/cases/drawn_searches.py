@@ -24,12 +24,12 @@ def often(test):
 
 
 def check(cases, one):
-    """Run `one` on seeds until so many cases said something."""
+    """Run `one` on seeds until `cases` of them fulfilled its assumptions."""
     given(st.integers(0, 2**32 - 1))(settings(max_examples=cases, deadline=None)(one))()
 
 
 def drawn(draw, parameters=0, free=False, activation=2.0):
-    """A small vision-language model that may leave recomputation to the plan, its costs and its tokens."""
+    """Draw a small vision-language model, its costs and its tokens. free: the plan chooses what is recomputed."""
     spec, _ = random_vlm(draw)
     units = tuple(
         replace(

@@ -25,8 +25,8 @@ SOUND = wav_bytes(0.25)
 
 @dataclass(frozen=True)
 class Numbered:
-    """Samples that know their number. seconds: that reading one takes. hangs, ends, corrupt, broken: numbers of samples
-    that hang in C code, end their process, are refused, and fail on an I/O error as often as the file `log` says."""
+    """Samples that contain their number. seconds: time to read one. hangs, ends, corrupt: numbers of samples that hang
+    in C code, kill their process, are refused. log: records all reads, of which the first `fails` are I/O errors."""
 
     seconds: float = 0.0
     hangs: frozenset[int] = frozenset()

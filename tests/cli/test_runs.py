@@ -40,7 +40,7 @@ def configure(project: Path, **train: object) -> None:
 
 
 def start(project: Path) -> subprocess.Popen[str]:
-    """Heeds a Ctrl-C also where these tests run in the background, which ignores them."""
+    """Start a run that handles SIGINT even if the tests run in the background, where SIGINT is ignored."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [*COMMAND, "train", str(project / "config.yaml")]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

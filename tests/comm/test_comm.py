@@ -87,7 +87,7 @@ def _blocked_until_aborted(worker: Worker, operation: str) -> str:
 
 @pytest.mark.parametrize("operation", ["receive", "sum"])
 def test_an_abort_anywhere_ends_what_others_are_blocked_in(workers: WorkerPool, operation: str) -> None:
-    """Nobody waits for the timeout, which is longer than any test may take."""
+    """No rank waits for the timeout, which is longer than any test may take."""
     assert workers.run(_blocked_until_aborted, 3, operation) == ["rank 2 found sample 'x' broken"] * 3
 
 

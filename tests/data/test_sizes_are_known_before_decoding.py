@@ -175,7 +175,7 @@ def same(one, other, part=slice(None)):
 
 
 class Progress:
-    """Whether anything was measured."""
+    """Progress callback that records whether anything was measured."""
 
     def __init__(self):
         self.calls = []

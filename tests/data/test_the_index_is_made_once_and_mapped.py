@@ -66,7 +66,7 @@ def values(index):
 
 
 def settle(cache):
-    """As if what is in the cache had been there for a while."""
+    """Set the files of the cache to an older time."""
     cache_module.SETTLED_NS, before = 0, cache_module.SETTLED_NS
     try:
         for path in cache.glob("*.arrays"):
@@ -341,7 +341,7 @@ def test_arrays_come_back_as_they_were_written(tmp_path):
      {"arrays": {"a": ["<i8", [3.0]]}}, {"arrays": {"a": ["<i8", [10**30]]}}, {"arrays": {"a": ["<i8", 3]}}],
 )  # fmt: skip
 def test_a_header_of_another_form_is_as_good_as_none(tmp_path, wrong):
-    """Its checksum is right: another version wrote it."""
+    """A header with a correct checksum, written by another version, is ignored."""
     path = tmp_path / "x"
     write_arrays(path, "key", Arrays({"a": np.arange(3)}))
     data = path.read_bytes()

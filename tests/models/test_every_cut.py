@@ -42,14 +42,14 @@ FAMILIES = {**{f"whole {name}": {} for name in WHOLES}, **PLAIN, **HYBRID}
 
 @cache
 def model_of(family: str) -> MultimodalModel:
-    """The model, with the attention that is chosen for it."""
+    """Return the model with the attention that is chosen for it."""
     if family.startswith("whole "):
         return opened(family.removeprefix("whole "))
     return MultimodalModel({}, {"model_type": family, **FAMILIES[family]}, seed=0)
 
 
 def texts(model: MultimodalModel) -> list[EncodedSample]:
-    """Two samples of text."""
+    """Return two samples of text."""
     ids = [np.random.default_rng(length).integers(3, 60, length) for length in (9, 14)]
     return [
         EncodedSample(f"{len(own)}", own, np.append(-100, own[1:]), sizes={"language": len(own)})
@@ -60,7 +60,7 @@ def texts(model: MultimodalModel) -> list[EncodedSample]:
 def loss_of(
     model: MultimodalModel, samples: list[EncodedSample], borders: dict[str, list[int]]
 ) -> torch.Tensor:
-    """The loss of the samples through stages between these layers of each unit, each sample a microbatch."""
+    """Return the loss of the samples, each a microbatch, through stages between these layers of each unit."""
     data = StepData.of(samples, model.graph.losses)
     total = torch.zeros(())
     for number in range(len(samples)):

@@ -20,7 +20,7 @@ BATCH = 16
 
 
 def searched(seed, devices, fills_idle, all_devices=False):
-    """(search, what is needed to check its plans) of a small drawn model on so many devices."""
+    """Search for a small random model on `devices` devices; return the result and the inputs of the search."""
     draw = random.Random(seed)
     spec = model(
         unit("vision", draw.randint(1, 3), ("language",), parameters=10),

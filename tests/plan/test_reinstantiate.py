@@ -23,7 +23,7 @@ def templates_for(sizes, gpus_per_node=1, microbatches=16):
 
 
 def number(composition):
-    """Pipelines of consecutive node ids for a composition's sizes."""
+    """Return pipelines of consecutive node ids for a composition's sizes."""
     following = itertools.count()
     return [tuple(next(following) for _ in range(size)) for size, _ in composition]
 
@@ -48,7 +48,7 @@ def layers_by_node(templates, pipelines):
 
 
 def lost_layers(found):
-    """Layers that no surviving node holds."""
+    """Return the layers that no surviving node holds."""
     return tuple(sorted({copy.layer for copy in found.copies if copy.source is None}))
 
 

@@ -64,7 +64,7 @@ def test_a_coordinator_that_is_lost_or_stands_still_is_replaced(
 def test_connection_flood_neither_kills_nor_blocks_coordinator(
     supervised: tuple[CoordinatorSupervisor, ProcessStart],
 ) -> None:
-    """Idle ones, some that drip bytes and some that shout."""
+    """Some connections are idle, some send bytes slowly and some send many."""
     coordinator, start = supervised
     assert becomes(coordinator, lambda: answers(start))
     first = coordinator.child.process.pid

@@ -52,7 +52,7 @@ def stages(tp: int, cp: int, ep: int) -> tuple[Stage, ...]:
 
 
 def _experts() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Two of three experts for each of five tokens; the last input is what a router gives them."""
+    """Return three experts and inputs of five tokens with two experts each; the last input is the router's weights."""
     torch.manual_seed(0)
     experts = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=6, num_local_experts=3))
     for parameter in experts.parameters():

@@ -26,7 +26,7 @@ NAMES = [f"u.0.{name}" for name in SHAPES]
 
 
 def drawn(*key: int) -> dict[str, torch.Tensor]:
-    """Every weight or gradient, whole; of one step and replica."""
+    """Draw all weights, or all gradients of one step and replica, whole."""
     generator = np.random.default_rng(key)
     return {
         name: torch.from_numpy(generator.standard_normal(shape).astype(np.float32))
@@ -43,14 +43,14 @@ def taken(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def is_used(name: str, step: int) -> bool:
-    """In the first step nobody uses one of the weights."""
+    """Return False for one weight in the first step: no rank uses it."""
     return not (step == 0 and name == "u.0.columns")
 
 
 def contribution(
     name: str, held: Holdings, degrees: tuple[int, ...], rank: int, step: int
 ) -> torch.Tensor | None:
-    """The gradient that `rank` has before any sum: its replica's, in parts where several ranks have a part of it."""
+    """Return the gradient of `rank` before any sum: the replica's, split into summands if several ranks hold it."""
     if not is_used(name, step):
         return None
     replica = next(i for i, end in enumerate(itertools.accumulate(degrees)) if rank < end)
@@ -133,7 +133,7 @@ def one_process(replicas: int) -> tuple[dict[str, nn.Parameter], dict[str, torch
 
 
 def assembled(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """What all ranks wrote, each number once."""
+    """Assemble the tensors that all ranks wrote, and check that each number was written once."""
     written: dict[str, torch.Tensor] = {
         name: torch.full(shape, torch.nan) for name, shape in zip(NAMES, SHAPES.values())
     }
@@ -203,8 +203,8 @@ def test_sharing_changes_no_bit_where_sums_have_the_same_order(
 
 
 def _sums_of_unlike_groups(worker: Worker) -> dict[str, torch.Tensor]:
-    """On two nodes of two ranks, two weights that all hold, and one that the first of each node hold. One of the first
-    node is late, so that its peer has no sum of the node to pass on when it begins the last bucket."""
+    """Sum, on two nodes of two ranks, two weights of all ranks and one of the first rank of each node. One rank of the
+    first node is late, so its peer has no sum of the node to pass on when it begins the last bucket."""
     comm = Comm(worker.store, worker.rank, worker.size)
     first = UnitPlan("v", tuple(Replica((Stage(0, 1, (rank,)),)) for rank in (0, 1)))
     plan = Plan((first, replace(plan_of(1, 1, 1, 1).units[0], name="u")))
@@ -241,7 +241,7 @@ def test_groups_sum_in_one_order_whoever_is_late(workers: WorkerPool) -> None:
 
 
 def _train_bf16(worker: Worker) -> dict[str, Any]:
-    """Three replicas that share all state of bf16 weights with fp32 gradients."""
+    """Train three replicas that shard all optimizer state of bf16 weights with fp32 gradients."""
     comm = Comm(worker.store, worker.rank, worker.size)
     held = holdings(plan_of(1, 1, 1), {"u": ["u.0"]}, WEIGHTS, split)
     start = drawn(0)

@@ -32,7 +32,7 @@ def workload(samples, seed=0):
 
 
 def chain(name, layers, replicas, feeds=()):
-    """One unit whose replicas are chains of one-device stages: `replicas` lists the ranks of each."""
+    """Return a unit whose replicas are chains of one-device stages; `replicas` lists the ranks of each."""
     made = []
     for ranks in replicas:
         cuts = [k * layers // len(ranks) for k in range(len(ranks) + 1)]
@@ -130,7 +130,7 @@ def test_a_deep_schedule_gives_way_to_memory():
 
 
 def test_all_steps_of_a_score_share_one_schedule_and_its_memory():
-    """Also where the quickest one fits most batches, and only the heaviest does not."""
+    """The schedule is shared even if the fastest one fits all batches but the heaviest."""
     plan = Plan((chain("language", 6, [[0, 1, 2]]),))
     alone = model(unit("language", 6, parameters=0))
     costs = cost_model({"language": 1e-3}, activation=100.0)
@@ -157,7 +157,7 @@ def test_all_steps_of_a_score_share_one_schedule_and_its_memory():
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_family_that_fits_beats_the_chosen_one(seed):
-    """Each of them made and swept by itself: none may be left out that could win."""
+    """The oracle simulates every family by itself; the scorer may skip none that could win."""
     draw = np.random.default_rng(seed)
     layers = int(draw.integers(1, 7))
     spec = model(

@@ -40,11 +40,11 @@ NARROW: dict[str, Any] = {
     "tensor_parallel": [1],
     "context_parallel": [1],
 }
-"""A search of few plans, where any would do."""
+"""Settings for tests that accept any plan: the search tries few."""
 
 
 def dense_costs(folder: Path, **sections: Any) -> Path:
-    """Costs as if measured, whose blocks take more of a row of several samples the longer it is."""
+    """Write costs, labelled as measured, whose blocks take more time for a longer row of several samples."""
     given = config(folder, **sections)
     model = describe_model(build_meta_model(given, len(load_model_tokenizer(given.model))))
     costs = analytic_costs(layer_shapes(model), load_hardware("H100"))
@@ -59,7 +59,7 @@ def dense_costs(folder: Path, **sections: Any) -> Path:
 
 
 def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem, PreparedRun, Config]:
-    """A plan as `dilatant plan` writes it, and a run that was told to train it."""
+    """Write a plan as `dilatant plan` does; return its problem, and the prepared run that trains it with its config."""
     write_samples(folder, 2 * BATCH)
     asked = config(folder, **sections)
     problem = planning_problem(asked, assemble_samples(asked))
@@ -171,7 +171,7 @@ def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[
 
 
 def test_plan_page_shows_simulated_microbatches_and_memory(tmp_path: Path) -> None:
-    """Where the token budget of a row cuts a plan's microbatches into more, and steps differ in memory."""
+    """The row's token limit cuts the plan's microbatches into more, and steps differ in memory."""
     write_samples(tmp_path, 2 * BATCH)
     train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": [], "row_tokens": 100}
     asked = config(tmp_path, train=train, plan={"microbatch_sizes": [8], "microbatch_tokens": []})

@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal after a step. victim: "worker:1", "agent:1" (of node 1) or "coordinator"."""
+    """A signal to a process after a step. victim: "worker:1", "agent:1" (of node 1) or "coordinator"."""
 
     after_step: int
     victim: str
