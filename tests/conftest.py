@@ -1,4 +1,4 @@
-"""What every test may ask for. This folder is on the import path, so `from oracles.x import y` works."""
+"""Fixtures and settings of all tests. This folder is on the import path, so `from oracles.x import y` works."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from harness.fork_server import start_fork_server
 from harness.worker_pool import WorkerPool
 
-# What these compare is shown where it differs, as in test files.
+# Failed asserts in these modules show the values that differ, as in test files.
 pytest.register_assert_rewrite("cases", "harness.checked_steps", "harness.refused")
 
-# What tests measure is not kept among the user's files.
+# Measurements of tests must not enter the user's cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="dilatant-cache-")
 os.environ["DILATANT_CACHE"] = _CACHE.name
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The default run draws the same cases every time, so that what is red is the change; `-m slow` draws new ones.
+    """Draw the same random cases in every default run, so that only changes make tests fail; `-m slow` draws new ones.
 
-    No case has a deadline: how fast a busy machine is does not decide what is right.
+    Cases have no deadline: the speed of a busy machine must not fail a test.
     """
     settings.register_profile("repeatable", derandomize=True, deadline=None)
     settings.register_profile("searching", deadline=None)
     settings.load_profile("repeatable" if config.option.markexpr == "not slow" else "searching")
-    gc.disable()  # while tests are imported: torch and transformers leave little garbage and much to look through
+    gc.disable()  # during imports: torch and transformers make many objects and little garbage
     if hasattr(config, "workerinput"):
         start_fork_server()
     is_first_of_several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerPool]:
-    """Processes to run a function on several ranks in."""
+    """Pool of processes that runs a function on several ranks."""
     pool = WorkerPool()
     yield pool
     pool.close()

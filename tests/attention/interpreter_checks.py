@@ -1,5 +1,5 @@
-"""Checks of the Triton kernels under Triton's interpreter; `test_triton_interpreter.py` runs them in a process of
-their own, because the interpreter is chosen when the kernels are imported."""
+"""Checks of the Triton kernels under Triton's interpreter; `test_triton_interpreter.py` runs them in a separate
+process, because the interpreter is chosen when the kernels are imported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(case: Case, tuning: Tuning) -> tuple[tuple[torch.Tensor, torch.Tensor], 
 
 
 def check(case: Case, tuning: Tuning, tolerance: float) -> None:
-    """Compare with dense attention; padding gives zeros and takes zero gradients, to the bit."""
+    """Compare with dense attention; outputs and gradients of padding must be exactly zero."""
     results, gradients = run(case, tuning)
     padding = torch.tensor(case.mask.fields) == 0
     assert (results[0][padding] == 0).all()
@@ -146,7 +146,7 @@ def test_half_precision_stays_within_its_rounding() -> None:
 
 
 def test_strided_tensors_are_read_as_they_lie() -> None:
-    """Transformers gives [1, heads, tokens, dim], transposed."""
+    """Transformers passes transposed views of [1, heads, tokens, dim] tensors."""
     mask = mask_kinds.build_mask(RowLayout.of_lengths([40]), "document_causal")
     case = make_case(mask, query_heads=2, kv_heads=2)
     for tuning in (SQUARE, DESCRIPTORS):
@@ -173,7 +173,7 @@ def test_expanded_gradients_equal_dense_attention() -> None:
 )
 @pytest.mark.parametrize("kind", [pytest.param("document_causal", marks=pytest.mark.slow), "embedded"])
 def test_head_groups_gathered_in_turn_equal_dense_gradients(kind: str, heads_per_gather: int | None) -> None:
-    """Each group's output is a view of some heads of all; one rank is enough to take them in turn."""
+    """The output of each group is a view of its heads in the whole output; one rank suffices to test the order."""
     mask = mask_kinds.build_mask(SHORT_ROW, kind)
     case = make_case(mask, query_heads=4, kv_heads=2, sinks=True)
     inputs = [x.clone().requires_grad_() for x in (case.query, case.key, case.value, case.sinks)]

@@ -1,4 +1,4 @@
-"""The backend is chosen by what a call asks and a machine offers, and every refusal says why."""
+"""The attention backend follows from the call and the machine, and every refusal gives a reason."""
 
 from __future__ import annotations
 

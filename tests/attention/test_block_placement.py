@@ -1,4 +1,4 @@
-"""Blocks are placed so that ranks finish together, within limits, and the same way everywhere."""
+"""Blocks are placed so that ranks finish together within limits, and every rank computes the same placement."""
 
 from __future__ import annotations
 

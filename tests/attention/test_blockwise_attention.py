@@ -34,7 +34,7 @@ def run(case: Case) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tenso
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and chunks so small that short rows have many of them."""
+    """Make blocks and chunks so small that short rows have many of them."""
     monkeypatch.setattr(blockwise, "QUERY_BLOCK", 8)
     monkeypatch.setattr(blockwise, "KEY_BLOCK", 4)
     monkeypatch.setattr(blockwise, "CHUNK_TOKENS", 20)
@@ -151,7 +151,7 @@ def test_a_long_sample_is_visited_in_chunks_of_bounded_size(monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 64k tokens nothing is larger than a chunk of scores or a few numbers a token, tables included."""
+    """At 64k tokens no tensor, tables included, exceeds a chunk of scores or a few numbers per token."""
     monkeypatch.undo()
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):

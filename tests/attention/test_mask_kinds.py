@@ -1,4 +1,4 @@
-"""Every mask kind attends to what its words say: visible() over its fields against rules over named tokens."""
+"""Every mask kind shows a query the right keys: `visible` over the mask's words against rules over named tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ thorough = settings(checked, max_examples=30)
 
 
 def seen(mask: AttentionMask) -> np.ndarray:
-    """The mask as `visible` has it, pair by pair."""
+    """Return the mask as dense booleans, by `visible` on each pair."""
     words, at = mask.fields.tolist(), mask.positions.tolist()
     pairs = [[visible(q, k, i, j, mask.window) for k, j in zip(words, at)] for q, i in zip(words, at)]
     return np.array(pairs, dtype=bool).reshape(len(words), len(words))
@@ -86,7 +86,7 @@ MEDIA_RULES = {
 
 
 def by_modality(kinds):
-    """Each token by the rule of its own modality, text by that of any."""
+    """Return the mask in which each token follows the rule of its modality, and text the rules of all."""
     return lambda q, k: MEDIA_RULES[kinds.get(q.modality, "causal")](q, k)
 
 
@@ -120,7 +120,7 @@ def test_sixty_modalities_have_masks_in_one_sample(kind):
 @checked
 @given(samples=rows)
 def test_a_sample_may_have_any_mask_of_its_own(samples):
-    """Frames (two items and more without text between) see each other, other pictures themselves."""
+    """Frames (two or more items without text between them) see each other; other pictures see only themselves."""
 
     def frames(row):
         assert not row.is_padding.any()

@@ -1,4 +1,4 @@
-"""The attention benchmark's functions on rows so short that a CPU runs them; a GPU takes the same way."""
+"""The attention benchmark's functions on rows so short that a CPU runs them; a GPU runs the same code."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_flex_attention_is_tuned_once_per_kind_and_logs_failures() -> None:
 
 
 def test_flex_attention_is_called_on_our_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uncompiled and forward alone, which is all that it does on a CPU."""
+    """FlexAttention runs uncompiled and forward only, since a CPU supports no more."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     problem = kernels.make_problem("MP", 300, kernels.Shape(2, 1, 16, torch.float32), CPU)
     inputs = (problem.query, problem.key, problem.value)

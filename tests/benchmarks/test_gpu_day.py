@@ -1,4 +1,4 @@
-"""The sections of a day on a GPU say what they need, and what can run without one runs."""
+"""The sections of the GPU day name their requirements, and those that need no GPU run without one."""
 
 from __future__ import annotations
 

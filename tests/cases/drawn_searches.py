@@ -1,4 +1,4 @@
-"""Models, costs and tokens that a seed draws for a search, and a test of many seeds."""
+"""Random models, costs and tokens of a search, drawn from a seed, and a decorator that tests many seeds."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ROUNDING = 1 + 1e-9
 
 
 def often(test):
-    """As a few cases by default, and as 500 among the slow ones."""
+    """Run a test with a few seeds by default and with 500 as a slow test."""
     return pytest.mark.parametrize(
         "cases", [4, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"]
     )(test)
 
 
 def check(cases, one):
-    """Run `one` on seeds until so many cases said something."""
+    """Run `one` on seeds until `cases` of them fulfilled its assumptions."""
     given(st.integers(0, 2**32 - 1))(settings(max_examples=cases, deadline=None)(one))()
 
 
 def drawn(draw, parameters=0, free=False, activation=2.0):
-    """A small vision-language model that may leave recomputation to the plan, its costs and its tokens."""
+    """Draw a small vision-language model, its costs and its tokens. free: the plan chooses what is recomputed."""
     spec, _ = random_vlm(draw)
     units = tuple(
         replace(

@@ -38,8 +38,8 @@ from dilatant.schedule.trainability import trainability_of
 def cases(
     draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32, nets: tuple[str, ...] = ()
 ) -> Case:
-    """Any valid step of up to `most_ranks` ranks. nets: families of which its generators are, at least one; without
-    any they are modules of our own."""
+    """Draw any valid step of up to `most_ranks` ranks. nets: families of its generators, of which there is then at
+    least one; without `nets`, generators are simple modules."""
     encoders = tuple(
         (
             NAMES[index],
@@ -166,9 +166,9 @@ def _draw_plan(
     degrees: list[tuple[int, int]],
     experts: int,
 ) -> Plan:
-    """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones.
+    """Draw replicas of every unit, each with its own cuts; encoders are on separate ranks or on those of other units.
 
-    Stages are on groups of tp x cp ranks; all that is drawn here is drawn of groups.
+    Stages are on groups of tp x cp ranks; this function draws groups, not ranks.
     """
     budget = min(most_ranks, draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks])))
     groups: list[tuple[int, int]] = []
@@ -242,8 +242,8 @@ def _draw_plan(
 
 
 def _draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Assignment:
-    """Every unit draws its own borders; samples without rows are mostly, not always, absent from an encoder. Some of
-    the time microbatches are those of a plan that cuts by tokens."""
+    """Draw borders of microbatches for every unit; an encoder mostly, not always, omits samples without rows. Sometimes
+    microbatches are cut by tokens, as in plans with a token limit."""
     if draw(st.integers(0, 3)) == 0:
         tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
         how = Microbatching(row_tokens=draw(st.integers(3, 60)))
@@ -267,13 +267,13 @@ def _draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Ass
 
 
 def _repeats(replica: Replica) -> bool:
-    """Whether the ranks of a replica come round with one period."""
+    """Return True if the ranks of a replica's stages repeat with one period."""
     ranks = [stage.ranks for stage in replica.stages]
     return ranks == (ranks[: len(set(ranks))] * len(ranks))[: len(ranks)]
 
 
 def _draw_split(draw: Any, plan: Plan, schedule: Schedule) -> Schedule:
-    """Some more backwards in two halves, the second one anywhere later on the same rank."""
+    """Split some more backwards into two halves, the second anywhere later on the same rank."""
     ranks: dict[int, tuple[Action, ...]] = {}
     lead = {rank: placed.stage.ranks[0] for placed in plan.stages() for rank in placed.stage.ranks}
     for rank, actions in sorted(schedule.actions.items()):

@@ -1,4 +1,4 @@
-"""Plans and simulations as a user asks for them."""
+"""Plans and simulations by the commands that a user gives."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cases.tiny_project import Dilatant
 from dilatant.report.plan_report import PlanReport
 
 H100 = ("--set", "cluster.hardware=H100")
-"""Costs are then modelled, so nothing is measured and the same plan is found on any machine."""
+"""Options for modelled costs: nothing is measured, and the search finds the same plan on any machine."""
 FEW = (
     "--set", "plan.microbatch_sizes=[2]", "--set", "plan.microbatch_tokens=[]", "--set", "debug.planned_steps=2",
 )  # fmt: skip
-"""Few plans are tried, on two steps, where it does not matter which is found."""
+"""Options for tests that accept any plan: the search tries few plans on two steps."""
 
 
 def planned(dilatant: Dilatant, *arguments: object) -> PlanReport:

@@ -1,4 +1,4 @@
-"""Samples of which a pool's test can say what they do, and what it asks for."""
+"""Samples that fail in ways which a test of the pool chooses, and requests for them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SOUND = wav_bytes(0.25)
 
 @dataclass(frozen=True)
 class Numbered:
-    """Samples that know their number. seconds: that reading one takes. hangs, ends, corrupt, broken: numbers of samples
-    that hang in C code, end their process, are refused, and fail on an I/O error as often as the file `log` says."""
+    """Samples that contain their number. seconds: time to read one. hangs, ends, corrupt: numbers of samples that hang
+    in C code, kill their process, are refused. log: records all reads, of which the first `fails` are I/O errors."""
 
     seconds: float = 0.0
     hangs: frozenset[int] = frozenset()
@@ -59,7 +59,7 @@ class Numbered:
 
 
 def requests(numbers: range | list[int], **settings: object) -> list[SampleRequest]:
-    """Draws are a hundred more than the numbers."""
+    """Return requests for these samples; each draw number is the sample number plus 100."""
     return [SampleRequest(number + 100, number, ALL, **settings) for number in numbers]  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def contents(sample: object) -> object:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it is there, and not only waits for somebody to ask how it ended."""
+    """Return True if the process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
         stat = Path(f"/proc/{pid}/stat")

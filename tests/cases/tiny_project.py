@@ -18,7 +18,7 @@ SIDES = ("left", "right")
 
 
 def write_images(folder: Path, count: int, name: str = "train.jsonl") -> Path:
-    """`count` 8×8 images, bright on the left or on the right, with the side as answer."""
+    """Write `count` 8×8 images, bright on the left or on the right, with the side as answer."""
     generator = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     lines = []
@@ -35,7 +35,7 @@ def write_images(folder: Path, count: int, name: str = "train.jsonl") -> Path:
 
 
 def tiny_config(**train: Any) -> dict[str, Any]:
-    """A vision-language model of a few thousand weights."""
+    """Return the config of a run with a vision-language model of a few thousand weights."""
     width = {
         "hidden_size": 16,
         "intermediate_size": 32,

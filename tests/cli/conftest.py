@@ -1,4 +1,4 @@
-"""A tiny run over a handful of drawn images, driven as a user drives it."""
+"""Fixtures of a tiny run on a few generated images, driven by the commands of a user."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from harness.command_line import make_once, run_command
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with data and `config.yaml`, as a user would have it."""
+    """A new folder with data and `config.yaml`."""
     return write_project(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Such a folder after its run of six steps, with a checkpoint of every third: for tests that change nothing."""
+    """A project after a run of six steps with a checkpoint after every third; tests must not change it."""
     project = write_project(tmp_path_factory.mktemp("trained"))
     make_once("train", project / "config.yaml", "--set", "train.save_steps=3")
     return project
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def planned_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Such a folder with a plan for two H100 in `run/plan`: for tests that change nothing."""
+    """A project with a plan for two H100 in `run/plan`; tests must not change it."""
     project = write_project(tmp_path_factory.mktemp("planned"))
     make_once("plan", project / "config.yaml", *H100, *FEW, "--set", "cluster.gpus_per_node=2")
     return project
@@ -39,7 +39,7 @@ def planned_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_trained(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, to change: a run's config names its files by whole paths."""
+    """A copy of `trained` that a test may change, with the paths in the run's config replaced."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "run" / "config.yaml"
     config.write_text(
@@ -50,8 +50,8 @@ def own_trained(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Dilatant]:
-    """Run the command line in this process, in the folder of the config that it is given: returns exit code, standard
-    output and standard error."""
+    """Function that runs a command in this process, in the folder of the config among its arguments, and returns exit
+    code, standard output and standard error."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capfd.readouterr()

@@ -1,4 +1,4 @@
-"""`parallel: auto` as a user meets it: planned for the devices at hand, said, trained with, and kept."""
+"""`parallel: auto`: a run plans for the devices at hand, prints the plan, trains with it and keeps it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ COSTS = ("--set", "plan.costs=costs.yaml")
 
 @pytest.fixture
 def costs(project: Path, dilatant: Dilatant) -> Path:
-    """Costs of the project's layers, so that none has to be measured: an A40's, modelled, taken for this CPU's, which
-    takes a million times as long for each token, and no time for calls: else it is fastest to leave a device idle."""
+    """Write modelled costs, so that no layer is measured: those of an A40, labelled as this CPU's, with a million times
+    the seconds per token and none per call. With realistic costs the fastest plan would leave a device idle."""
     return modelled_costs(project, dilatant)
 
 

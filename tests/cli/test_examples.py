@@ -1,4 +1,4 @@
-"""The examples learn what they promise."""
+"""The examples reach the results that their texts state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accuracy(run: Path) -> float:
 def test_the_quickstart_reads_handwritten_digits(
     steps: int | None, tmp_path: Path, dilatant: Dilatant
 ) -> None:
-    """A few steps of it run; the whole, which is what `make train` runs, reads."""
+    """By default a few steps run; the slow test runs the example as `make train` does and requires 95 % accuracy."""
     subprocess.run([sys.executable, ROOT / "examples" / "digits.py", tmp_path / "digits"], check=True)
     code, _, _ = dilatant(
         "train", ROOT / "examples" / "quickstart.yaml", "--set", f"output_dir={tmp_path / 'run'}",
@@ -54,7 +54,7 @@ def test_digits_are_drawn(
     dilatant: Dilatant,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After some steps the losses of text and pictures have fallen; after all of them the judge knows the digits."""
+    """After some steps the losses of text and pictures have fallen; after all steps the judge recognises the digits."""
     pytest.importorskip("diffusers")
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -25,7 +25,7 @@ def tree(folder: Path) -> dict[str, int]:
 
 @pytest.fixture
 def run(trained: Path) -> Path:
-    """To be read only."""
+    """The run folder of `trained`; tests must not change it."""
     return trained / "run"
 
 

@@ -1,4 +1,4 @@
-"""A model that draws, as a user drives it: trained in any layout, exported, asked for a picture."""
+"""A model with an image generator: trained in any layout, exported, and used to generate a picture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without 
 
 
 def write_requests(folder: Path, count: int = 8) -> None:
-    """Asks for the left or the right image in turn; some answers are only text."""
+    """Write samples that ask for the left or the right image in turn; some answers are only text."""
     write_images(folder, count)
     lines = []
     for number in range(count):
@@ -104,7 +104,7 @@ def test_an_export_draws_as_trained_and_loads_in_diffusers(drawing: Path, dilata
 
 
 def judged_by_a_function_of_ones_own(folder: Path, export: Path, dilatant: Dilatant) -> None:
-    """It is given question, expected and answered parts of every held-out sample in turn; its mean is the verdict."""
+    """The function gets question, expected and generated parts of each held-out sample; its mean is the metric."""
     (folder / "own.py").write_text(
         "import json, helper\n"
         "def score(question, expected, answered):\n"
@@ -146,7 +146,7 @@ def judged_by_a_function_of_ones_own(folder: Path, export: Path, dilatant: Dilat
 def test_pretrained_nets_and_autoencoders_start_unchanged(
     family: str, drawing: Path, dilatant: Dilatant
 ) -> None:
-    """A pipeline's folder, as diffusers writes it; what is frozen leaves as it came."""
+    """The model starts from a pipeline folder of diffusers, and frozen weights are exported unchanged."""
     settings, vae = NETS[family]
     pipeline, export = drawing / "pipeline", drawing / "run" / "export" / "image"
     net = getattr(diffusers, settings["_class_name"]).from_config(settings)
@@ -243,7 +243,7 @@ def test_where_a_picture_goes_is_looked_at_first(tmp_path: Path, dilatant: Dilat
 def test_a_whole_model_that_learns_to_draw_exports_both_parts(
     family: str, drawing: Path, dilatant: Dilatant
 ) -> None:
-    """In stages, the net cut in two; transformers and diffusers each load their half, and the export draws."""
+    """Stages cut the denoiser, transformers and diffusers each load their part of the export, and it generates."""
     source = save_as_the_hub_does(family, drawing / "whole")
     lines = [json.loads(line) for line in (drawing / "train.jsonl").read_text().splitlines()]
     for number, line in enumerate(lines):  # it sees a picture, and draws one
@@ -279,8 +279,8 @@ def test_a_whole_model_that_learns_to_draw_exports_both_parts(
 
 @pytest.mark.slow
 def test_cached_latents_train_like_pixels_and_are_made_once(drawing: Path, dilatant: Dilatant) -> None:
-    """Equal losses; nothing is decoded again by a resume or another layout; what is damaged, cut off or of another
-    picture is made anew."""
+    """Losses are equal, a resume or another layout decodes nothing again, and latents that are damaged, cut off or of
+    another picture are made anew."""
     settings, vae = NETS["pixart"]
     diffusers.PixArtTransformer2DModel.from_config(settings).save_pretrained(drawing / "p/transformer")
     diffusers.AutoencoderKL.from_config(vae).save_pretrained(drawing / "p/vae")
@@ -339,8 +339,8 @@ app.run()
 
 @pytest.mark.slow
 def test_a_run_killed_while_caching_latents_resumes_unchanged(drawing: Path, dilatant: Dilatant) -> None:
-    """Killed by SIGKILL after three of six pictures, and again while it trains: the same losses as a run that was not,
-    and no picture is encoded twice."""
+    """A run that is killed after three of six pictures, and again while it trains, has the losses of an undisturbed one
+    and encodes no picture twice."""
     settings, vae = NETS["pixart"]
     diffusers.PixArtTransformer2DModel.from_config(settings).save_pretrained(drawing / "p/transformer")
     diffusers.AutoencoderKL.from_config(vae).save_pretrained(drawing / "p/vae")
@@ -381,7 +381,7 @@ def test_a_run_killed_while_caching_latents_resumes_unchanged(drawing: Path, dil
 
 @pytest.mark.slow
 def test_frozen_encoder_features_train_in_any_layout_and_export(drawing: Path, dilatant: Dilatant) -> None:
-    """What the net is shown are the encoder's own patches; without a decoder no picture is made."""
+    """The denoiser's targets are the encoder's own patches; without a decoder no picture is generated."""
     asked = {"config": OF_FEATURES, "target": {"encoder": CLIP}, "connector": "transformer"}
     config = configure(drawing, asked, steps=2)
     code, _, err = dilatant("train", config, "--set", "parallel=single")

@@ -123,7 +123,7 @@ def test_block_tables_give_the_losses_of_transformers_attention(project: Path, d
 
 @pytest.mark.slow
 def test_images_may_see_themselves_whole(project: Path, dilatant: Dilatant) -> None:
-    """The mask changes what is learned, travels with the export, and is used when the model answers."""
+    """The mask changes training, is part of the export, and is used for generation."""
     config = project / "config.yaml"
     # Text sees what images saw a layer before; with large weights attention is far from a mean over all.
     deeper = (
@@ -209,7 +209,7 @@ def test_stages_judge_held_out_answers_like_the_whole_model(project: Path, dilat
 
 
 def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
-    """Rank 1's third forward fails, as a bug in a model would."""
+    """Run a rank; the third forward of rank 1 fails, as with a bug in a model."""
     from dilatant.models.language.language_stage import LanguageStage
 
     run, calls = LanguageStage.run, []

@@ -1,4 +1,4 @@
-"""Planning as a user drives it: a plan with its page, costs that are shared, layouts in part, mistakes."""
+"""`dilatant plan`: a plan with its page, shared cost files, partly specified layouts, mistakes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_page_the_plan_and_json_say_the_same(project: Path, dilatant: Dilata
 def test_a_layout_in_part_is_completed_cut_timed_and_trains(
     project: Path, dilatant: Dilatant, tmp_path: Path
 ) -> None:
-    """Also with degrees that plans are not made with by default: on a CPU tp is 1."""
+    """`--like` may name degrees that are not searched by default, such as tp 2 on a CPU."""
     tree = tiny_config()
     tree["model"]["language_model"]["config"] |= {"num_hidden_layers": 4}
     tree |= {
@@ -223,7 +223,7 @@ def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, d
 
 @pytest.mark.slow
 def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dilatant: Dilatant) -> None:
-    """Five samples do not divide among two pipelines, so they take turns in two stages, and split backwards pay."""
+    """Five samples do not divide among two pipelines, so the plan is two stages, where split backwards pay."""
     tree = tiny_config(global_batch_size=5, steps=3)
     tree["model"]["language_model"]["config"] |= {"num_hidden_layers": 4, "tie_word_embeddings": False}
     tree["plan"] = {"microbatch_sizes": [1], "microbatch_tokens": []}
@@ -343,7 +343,7 @@ def test_a_global_batch_below_the_stable_one_is_said(project: Path, dilatant: Di
 
 
 def uneven(project: Path, count: int) -> None:
-    """Samples half of which have an image and hardly any text, and half the reverse."""
+    """Write samples of which half have an image and hardly any text, and half the reverse."""
     path = write_images(project, count)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for number, line in enumerate(lines):

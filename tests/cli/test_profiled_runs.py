@@ -19,7 +19,7 @@ PIPELINE = {
 
 
 def ranges(path: Path) -> tuple[list[str], list[str]]:
-    """The names of the actions' and the steps' ranges of a trace, in order."""
+    """Return the names of the ranges of actions and of steps in a trace, in order."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     named = sorted((one["ts"], one["name"]) for one in events if one.get("cat") == "user_annotation")
     names = [name for _, name in named]

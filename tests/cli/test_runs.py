@@ -1,4 +1,4 @@
-"""A run leaves what it promises, and can always be gone on with."""
+"""A run writes the files that it promises, and can always be continued."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def configure(project: Path, **train: object) -> None:
 
 
 def start(project: Path) -> subprocess.Popen[str]:
-    """Heeds a Ctrl-C also where these tests run in the background, which ignores them."""
+    """Start a run that handles SIGINT even if the tests run in the background, where SIGINT is ignored."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [*COMMAND, "train", str(project / "config.yaml")]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -126,12 +126,12 @@ def test_going_back_in_a_run_goes_on_from_there_only(project: Path, dilatant: Di
 
 
 def signalled_here(project: Path, dilatant: Dilatant, number: signal.Signals) -> tuple[int, str]:
-    """The run of this process, which gets a signal when the run has a first step: its exit code and output."""
+    """Train in this process and signal it after the first step; return exit code and output."""
     metrics = project / "run" / "metrics.jsonl"
 
     def ask() -> None:
         wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
-        if signal.getsignal(number) != signal.SIG_DFL:  # a run that failed would not catch it
+        if signal.getsignal(number) != signal.SIG_DFL:  # after a failure nothing would catch it
             os.kill(os.getpid(), number)
 
     asking = threading.Thread(target=ask)
@@ -142,7 +142,7 @@ def signalled_here(project: Path, dilatant: Dilatant, number: signal.Signals) ->
 
 
 def signalled_apart(project: Path, dilatant: Dilatant, number: signal.Signals) -> tuple[int, str]:
-    """As a terminal or a cluster does it, to a process of its own."""
+    """Train in a separate process and signal it as a terminal or a cluster does; return exit code and output."""
     process = start(project)
     metrics = project / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)

@@ -1,4 +1,4 @@
-"""Simulation as a user drives it: of a plan or a config, on any cluster, of what then trains, and of lost nodes."""
+"""`dilatant simulate`: plans and configs on any cluster, steps equal to those trained later, and lost nodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_simulating_a_plan_gives_the_time_it_was_planned_with(planned_two: Path,
 def test_a_planned_run_trains_the_step_that_was_simulated(
     project: Path, planned_two: Path, dilatant: Dilatant
 ) -> None:
-    """The last step that the run's ranks measured, against the planner's of the same global batch."""
+    """Compare the last step that the run's ranks measured with the planner's step of the same global batch."""
     folder = planned_two / "run" / "plan"
     plan = folder / "plan.json"
     trained = ("--set", f"parallel={{plan: {plan}}}", "--set", "output_dir=trained", "--set", "train.steps=2")
@@ -76,7 +76,7 @@ def test_advice_names_untried_schedules_and_needless_recompute(project: Path, di
         *deep,
     ]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
-    four = ("--set", "cluster.gpus_per_node=4", "--like", "language: {replicas: 1, pp: 3}")  # with a bubble
+    four = ("--set", "cluster.gpus_per_node=4", "--like", "language: {replicas: 1, pp: 3}")  # has a bubble
     report = planned(dilatant, project / "config.yaml", *H100, *four, *arguments)
     found = simulated(dilatant, project / "run" / "plan")["schedules"]
     tried = ("1f1b", "half-eager", "eager", "zb-h1", "zb-h2")

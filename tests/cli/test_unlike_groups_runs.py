@@ -1,4 +1,4 @@
-"""Groups of unlike devices from the config to training: one plan that pages, simulation and ranks agree on."""
+"""Groups of unlike devices from config to training: page, simulation and ranks use the same plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups: made by members alone, ended from any thread, given back with their generation."""
+"""Process groups: created by their members alone, aborted from any thread, released with their generation."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _blocked_until_aborted(worker: Worker, operation: str) -> str:
 
 @pytest.mark.parametrize("operation", ["receive", "sum"])
 def test_an_abort_anywhere_ends_what_others_are_blocked_in(workers: WorkerPool, operation: str) -> None:
-    """Nobody waits for the timeout, which is longer than any test may take."""
+    """No rank waits for the timeout, which is longer than any test may take."""
     assert workers.run(_blocked_until_aborted, 3, operation) == ["rank 2 found sample 'x' broken"] * 3
 
 
@@ -172,7 +172,7 @@ def test_survivors_of_a_killed_rank_join_the_next_generation(workers: WorkerPool
 
 
 def _late(worker: Worker) -> str:
-    """Rank 2 is stopped, and rank 3 is busy."""
+    """Wait on ranks 0 and 1 for rank 2, whose process is stopped, and rank 3, which is busy; return the error."""
     meet(worker)  # the timeout below judges no start of a process
     comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=3)
     comm.world.barrier()
@@ -183,7 +183,7 @@ def _late(worker: Worker) -> str:
         over = threading.Thread(target=worker.store.wait, args=(["over"],))
         over.start()
         while over.is_alive():
-            time.sleep(0.01)  # is asked here, and not in a call of the store
+            time.sleep(0.01)  # the report must name this function, not the store's
         comm.close()
         return ""
     late = int(worker.store.get("process"))
@@ -199,7 +199,7 @@ def _late(worker: Worker) -> str:
 
 
 def test_a_comm_timeout_names_its_transfer_and_the_late_ranks(workers: WorkerPool) -> None:
-    """Not the rank that is waited for, if that one waits itself."""
+    """A rank that itself waits for another is not named as late."""
     late = r"rank 2 does not answer: [^;]*; rank 3 is busy in _late \(test_comm.py:\d+\)$"
     for reason in workers.run(_late, 4)[:2]:
         assert re.match(rf"rank [01] waited over 3 s for rows of sample 7 from rank [12]; {late}", reason), (

@@ -1,4 +1,4 @@
-"""The host notices that a device waits in vain, whatever the device does, and nothing else."""
+"""The host notices that a device waits in vain, whatever else the device does, and raises no false alarm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.worker_pool import Worker, WorkerPool, meet
 
 
 class _Work:
-    """Stands in for work on a stream: waiting for it returns at once, and it completes when told."""
+    """Stand-in for work on a stream: `wait` returns at once, and the test decides when the work completes."""
 
     def __init__(self, completed: bool = False) -> None:
         self.completed = completed
@@ -67,7 +67,7 @@ def test_work_that_failed_is_told_at_once() -> None:
 
 
 class _Device:
-    """Stands in for a GPU that computes behind the host: `synchronize` blocks until its work completes or is ended."""
+    """Stand-in for an asynchronous GPU: `synchronize` blocks until its work completes or is aborted."""
 
     def __init__(self, work: _Work) -> None:
         self.work = work
@@ -113,7 +113,7 @@ def test_a_host_blocked_on_a_gpu_is_freed_and_names_the_cause(
 
 
 class _Handle:
-    """Stands in for an NCCL communicator."""
+    """Stand-in for an NCCL communicator."""
 
     def __init__(
         self, abort: Callable[[], object] = lambda: None, error: ErrorType = ErrorType.SUCCESS
@@ -130,7 +130,7 @@ def _nccl(*handles: _Handle) -> list[backends.Backend]:
 
 
 def test_nccl_communicators_are_aborted_at_once() -> None:
-    """The first one's abort returns only when the others are being aborted, and one fails."""
+    """The abort of the first communicator returns only when the others are being aborted, and one abort fails."""
     together = threading.Barrier(3, timeout=5.0)
 
     def fails() -> None:
@@ -152,7 +152,7 @@ def test_aborts_that_hang_take_one_time_limit(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("completed", [False, True])
 def test_work_completed_with_an_error_is_no_progress(completed: bool) -> None:
-    """NCCL calls an operation completed when it has failed."""
+    """NCCL also reports a failed operation as completed."""
     stalls: list[Stalled] = []
     work, handle = _Work(), _Handle()
     (backend,) = _nccl(handle)
@@ -206,7 +206,7 @@ def test_polls_that_do_not_return_are_noticed_and_hold_nobody(hangs: str) -> Non
 
 
 def _blocks_with_the_lock_of_python() -> None:
-    """Work whose question never returns and lets no thread of Python run."""
+    """Work whose status query never returns and holds the interpreter lock."""
     deadline = DeadlineThread(0.3, lambda _: None, exits=True)
     deadline.add("rows", lambda: bool(ctypes.PyDLL(None).sleep(100)))
     time.sleep(100)

@@ -1,4 +1,4 @@
-"""The loader: the same batches for any number of workers, exact resume, errors that name the culprit, clean ends."""
+"""The loader: equal batches for any number of workers, exact resume, errors that name the sample, clean shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the chat template: labels are exactly what the model would have to write, and a prompt is a prefix."""
+"""For any chat template, labels are exactly the tokens that the assistant writes, and a prompt is a prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler: every sample once in a pass, resume goes on with the next unseen one, shares are kept."""
+"""The sampler: every sample once per pass, resume with the next unseen sample, data sets in their shares."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_batch_costs_the_same_however_many_blocks_there_are(monkeypatch):
 
 
 def test_shares_are_given_to_the_source_furthest_behind():
-    """Worked out by hand: always the largest of share x (samples with this one) less samples taken."""
+    """Computed by hand: the next source has the largest share x (samples so far + 1) minus samples taken from it."""
     assert choose_sources((3.0, 1.0), (0, 0), 8).tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
     assert choose_sources((1.0, 2.0), (0, 0), 6).tolist() == [1, 0, 1, 1, 0, 1]
 
@@ -194,7 +194,7 @@ def test_an_epoch_is_as_many_samples_as_there_are():
 
 
 class Numbers:
-    """A stream of so many samples, counting what was asked of it."""
+    """A stream of numbered samples that counts the requests to it."""
 
     def __init__(self, length, name="numbers"):
         self.length, self.name = length, name

@@ -1,4 +1,4 @@
-"""The pool of a machine: what each rank asked for arrives, once, in the order it is taken."""
+"""The data worker pool of a machine: every requested sample arrives at its rank once, in the order of `take`."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_more_samples_are_made_while_none_is_taken(pool) -> None:
 
 @dataclass(frozen=True)
 class Faults:
-    """Samples called after the page faults of a few megabytes, taken and given back as a decoder does."""
+    """Samples named after their page faults: each allocates and frees a few megabytes, as a decoder does."""
 
     def __len__(self) -> int:
         return 3
@@ -204,7 +204,7 @@ def test_a_worker_decodes_into_memory_freed_by_the_last_sample(pool) -> None:
 
 
 def test_a_closed_pool_has_no_workers_and_no_folder(pool) -> None:
-    """Whatever they are doing, and although whoever closed it still has it."""
+    """Workers end whatever they are doing, even if a reference to the closed pool remains."""
     owner, join_pool = pool(Numbered(hangs=frozenset({0})))
     join_pool().ask(requests([0, 1]))
     pids = owner.pids

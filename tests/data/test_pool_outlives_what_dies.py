@@ -1,4 +1,4 @@
-"""The pool of a machine, while workers, ranks and what they read hang, end or fail."""
+"""The data worker pool of a machine survives workers, ranks and reads that hang, die or fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from harness.patience import HANG_SECONDS, wait_until
 
 
 def test_every_rank_gets_ordered_samples_while_workers_die(pool) -> None:
-    """They ask for more until enough have died."""
+    """Ranks request more samples until three workers have been killed."""
     owner, join_pool = pool(Numbered(seconds=0.01), workers=3)
     chunk, dead, got = 40, set(), {number: [] for number in range(3)}
     sources = [join_pool(1 << 16) for _ in range(3)]
@@ -55,13 +55,13 @@ def test_every_rank_gets_ordered_samples_while_workers_die(pool) -> None:
     draw = random.Random(seed)
     while any(each.is_alive() for each in ranks):
         time.sleep(0.1 + draw.random() * 0.2)
-        # Not twice at the same sample, which is another test.
+        # No sample may lose two workers: that is another test.
         tried_again = any(entry.losses for source in sources for entry in list(source.entries.values()))
         unheard = any(link.pid in dead or link.in_doubt for source in sources for link in source._links)
-        # One that dies again and again before it begins ends the pool, which is right and another test.
+        # A worker that dies repeatedly before it is ready ends the pool, rightly: that is another test.
         begun = [slot.process.pid for slot in owner._group.slots if slot.is_ready]
         if begun and len(dead) < 3 and not (tried_again or unheard):
-            with suppress(ProcessLookupError):  # of before
+            with suppress(ProcessLookupError):  # it was replaced meanwhile
                 pid = draw.choice(begun)
                 os.kill(pid, signal.SIGKILL)
                 dead.add(pid)
@@ -88,7 +88,7 @@ def test_a_hang_in_c_code_is_refused_and_other_samples_arrive(pool) -> None:
 
 
 def test_a_sample_that_kills_two_workers_is_a_named_error(pool, caplog) -> None:
-    """The second one is another one."""
+    """After the first worker dies, a different worker tries the sample."""
     owner, join_pool = pool(Numbered(ends=frozenset({5})))
     before = owner.pids
     source = join_pool()
@@ -105,7 +105,7 @@ def test_a_sample_that_kills_two_workers_is_a_named_error(pool, caplog) -> None:
 
 
 def test_a_dead_worker_is_replaced_after_its_fork_server_died(pool, monkeypatch) -> None:
-    """For a moment a server that was killed seems to run, and refuses."""
+    """A fork server that was killed seems to run for a moment and refuses connections."""
     owner, join_pool = pool(Numbered(), workers=1)
     source = join_pool()
     source.ask(requests([0, 1]))
@@ -136,7 +136,7 @@ def test_what_a_dead_worker_had_waiting_is_made_in_its_order(pool, tmp_path: Pat
         source.take("train", number + 100)
     made = [int(line) for line in log.read_text().split()]
     assert list(dict.fromkeys(made)) == [*range(6)]
-    assert made == sorted(made)  # what was in hand came again, before the others
+    assert made == sorted(made)  # the interrupted sample is repeated first
 
 
 def test_a_worker_that_rests_keeps_no_deadline(pool) -> None:
@@ -165,14 +165,14 @@ def test_memory_of_a_stuck_worker_is_not_reused(pool, monkeypatch, caplog) -> No
         time.sleep(0.01)
     pid = at_it[0].pid
     os.kill(pid, signal.SIGSTOP)
-    at_it[0].decode_seconds = 0.1  # as if it had been there for long; the other one has its time
-    assert source.take("train", 100).id == "file:0"  # by the other one
+    at_it[0].decode_seconds = 0.1  # this worker is late now, the other one is not
+    assert source.take("train", 100).id == "file:0"  # decoded by the other worker
     assert pid in owner.pids
     assert len(source._arena._taken) == 1
     assert caplog.text.count(f"(process {pid}) was given up: it has been at ") == 1
-    join_pool()._log_given_up(pool_source._WorkerLink(0, "", pid=pid), "again")  # by another rank
+    join_pool()._log_given_up(pool_source._WorkerLink(0, "", pid=pid), "again")  # in another rank
     assert caplog.text.count("was given up") == 1
-    os.kill(pid, signal.SIGCONT)  # it goes on, and finds that nobody listens
+    os.kill(pid, signal.SIGCONT)  # the worker finds its connection closed
     wait_until(lambda: not source._arena._taken)
 
 
@@ -211,7 +211,7 @@ def test_a_paused_process_does_not_count_waiting_as_late() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_io_errors_are_retried_and_never_blamed_on_the_sample(pool, tmp_path, monkeypatch, workers) -> None:
-    monkeypatch.setattr(pool_module, "IO_PAUSE_SECONDS", 0.001)  # in this process
+    monkeypatch.setattr(pool_module, "IO_PAUSE_SECONDS", 0.001)  # only in this process
     datasets = {
         name: Numbered(log=tmp_path / name, fails=fails) for name, fails in (("twice", 2), ("more", 3))
     }
@@ -260,14 +260,14 @@ def test_withheld_media_are_retried_but_bad_media_are_not(tmp_path, monkeypatch,
 def test_a_stopped_worker_is_replaced_and_named(pool, caplog, monkeypatch) -> None:
     monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1.0)
     owner, join_pool = pool(Numbered(seconds=0.01))
-    owner._group._decode_seconds = 2.0  # of the owner alone
+    owner._group._decode_seconds = 2.0  # ranks keep the default
     source = join_pool()
     source.ask(requests(range(50)))
     assert source.take("train", 100).id == "file:0"
     victim = owner.pids[1]
     os.kill(victim, signal.SIGSTOP)
     assert [source.take("train", 100 + n).id for n in range(1, 50)] == [f"file:{n}" for n in range(1, 50)]
-    wait_until(lambda: victim not in owner.pids)  # stopped before it had begun anything, it holds nobody up
+    wait_until(lambda: victim not in owner.pids)  # an idle stopped worker blocks no rank
     assert f"data worker 1 (process {victim}) stood still for 3 s and was ended; another one" in caplog.text
 
 
@@ -289,7 +289,7 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """While idle, while one hangs in C code that holds the interpreter (its deadline ends it); so do their folders."""
+    """An idle worker and one that hangs in C code (until its deadline) both end, and their folders are removed."""
     (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 3.0)"))
     tests = str(Path(__file__).parents[1])
     command = subprocess.Popen(
@@ -314,13 +314,13 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         source.close()
     wait_until(lambda: not any(map(is_alive, map(int, pids))))
     assert not Path(address).exists()
-    assert not Path(shared).exists()  # where the server listens that workers come from
+    assert not Path(shared).exists()  # the fork server's folder
     with pytest.raises(WorkerError, match="there are no data workers at"):
         join(address, PLENTY)
 
 
 def asks_for_much(address: str, told) -> None:
-    """What another rank does."""
+    """Run a rank that requests many samples, takes one and then waits."""
     source = join(address, 1 << 20)
     source.ask(requests(range(10_000)))
     source.take("train", 100)

@@ -1,4 +1,4 @@
-"""Each way of writing a sample gives the same conversation; files are told apart by their content."""
+"""All notations of a sample give the same conversation; the content of a file decides its format."""
 
 from __future__ import annotations
 

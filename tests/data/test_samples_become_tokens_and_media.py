@@ -1,4 +1,4 @@
-"""Media take their places in the text, every mismatch is an error that names the sample, sizes need no decoding."""
+"""Media are placed in the text, every mismatch is an error that names the sample, and sizes need no decoding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def letters(text):
 
 
 def check_consistent(example, encoding):
-    """What must hold for every encoded sample, counted anew."""
+    """Check the invariants of an encoded sample by counting anew."""
     encoded = encode_sample(example, encoding)
     sizes = measure_sample(example, encoding)
     assert encoded.input_ids.dtype == encoded.labels.dtype == np.int64
@@ -177,7 +177,7 @@ def test_sizes_and_places_agree_for_any_mixture(turns, prepend):
 
 
 def text_of(example):
-    """The text of a sample, with the tokens that stand for media left out."""
+    """Return the text of a sample without the tokens that stand for media."""
     ids = encode_sample(example, replace(ENCODING, max_length=None)).input_ids
     return bytes(int(token) for token in ids if token < 256).decode()
 
@@ -318,7 +318,7 @@ def test_an_item_that_ends_where_a_sample_is_cut_stays(spare: int) -> None:
 @settings(max_examples=40)
 @given(st.integers(2, 40), st.integers(0, 3))
 def test_truncation_keeps_first_tokens_and_never_splits_an_item(length: int, pictures: int) -> None:
-    """Without the cut it is the same from the beginning; what is measured is what is made."""
+    """The truncated sample is a prefix of the whole one, and its measured sizes equal the encoded ones."""
     content = [part for number in range(pictures) for part in ("abc", image(number))]
     example = sample(*content, "de", answer="yes or no")
     whole = encode_sample(example, ENCODING)

@@ -1,5 +1,5 @@
-"""The sizes index says of every sample what encoding it gives, or why it is refused; it is made anew when anything it
-depends on changes."""
+"""The sizes index has, for every sample, the sizes that encoding gives or the reason of a refusal; it is rebuilt when
+anything that it depends on changes."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def same(one, other, part=slice(None)):
 
 
 class Progress:
-    """Whether anything was measured."""
+    """Progress callback that records whether anything was measured."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,4 @@
-"""Worker processes start often and in numbers: what they import must stay light."""
+"""Data workers start often and in large numbers, so they must import little."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_data_modules_import_neither_torch_nor_transformers():
 
 
 def test_encoding_texts_images_and_sounds_imports_no_torch(tmp_path: Path) -> None:
-    """As a worker does it, which is given the encoding; making a tokenizer may import torch (transformers 5.17)."""
+    """A worker receives the encoding ready-made; making a tokenizer may import torch (transformers 5.17)."""
     encoding = tmp_path / "encoding"
     encoding.write_bytes(pickle.dumps(Encoding(chat_tokenizer(byte_tokenizer()))))
     code = (

@@ -1,4 +1,4 @@
-"""What scanning and measuring found is made once for all, opened without work, and never trusted unchecked."""
+"""The data index is built once for all processes, opened without work, and never trusted unchecked."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def values(index):
 
 
 def settle(cache):
-    """As if what is in the cache had been there for a while."""
+    """Set the files of the cache to an older time."""
     cache_module.SETTLED_NS, before = 0, cache_module.SETTLED_NS
     try:
         for path in cache.glob("*.arrays"):
@@ -142,13 +142,13 @@ def test_opening_again_costs_the_same_for_any_number_of_samples(tmp_path, monkey
         assert len(pickle.dumps(blend)) < 8000
         done.append(dict(work))
     assert done[0]["read"] > 1000  # three headers
-    # Longer numbers in headers are all that may differ: 64 bytes in each. What is kept of 480 samples is 24 kB.
+    # Only longer numbers in headers may differ: 64 bytes in each. The entries of 480 samples take 24 kB.
     for kind, amount in done[0].items():
         assert abs(done[1][kind] - amount) < 1000, kind
 
 
 def open_together(data, go, seconds, told):
-    """What another process does: it says when it is ready, what it has measured, and how often it scanned and asked."""
+    """Open the data as another process; send "ready", "measuring" per call, then counts of scans and calls and sums."""
     scans, calls = [], []
     find = json_records._record_spans
 
@@ -174,7 +174,7 @@ def open_together(data, go, seconds, told):
 
 @pytest.fixture
 def children(tmp_path):
-    """Starts processes that open the data once the file `go` is there, and ends them with the test."""
+    """Function that starts processes which open the data once the file `go` exists; they are killed after the test."""
     context = multiprocessing.get_context("forkserver")
     start_fork_server()
     started = []
@@ -341,7 +341,7 @@ def test_arrays_come_back_as_they_were_written(tmp_path):
      {"arrays": {"a": ["<i8", [3.0]]}}, {"arrays": {"a": ["<i8", [10**30]]}}, {"arrays": {"a": ["<i8", 3]}}],
 )  # fmt: skip
 def test_a_header_of_another_form_is_as_good_as_none(tmp_path, wrong):
-    """Its checksum is right: another version wrote it."""
+    """A header with a correct checksum, written by another version, is ignored."""
     path = tmp_path / "x"
     write_arrays(path, "key", Arrays({"a": np.arange(3)}))
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Steps of a case on ranks, compared with those of one process; and how far the two may be from each other."""
+"""Run the steps of a case on ranks and compare them with those of one process, within stated tolerances."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Allowed:
-    """relative: of the norm of a gradient. absolute: of the largest gradient, for every number. loss: of the
-    language model's loss. drawn: of a generator's."""
+    """Tolerances. relative: share of a gradient's norm. absolute: share of the largest gradient, for each number. loss:
+    share of the language model's loss. drawn: share of a generator's loss."""
 
     relative: float
     absolute: float
@@ -53,12 +53,12 @@ class Allowed:
 
     @classmethod
     def of_case(cls, case: Case) -> Allowed:
-        """In bf16 both runs round what every operation makes, in other shapes and so at other places. A gradient has
-        passed about 15 roundings a block forward and as many backward, and as many more before and behind the blocks;
-        errors that are independent and uniform up to BF16 add to sqrt(roundings / 3) * BF16, of two runs sqrt(2) times
-        that, and twice that is hardly ever met. What cancels has the errors of what it cancels, a bf16 rounding of
-        numbers as large as the largest gradient. A generator's loss is a square, whose error is twice its root's,
-        relatively; the language model's is a mean over targets of fp32 numbers, of logits that were rounded."""
+        """Return the tolerances of a case. In bf16 both runs round the result of every operation, in different shapes
+        and so at different places. A gradient passes about 15 roundings per block forward and as many backward, and as
+        many before and after the blocks. Independent errors, uniform up to BF16, add to sqrt(roundings / 3) * BF16,
+        for two runs sqrt(2) times that, and twice that is hardly ever reached. Terms that cancel leave a bf16 rounding
+        of numbers as large as the largest gradient. A generator's loss is a square, with twice the relative error of
+        its root; the language model's is a mean over targets of fp32 numbers, from rounded logits."""
         if case.dtype == torch.float32:
             return cls(RELATIVE, ABSOLUTE, RELATIVE, RELATIVE)
         blocks = case.language_layers + max((layers for _, _, layers, _, _ in case.encoders), default=0)
@@ -73,7 +73,7 @@ class Allowed:
 
 
 def _only(sample: EncodedSample, parts: frozenset[str]) -> EncodedSample:
-    """What a rank loads of a sample: the parts that its stages use; of all else only sizes are known."""
+    """Return a sample as a rank loads it: the parts that its stages use, and only the sizes of others."""
     nothing = np.zeros(0, np.int64)
     return replace(
         sample,
@@ -143,14 +143,14 @@ def _steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]
 
 
 def _of_model(unit: Unit) -> set[str]:
-    """What ranks that share a unit hold in memory of their own."""
+    """Return the weights of which each tensor- or expert-parallel rank has a separate copy or part."""
     return {w.canonical for w in unit.weights if w.part == "model" and unit.structure is not None}
 
 
 def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
     losses, gradients, parameters = expected(case)
     allowed = Allowed.of_case(case)
-    # After updates two runs that round elsewhere are as far from each other as rounding takes the oracle from itself.
+    # After updates, two runs with different roundings differ as much as the oracle's bf16 and fp32 runs do.
     exact = losses
     if case.dtype == torch.bfloat16:
         exact = [losses[0], *expected(replace(case, dtype=torch.float32))[0][1:]]
@@ -163,8 +163,8 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
         for (loss, parts), (expected_loss, expected_parts), (_, exact_parts) in zip(
             result["losses"], losses, exact, strict=True
         ):
-            # Updates differ by what gradients do, relatively, and so does what they have made of a loss. Twice: the
-            # moments that scale them differ, too.
+            # The change of a loss by updates has the relative error of the gradients. Twice: the moments that scale the
+            # updates differ, too.
             moved.update({name: 2 * abs(value - before[1][name]) for name, value in expected_parts.items()})
             drawn = {name for name, *_ in case.generators}
             rounded = {name: 2 * abs(value - exact_parts[name]) for name, value in expected_parts.items()}
@@ -205,7 +205,7 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
 
 
 def part_of(whole: dict[str, torch.Tensor], key: str) -> torch.Tensor:
-    """A weight, or the `@first:end,...` of it."""
+    """Return the weight named by `key`, or the part of it that a suffix `@first:end,...` selects."""
     name, _, spans = key.partition("@")
     for dim, of_dim in enumerate(spans.split(",") if spans else ()):
         pieces = [slice(*map(int, span.split(":"))) for span in of_dim.split("+")]

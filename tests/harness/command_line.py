@@ -1,4 +1,4 @@
-"""The command line as a function, in the process of the tests."""
+"""Run commands as function calls in the process of the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dilatant.cli.app import run
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run a verb in the folder of the config that it is given: returns its exit code."""
+    """Run a command in the folder of the config among its arguments, if there is one; return its exit code."""
     configs = (Path(str(each)) for each in arguments if str(each).endswith(".yaml"))
     if (config := next(configs, Path())).is_absolute() and config.is_file():
         monkeypatch.chdir(config.parent)
@@ -24,6 +24,6 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def make_once(*arguments: object) -> None:
-    """Run a verb that has to succeed, for what several tests read."""
+    """Run a command that must succeed and whose files several tests read."""
     with patch.dict(os.environ), pytest.MonkeyPatch.context() as monkeypatch:
         assert run_command(monkeypatch, *arguments) == 0, arguments

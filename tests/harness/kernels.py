@@ -1,8 +1,8 @@
-"""Compile numba's kernels before tests start, each once: processes of tests would each compile those they meet.
+"""Compile numba's kernels once before tests start, since every test process would compile those that it calls.
 
-Tests that call the kernels run here in two processes, one half of the kernels each; what they find is ignored, as they
-run again among all others. Numba caches what it compiles beside the source; a tree whose caches are younger than their
-sources starts at once.
+Tests that call the kernels run here in two processes, one half of the kernels each; their results are ignored, because
+they run again with all other tests. Numba caches compiled kernels beside the source; if all caches are younger than
+their sources, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compile_kernels() -> None:
 
 
 def _is_cached(source: Path) -> bool:
-    """Tell whether a file has no kernels, or has caches of some that are younger than the file."""
+    """Return True if a file has no kernels, or a cached kernel is younger than the file."""
     if "@njit(cache=True" not in source.read_text(encoding="utf-8"):
         return True
     caches = [*(source.parent / "__pycache__").glob(f"{source.stem}.*.nbi")]

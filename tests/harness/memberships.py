@@ -1,4 +1,4 @@
-"""Planners of memberships of small models, whose costs are made up."""
+"""Membership planners of small models with invented costs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def planner_like(
     devices: int = 1,
     bytes_per_second: float = float("inf"),
 ) -> MembershipPlanner:
-    """Of a plan's units, at its degrees and without tensor parallelism. A layer takes a second, unless `seconds` say
-    otherwise, and 1 of the `capacity`, and a tenth for a microbatch."""
+    """Return a planner for a plan's units, at the plan's degrees and on single devices. A layer takes one second (or as
+    in `seconds`), one unit of `capacity`, and a tenth of one for each microbatch."""
     layers = {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}
     own = {name: {1: Degrees()} for name in layers}
     for placed in plan.stages():

@@ -1,5 +1,5 @@
-"""What ranks of tests import and load, for the fork server: also what transformers imports when a model is built, and
-the compiled loops of attention (those of schedules: `dilatant.schedule.loaded_kernels`)."""
+"""Imports for the fork server of test ranks: all that ranks need, also what transformers imports to build a model, and
+the compiled attention kernels (those of schedules: `dilatant.schedule.loaded_kernels`)."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def _load() -> None:
 
 _load()
 gc.collect()
-gc.freeze()  # else each rank's search for garbage goes through all of this, and copies it into the rank's own memory
+gc.freeze()  # else the collector of each rank visits all these objects and copies their pages into the rank's memory

@@ -1,4 +1,4 @@
-"""The loss of a long row by chunks of its targets: the same numbers, and no more logits at once than a chunk has."""
+"""The loss of a long row by chunks of its targets: equal numbers, and logits of only one chunk at a time."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_chunks_work_with_split_backward(tied: bool, defer: bool, frozen: str | 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_chunk_bounds_what_the_loss_takes(dtype: torch.dtype, defer: bool) -> None:
-    """8k targets of 152k tokens at 1,024 a chunk, both an eighth of a hundredth: 8 bytes a logit of one chunk
-    (logits and their gradient, in bf16 both once more in fp32), 10 in bf16 on a CPU, whose products are in fp32."""
+    """8k targets and a vocabulary of 152k in chunks of 1,024, scaled down: 8 bytes per logit of one chunk (logits and
+    their gradient, with bf16 both once more in fp32), 10 with bf16 on a CPU, whose products are in fp32."""
     vocabulary, width, count, chunk = 9_504, 16, 512, 64
     settings = {
         **LANGUAGE_MODELS["llama"],

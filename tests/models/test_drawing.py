@@ -1,4 +1,4 @@
-"""What a net learns and how it draws are what diffusers' schedulers say, and hang on keys alone."""
+"""Training targets and image generation equal those of diffusers' schedulers, and depend on random keys alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_flow_is_a_straight_line_and_its_direction() -> None:
     ],
 )
 def test_drawing_takes_the_steps_of_diffusers(objective: Any, guidance: float) -> None:
-    """Its own scheduler, as it is exported, in the usual loop with guidance."""
+    """The oracle is the exported diffusers scheduler in the usual loop with guidance."""
     net = _built(SD3, objective=objective).eval()
     rows, noise = torch.randn(2, 3, 12), torch.randn(2, 1, 4, 4)
     settings = scheduler_settings(objective)
@@ -218,7 +218,7 @@ def test_a_hollow_generator_allocates_only_when_materialized() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["sd3", "pixart", "sana"])
 def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
-    """Cut before and behind every block: losses to the bit, and all gradients."""
+    """With cuts before and after every block, losses are equal to the bit and all gradients are close."""
     unit = _unit(*NETS[family])
     cast_weights(unit, dtype)
     net, count = unit.model, len(unit.layers)

@@ -1,4 +1,4 @@
-"""Any cut of any family is the whole model: its loss and its gradients, forward and backward; and its proof says so."""
+"""Any cut of any family gives the loss and the gradients of the whole model, and the family's proof passes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ FAMILIES = {**{f"whole {name}": {} for name in WHOLES}, **PLAIN, **HYBRID}
 
 @cache
 def model_of(family: str) -> MultimodalModel:
-    """The model, with the attention that is chosen for it."""
+    """Return the model with the attention that is chosen for it."""
     if family.startswith("whole "):
         return opened(family.removeprefix("whole "))
     return MultimodalModel({}, {"model_type": family, **FAMILIES[family]}, seed=0)
 
 
 def texts(model: MultimodalModel) -> list[EncodedSample]:
-    """Two samples of text."""
+    """Return two samples of text."""
     ids = [np.random.default_rng(length).integers(3, 60, length) for length in (9, 14)]
     return [
         EncodedSample(f"{len(own)}", own, np.append(-100, own[1:]), sizes={"language": len(own)})
@@ -60,7 +60,7 @@ def texts(model: MultimodalModel) -> list[EncodedSample]:
 def loss_of(
     model: MultimodalModel, samples: list[EncodedSample], borders: dict[str, list[int]]
 ) -> torch.Tensor:
-    """The loss of the samples through stages between these layers of each unit, each sample a microbatch."""
+    """Return the loss of the samples, each a microbatch, through stages between these layers of each unit."""
     data = StepData.of(samples, model.graph.losses)
     total = torch.zeros(())
     for number in range(len(samples)):
@@ -79,14 +79,14 @@ def loss_of(
 def results_of(
     model: MultimodalModel, samples: list[EncodedSample], borders: dict[str, list[int]]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and all gradients."""
+    """Return the loss and all gradients of the model cut at `borders`."""
     loss = loss_of(model, samples, borders)
     loss.backward()
     return loss.detach(), gradients(model)
 
 
 def drawn_cuts(model: MultimodalModel, random: np.random.Generator) -> dict[str, list[int]]:
-    """Borders with one cut or more in every unit."""
+    """Draw borders of stages with at least one cut in every unit."""
     counts = {unit: len(each.layers) for unit, each in model.units.items()}
     return {
         unit: [0, *sorted(random.permutation(np.arange(1, count))[: random.integers(1, count)]), count]
@@ -98,7 +98,7 @@ def drawn_cuts(model: MultimodalModel, random: np.random.Generator) -> dict[str,
 @pytest.mark.parametrize(
     "family",
     [
-        # Tests of stages chain these with media, too.
+        # test_stages.py chains the stages of these families, also with media.
         pytest.param(name, marks=pytest.mark.slow if name in LANGUAGE_MODELS else ())
         for name in FAMILIES
     ],
@@ -115,11 +115,11 @@ def test_any_cut_trains_like_the_whole(family: str, cuts: int) -> None:
         torch.testing.assert_close(cut, whole, rtol=1e-6, atol=0)
         assert found.keys() == expected.keys()
         for key, gradient in found.items():
-            # The same products in the same order, but autograd may join branches in another one.
+            # Products are the same and in the same order, but autograd may add branches in another order.
             torch.testing.assert_close(
                 gradient, expected[key], rtol=1e-4, atol=1e-6, msg=f"{key} under {borders}"
             )
-    # Without its tower, the forward of Qwen2-Audio runs on embeddings only, so that no copy of it can be proven.
+    # Without its encoder, Qwen2-Audio's forward accepts only embeddings, so the proof on a small copy cannot run.
     if family.startswith("whole ") and family != "whole qwen2_audio":
         proof = model.language.proof
         assert proof is not None

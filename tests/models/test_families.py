@@ -1,4 +1,4 @@
-"""Families that are not named anywhere in the code are cut and packed as the known ones are."""
+"""Families that the code does not name are cut and packed like the known ones."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_packed_gradients_equal_the_sum_over_samples_alone(family: str) -> None:
 
 
 def test_attention_keywords_reach_the_attention_function() -> None:
-    """A registered attention gets what the caller adds; this is how other attention kernels plug in."""
+    """A registered attention function gets the keywords of the caller, as other attention kernels need."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -96,7 +96,7 @@ def test_attention_keywords_reach_the_attention_function() -> None:
 
 
 class _TwoAlike:
-    """Stands in for a row that two ranks share: the other one has the same values."""
+    """Stand-in for a row that two ranks share, in which the other rank has the same values."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         return torch.cat([own, own])

@@ -1,4 +1,4 @@
-"""A saved model comes back to the bit, and transformers alone reads each of its units."""
+"""A saved model is read back bit by bit, and transformers alone can read each of its units."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ built = cache(vision_language)
 
 @st.composite
 def cuts(draw: st.DrawFn, layers: int) -> list[tuple[int, int]]:
-    """Every layer alone, or any cuts."""
+    """Draw (first, end) layers of stages: one stage per layer, or random cuts."""
     everywhere = st.just(set(range(1, layers)))
     inner = sorted(draw(everywhere | st.sets(st.integers(1, layers - 1), min_size=1)))
     return list(zip([0, *inner], [*inner, layers], strict=True))

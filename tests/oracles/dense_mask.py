@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a packed row: `index` counts in its sample, `place` in the row."""
+    """One token of a packed row. index: its number in the sample; place: its number in the row."""
 
     sample: int
     modality: str
@@ -24,7 +24,7 @@ class Token:
 
 
 def tokens_of(samples: Sequence[Sequence[tuple]]) -> list[Token]:
-    """Tokens of a row given as samples of (modality, length) or (modality, length, instance) segments."""
+    """Return the tokens of a row of samples, each a list of (modality, length[, instance]) segments."""
     tokens = []
     for number, sample in enumerate(samples):
         index = 0
@@ -100,7 +100,7 @@ def bidirectional_instances(across: bool, window: int | None = None) -> Rule:
 
 
 def matrix(tokens: Sequence[Token], rule: Rule) -> np.ndarray:
-    """`[tokens, tokens]` booleans; padding sees nobody and is seen by nobody."""
+    """Return `[tokens, tokens]` booleans; padding sees no token and is seen by none."""
     return np.array(
         [
             [q.modality != "padding" and k.modality != "padding" and rule(q, k) for k in tokens]
@@ -139,7 +139,7 @@ def word_matrix(
     key_positions: Sequence[int],
     window: int | None = None,
 ) -> np.ndarray:
-    """`[queries, keys]` booleans from words, positions and a window width."""
+    """Return `[queries, keys]` booleans from words, positions and a window width."""
     # Digits from the lowest bit up, so that [12:24] are bits 12 to 23.
     queries = [(f"{int(word):064b}"[::-1], int(at)) for word, at in zip(query_fields, query_positions)]
     keys = [(f"{int(word):064b}"[::-1], int(at)) for word, at in zip(key_fields, key_positions)]

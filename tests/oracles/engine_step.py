@@ -1,4 +1,4 @@
-"""Losses, gradients and updates of an engine case by one process that knows no plan."""
+"""Oracle of an engine case: losses, gradients and updates in one process without a plan."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ STEPS = 2
 def expected(
     case: Case, steps: int = STEPS
 ) -> tuple[list[tuple[float, dict[str, float]]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses of `steps` steps (all weighted, then each unit's), gradients of the first, and parameters after them, of
-    one process (the oracle)."""
+    """Return, computed in one process, the losses of `steps` steps (all weighted, then each unit's), the gradients of
+    the first step and the parameters after the last."""
     model = build_model(case, plain=True)
     samples = build_samples(case)
     units = model.units
@@ -116,7 +116,7 @@ def expected(
 
 
 def _layers(units: Any) -> Iterator[tuple[str, torch.nn.Module, bool, bool]]:
-    """Layers as `OneSampleDropout` takes them."""
+    """Return the layers in the form that `OneSampleDropout` takes."""
     for unit in units.values():
         trains = {name for name, p in unit.named_logical_parameters() if p.requires_grad}
         trains = {weight.layer for weight in unit.weights if weight.canonical in trains}
@@ -126,8 +126,8 @@ def _layers(units: Any) -> Iterator[tuple[str, torch.nn.Module, bool, bool]]:
 
 
 def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
-    """Which token of a sample sees which under the case's media attention. Items may lie inside one another: each takes
-    the next so many placeholders of its unit."""
+    """Return which token of a sample sees which under the case's media attention. Items may be nested: each takes the
+    next placeholders of its unit, as many as it has tokens."""
     tokens = []
     for place, token in enumerate(sample.input_ids.tolist()):
         if not 0 <= token - VOCABULARY < len(case.encoders):
@@ -154,10 +154,10 @@ def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
 
 
 def build_optimizer(parameters: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW whose eps is large beside rounding noise: an exactly cancelling gradient must not decide a sign.
+    """Return AdamW with an eps far above rounding noise, so that noise of a cancelling gradient decides no sign.
 
-    lr / eps is how much a gradient's error moves a parameter at most: a tenth, so that what is allowed of gradients
-    stays within what is allowed of parameters.
+    lr / eps bounds how far a gradient's error moves a parameter: a tenth, so that the tolerances of gradients imply
+    those of parameters.
     """
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     return torch.optim.AdamW(trainable or [torch.nn.Parameter(torch.zeros(1))], lr=1e-2, eps=1e-1)

@@ -1,4 +1,4 @@
-"""Compositions of pipelines against the enumeration of all of them, and the guarantee that one exists."""
+"""Compositions of pipelines equal the best of an enumeration of all, and exist where they are guaranteed to."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def consecutive(counts):
     "num_nodes", [*range(1, 25), *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in range(25, 41))]
 )
 def test_every_cluster_down_to_the_guarantee_has_a_composition(num_nodes):
-    """Theorem 1 of App. A with the number of replicas that its proof leaves out; Theorem 2 with >=."""
+    """Check Theorem 1 of App. A with the number of replicas that its proof omits, and Theorem 2 with >=."""
     for smallest in range(1, num_nodes + 1):
         for faults in range(num_nodes // smallest):
             counts = range(smallest, num_nodes - faults * smallest + 1)

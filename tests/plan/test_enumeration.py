@@ -1,4 +1,4 @@
-"""What a search leaves out as surely slow: nothing that could be what it is for."""
+"""A search leaves out only plans that are certainly slower than the best."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def a_space(draw):
 
 
 def shape(one):
-    """What a candidate is, in values."""
+    """Return the values that identify a candidate."""
     chains = ((o.chain, o.headroom) for o in one.options)
     return (
         one.encoders_at, one.replicas, one.num_microbatches, one.row_tokens, one.counts, one.estimate, one.bound,
@@ -90,7 +90,7 @@ def test_only_candidates_bounded_above_the_limit_are_skipped(cases):
 
 @pytest.mark.slow
 def test_ways_to_run_units_are_left_out_only_beside_better_ones():
-    """Beside a plain comparison of each with all."""
+    """The result of `joined` equals a comparison of every combination with all others."""
     for seed in range(12):
         draw = np.random.default_rng(seed)
         last, encoder = bool(draw.integers(2)), bool(draw.integers(2))
@@ -122,7 +122,7 @@ def test_ways_to_run_units_are_left_out_only_beside_better_ones():
 
 
 def test_slow_plans_are_searched_where_no_other_fits():
-    """On many devices, too: of those in which most devices are idle every estimate is far above the best."""
+    """On many devices, plans that leave most of them idle are searched despite estimates far above the best."""
     spec, _ = random_vlm(random.Random(0))
     costs = cost_model({"vision": 1.0, "language": 3.0}, output=0.0)
     workload = Workload({"vision": np.full(160, 4.0), "language": np.full(160, 8.0)})
@@ -142,7 +142,7 @@ def test_slow_plans_are_searched_where_no_other_fits():
 
 
 def test_skipped_candidates_do_not_enter_the_proven_bound():
-    """Where the best plan takes longer than that from which on candidates are left out, some of these may be faster."""
+    """If the best plan is slower than the limit above which candidates are skipped, skipped ones may be faster."""
     spec, _ = random_vlm(random.Random(0))
     costs = cost_model({"vision": 1.0, "language": 3.0}, output=0.0)
     workload = Workload({"vision": np.full(160, 4.0), "language": np.full(160, 8.0)})
@@ -159,7 +159,7 @@ def test_skipped_candidates_do_not_enter_the_proven_bound():
 
 
 def test_a_limit_of_nothing_leaves_nothing_out():
-    """Of a model without costs every estimate is 0, and so is what is so many times as long."""
+    """For a model without costs, every estimate is 0, and so is the limit, a multiple of the best estimate."""
     spec, _ = random_vlm(random.Random(0))
     costs = cost_model({"vision": 0.0, "language": 0.0}, output=0.0)
     workload = Workload({"vision": np.full(160, 4.0), "language": np.full(160, 8.0)})
@@ -170,7 +170,7 @@ def test_a_limit_of_nothing_leaves_nothing_out():
 
 
 def test_the_fullest_replica_sharing_a_microbatch_counts():
-    """Of 6, 1, 1 and 4 tokens in pairs, 6 and 4 are the fuller parts: 10 of 12, where even ones had 6."""
+    """Of samples of 6, 1, 1 and 4 tokens in pairs, the fuller parts are 6 and 4: 10 of 12, where even parts have 6."""
     spec, _ = random_vlm(random.Random(0))
     costs = cost_model({"vision": 1.0, "language": 1.0}, output=0.0)
     workload = Workload({"vision": np.array([6.0, 1.0, 1.0, 4.0]), "language": np.full(4, 3.0)})

@@ -1,4 +1,4 @@
-"""Devices that a plan would leave idle form one more pipeline where that pays: a valid plan with all samples in it."""
+"""Idle devices of a plan form one more pipeline if that is faster; the plan is valid and trains on all samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH = 16
 
 
 def searched(seed, devices, fills_idle, all_devices=False):
-    """(search, what is needed to check its plans) of a small drawn model on so many devices."""
+    """Search for a small random model on `devices` devices; return the result and the inputs of the search."""
     draw = random.Random(seed)
     spec = model(
         unit("vision", draw.randint(1, 3), ("language",), parameters=10),

@@ -1,5 +1,5 @@
-"""Plans whose microbatches are cut by tokens: their bounds hold, any number of pipelines shares a batch, and no
-microbatch has more tokens than it may."""
+"""Plans whose microbatches are cut by tokens: their bounds hold, any number of pipelines can share a batch, and no
+microbatch exceeds the limit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROUNDING = 1 + 1e-9
 
 
 def dense_rows(draw):
-    """Counts of rows of several samples: the same at every length, or growing with it."""
+    """Draw the cost factors of rows of several samples at some row lengths; they do not fall with the length."""
     tokens = sorted(draw.sample(range(2, 60), draw.randint(1, 4)))
     times = sorted(draw.choice([0.5, 1.0, 1.0, 2.0, 1.0 + draw.random()]) for _ in tokens)
     return DenseRows(tuple(map(float, tokens)), tuple(times))
 
 
 def case(draw):
-    """A small vision-language model, costs with squares and calls, and samples of unlike length, some in dense rows."""
+    """Draw a small vision-language model, costs with square and fixed parts, and samples, some in dense rows."""
     spec = model(unit("vision", draw.randint(1, 2), ("language",)), unit("language", draw.randint(1, 3)))
     costs = cost_model(
         {"vision": draw.random() + 0.1, "language": draw.random() + 0.1}, call=draw.choice([0.0, 2.0])
@@ -72,7 +72,7 @@ def test_no_plan_beats_the_bound_of_its_candidate(seed):
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_plan_beats_its_candidate_bound_under_a_row_limit(seed):
-    """Microbatches of so many samples, too, are cut further where a limit asks for that; dense rows then cost less."""
+    """A row limit also cuts microbatches of a fixed number of samples, and dense rows then cost less."""
     draw = random.Random(seed)
     spec, costs, workload, batch = case(draw)
     workload = replace(workload, dense={"language": dense_rows(draw)})
@@ -88,7 +88,7 @@ def test_no_plan_beats_its_candidate_bound_under_a_row_limit(seed):
 
 
 def test_bound_holds_where_dense_rows_cost_less_than_samples():
-    """Half of (9 + 1) squared, twice, is less than all squares: dense rows are cheap where short samples fill them."""
+    """Two dense rows at half of (9 + 1) squared cost less than the squares of all samples: short samples fill them."""
     spec, costs = model(unit("language", 1)), cost_model({"language": 1e-9}, square=1.0)
     workload = Workload({"language": np.array([9.0, 1.0, 9.0, 1.0])}, {}, {"language": DenseRows.always(0.5)})
     machine = cluster(1, 1)
@@ -166,7 +166,7 @@ def test_asked_for_a_budget_of_tokens_it_says_what_became_of_it():
 
 
 def test_bounds_count_on_no_number_of_dense_rows():
-    """The second batch has more rows than the mean one, and they cost less than as few as that would."""
+    """The second batch has more rows than the mean batch, and costs less than it would with as few rows."""
     spec, costs = model(unit("language", 1)), cost_model({"language": 1.0})
     square = Quadratic(a=1.0)
     curves = dict.fromkeys(("forward", "input_gradient", "weight_gradient", "first_trainable"), square)

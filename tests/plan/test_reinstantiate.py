@@ -1,4 +1,4 @@
-"""Reinstantiation: every survivor works, every layer arrives, and nothing is copied needlessly."""
+"""Reinstantiation uses every surviving node, gives each its layers, and copies nothing needlessly."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def templates_for(sizes, gpus_per_node=1, microbatches=16):
 
 
 def number(composition):
-    """Pipelines of consecutive node ids for a composition's sizes."""
+    """Return pipelines of consecutive node ids for a composition's sizes."""
     following = itertools.count()
     return [tuple(next(following) for _ in range(size)) for size, _ in composition]
 
 
 def after(templates, before, lost, faults, microbatches, layer_bytes=None, joined=()):
-    """Reinstantiate what a loss and joins leave of `before`."""
+    """Reinstantiate the pipelines `before` after nodes were lost and joined."""
     whole = [nodes for nodes in before if not {*nodes} & {*lost}]
     others = dict.fromkeys(joined, (0, 0))
     for nodes in before:
@@ -48,12 +48,12 @@ def layers_by_node(templates, pipelines):
 
 
 def lost_layers(found):
-    """Layers that no surviving node holds."""
+    """Return the layers that no surviving node holds."""
     return tuple(sorted({copy.layer for copy in found.copies if copy.source is None}))
 
 
 def check(templates, before, lost, joined, found, faults):
-    """The result uses every node once and its copies complete what nodes hold, from nodes that hold it."""
+    """Check that the result uses every node once, and that nodes which hold the missing layers send them."""
     old = {n: layers for n, layers in layers_by_node(templates, before).items() if n not in lost}
     now = found.pipelines
     assert sorted(node for nodes in now for node in nodes) == sorted([*old, *joined])
@@ -110,7 +110,7 @@ def test_every_loss_that_leaves_enough_nodes_is_survived(nodes, smallest, faults
 
 
 def origins(found, before, lost=()):
-    """Where each pipeline's nodes are from: see the cases."""
+    """Return for each pipeline how its nodes came together: kept, simple, join, borrow or merge."""
     home = {node: nodes for nodes in before for node in nodes if node not in lost}
 
     def origin(nodes):

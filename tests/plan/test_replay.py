@@ -49,7 +49,7 @@ def templates():
 
 
 def scripted(layouts):
-    """A reaction that gives one running after the other, whatever the nodes are."""
+    """Return a reaction that returns the given states in turn, whatever nodes are alive."""
     following = iter(layouts)
 
     def react(running, alive):
@@ -118,8 +118,8 @@ def test_time_is_training_or_lost(templates):
 
 
 def test_what_pipelines_without_a_loss_had_done_is_kept():
-    """By hand: steps of 100 s on three pipelines; at 250 s one of them is lost, so a third of 50 s is, and at 275 s
-    another, with which goes half of what was there, 33.3 s and 25 s (no time passes for recovery)."""
+    """By hand: steps of 100 s on three pipelines. At 250 s one pipeline is lost, and a third of 50 s with it. At 275 s
+    another is lost, and half of the remaining 33.3 s and of the new 25 s with it (recovery takes no time)."""
     three = RunningPipelines(((0,), (1,), (2,)), 100.0)
     shrinking = {3: three, 2: RunningPipelines(((1,), (2,)), 100.0), 1: RunningPipelines(((2,),), 100.0)}
     events = (NodeEvent(0.0, (0, 1, 2), ()), NodeEvent(250.0, (), (0,)), NodeEvent(275.0, (), (1,)))
@@ -134,8 +134,8 @@ def test_what_pipelines_without_a_loss_had_done_is_kept():
 
 def test_microbatches_in_flight_are_computed_again():
     """By hand: steps of 100 s on two pipelines. At 250 s one is lost: of 50 s the last 8 are in flight, and half of the
-    other 42 is lost, too. At 254 s its node is lost that had joined: 4 s are in flight, and half of 21 s goes. The
-    trace's end finds 8 s in flight again."""
+    other 42 is lost, too. At 254 s the node that replaced it is lost: 4 s are in flight, and half of 21 s is lost. At
+    the end of the trace, 8 s are in flight again."""
     two = RunningPipelines(((0,), (1,)), 100.0, in_flight_seconds=8.0)
     events = (NodeEvent(0.0, (0, 1, 2), ()), NodeEvent(250.0, (), (2,)), NodeEvent(254.0, (), (0,)))
     layouts = iter([RunningPipelines(((2,), (1,)), 100.0, in_flight_seconds=8.0), two, two])
@@ -148,7 +148,7 @@ def test_microbatches_in_flight_are_computed_again():
 
 def test_one_microbatch_of_the_slowest_pipeline_is_in_flight(templates):
     running = from_templates(templates, 1, 24)(None, frozenset(range(12)))
-    assert running.in_flight_seconds == pytest.approx(12 * 0.05)  # its twelve layers, one after the other
+    assert running.in_flight_seconds == pytest.approx(12 * 0.05)  # twelve layers in sequence
 
 
 def test_up_to_f_losses_at_a_time_never_roll_back(templates):

@@ -1,4 +1,4 @@
-"""The search: complete, inside memory, on all devices, and clear about what cannot be."""
+"""The search is complete, respects memory, uses all devices, and explains why a request is impossible."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_few_finalists_leave_an_honest_gap():
 
 
 def test_candidates_that_were_skipped_weaken_the_proof():
-    """A chain that overflowed once is not tried again beside others; nothing is known of those then."""
+    """A chain that overflowed memory is not tried again with other parts, so nothing is known of those plans."""
     spec = model(unit("vision", 2, ("language",)), unit("language", 4))
     workload = Workload({name: np.full(24, 8.0) for name in ("vision", "language")})
     machine = cluster(1, 6, 1e9)
@@ -321,7 +321,7 @@ def test_candidates_that_were_skipped_weaken_the_proof():
     ("zero", "nodes", "replicas"), [("none", 1, 1), ("node", 1, 2), ("node", 2, 1), ("all", 2, 2)]
 )
 def test_replicas_that_fit_only_with_sharded_state_are_found(zero, nodes, replicas):
-    """Each takes 4 layers of 1000 parameters at 1 + 1 + 2 bytes; two that share, at 1 + 1 + 1."""
+    """A replica takes 4 layers of 1000 parameters at 1 + 1 + 2 bytes; two that shard state, at 1 + 1 + 1 each."""
     spec, costs = model(unit("language", 4)), cost_model({"language": 1.0}, degrees=((1, 1),))
     rules = ParameterBytes(1.0, 1.0, 2.0, zero, 2 // nodes)
     machine = cluster(nodes, 2 // nodes, 14_000)
@@ -352,7 +352,7 @@ def test_a_tied_table_is_held_once_by_who_holds_both_ends():
 
 
 def test_interleaved_stages_are_chosen_where_the_bubble_shrinks():
-    """Four devices of which none holds more than four layers: one pipeline, whatever else is tried."""
+    """No device holds more than four of 16 layers, so every plan is one pipeline of four devices."""
     spec, costs = model(unit("language", 16)), cost_model({"language": 1e-3}, ((1, 1),))
     workload = Workload({"language": np.full(8, 8.0)})
     machine = cluster(1, 4, 4 * 4 * 1000.0 + 8 * 8 * 4 * 10.0)

@@ -1,4 +1,4 @@
-"""The search over who shares optimizer state: the best of all ways, and what it says holds for all of them."""
+"""The search over ZeRO modes finds the best of all modes, and its claims hold for all of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EVERY = ("node", "none", "all")
 
 
 def dear(draw):
-    """How many times as long steps take under each way."""
+    """Draw, in random order, ZeRO mode → factor of the step time under it."""
     return {zero: draw.choice([1.0, 1.0, 1.0 + draw.random() / 4]) for zero in draw.sample(EVERY, 3)}
 
 
 def sharers(zero, nodes, replicas):
-    """Of devices that are all on one node, or each on a node of its own."""
+    """Return the number of replicas that shard state together, if all devices are on one node or each on its own."""
     return replicas if zero == "all" or (zero == "node" and nodes == 1) else 1
 
 
@@ -195,7 +195,7 @@ PLAIN, PER_TOKEN = model(unit("language", 4)), cost_model({"language": 1.0}, deg
 
 
 def found_on(nodes, per_node, capacity, zeros):
-    """Four layers of 1,000 parameters at 1 + 1 + 2 bytes on two devices."""
+    """Search plans of four layers of 1,000 parameters at 1 + 1 + 2 bytes on two devices."""
     rules = ParameterBytes(1.0, 1.0, 2.0, ranks_per_node=per_node)
     machine = cluster(nodes, per_node, capacity)
     return find(PLAIN, PER_TOKEN, {"language": 8}, 2, 8, machine=machine, rules=rules, zeros=zeros)
@@ -216,7 +216,7 @@ def test_of_equally_fast_ways_the_first_is_chosen():
 
 
 def rescoring(capacity, rescored):
-    """One layer of 4,000 parameters, which two nodes of one device hold; `node` is searched, others are rescored."""
+    """Search plans of one layer of 4,000 parameters on two nodes of one device: under `node`, rescored under others."""
     spec, workload = model(unit("language", 1, parameters=4000)), Workload({"language": np.full(8, 1.0)})
     case = spec, PER_TOKEN, cluster(2, 1, capacity), workload, 8
     rules = {zero: ParameterBytes(1.0, 1.0, 2.0, zero, 1) for zero in ("node", *rescored)}

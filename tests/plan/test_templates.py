@@ -21,7 +21,7 @@ COSTS = {
 
 
 def random_case(draw):
-    """A table of integer seconds, GPUs per node, and microbatches; small enough to enumerate three nodes."""
+    """Draw a table of integer seconds, GPUs per node and microbatches, so small that three nodes can be enumerated."""
     node = draw.choice([1, 2, 3])
     layers = draw.randint(1, 6)
     widths = draw.sample(range(1, node + 1), draw.randint(1, node))

@@ -28,7 +28,7 @@ ROUNDING = 1 + 1e-9
 
 
 def often(test):
-    """As a few cases by default, and as many among the slow ones."""
+    """Run a test with two seeds by default and with 60 as a slow test."""
     return pytest.mark.parametrize(
         "cases", [2, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"]
     )(test)
@@ -43,7 +43,7 @@ def group(name, devices, memory=float("inf"), slow=1.0):
 
 
 class Case:
-    """A small vision-language model on two groups of which either may be quicker at either unit."""
+    """A small random vision-language model on two groups, of which either may be faster for either unit."""
 
     def __init__(self, seed, parameters=0, degrees=((1, 1), (2, 1)), layers=None):
         self.draw = draw = random.Random(seed)
@@ -92,7 +92,7 @@ class Case:
         return PlanSimulator(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
 
     def search(self, *groups, finalists=10_000, only=None, zeros=(), all_devices=False):
-        """zeros: who else may share state, and how many times as long steps take then."""
+        """Search plans on these groups. zeros: (further ZeRO mode, factor of the step time under it) pairs."""
         cluster = cluster_of_groups(groups)
         costs = self.costs if cluster.parts else self.costs.on(cluster.name)
         scorer = self.scorer(cluster, costs)
@@ -181,21 +181,21 @@ def test_more_devices_of_either_group_never_give_a_slower_plan(cases):
 
 
 def test_an_encoder_leaves_devices_that_other_pipelines_need():
-    """One slow device more let the encoder beside slow ones have two, and none was left for the others."""
+    """With one more slow device, an encoder on slow devices once took two, and other pipelines had none left."""
     case = Case(1283)
     fewer, more = (case.search(group("fast", 2), group("slow", slow)).seconds for slow in (3, 4))
     assert more <= fewer * ROUNDING
 
 
 def test_pipelines_that_are_slow_alone_may_be_best_beside_others():
-    """Another device makes what one group does alone so fast that units placed on two devices promise half of it."""
+    """One more device makes a single group so fast that pipelines with units on both groups promise only half of it."""
     case = Case(1169)
     fewer, more = (case.search(group("fast", 3), group("slow", slow)).seconds for slow in (2, 3))
     assert more <= fewer * ROUNDING
 
 
 def chains(layers, ranks):
-    """Every way to hold all layers on some of these ranks, one each: [(first, end, rank), ...]."""
+    """Yield every chain of all layers on some of these ranks, one stage each: [(first, end, rank), ...]."""
     for count in range(1, min(layers, len(ranks)) + 1):
         for cuts in itertools.combinations(range(1, layers), count - 1):
             bounds = (0, *cuts, layers)
@@ -204,8 +204,8 @@ def chains(layers, ranks):
 
 
 def every_plan(layers, ranks):
-    """Every plan of two units on these ranks: each pipeline a chain of the language model with an encoder in its first
-    stage, or with a chain of its own for the encoder; or one encoder for two language models."""
+    """Yield every plan of two units on these ranks: each pipeline is a chain of the language model, with the encoder on
+    its first stage or in a separate chain; or one encoder serves two language models."""
     vision, language = layers
 
     def pipelines(free):
@@ -239,7 +239,7 @@ def every_plan(layers, ranks):
 
 @often
 def test_no_plan_at_all_beats_the_bound(cases):
-    """Of those that the search tries and many others: stages of one unit on several groups among them."""
+    """The bound holds for all plans, also those that the search does not try, such as units on several groups."""
 
     def one(seed):
         case = Case(seed, degrees=((1, 1),), layers=(1, 2))
@@ -257,7 +257,7 @@ def test_no_plan_at_all_beats_the_bound(cases):
 
 @often
 def test_no_placement_of_units_on_groups_is_faster(cases):
-    """Against all pipelines of one replica with each unit on one group, cut everywhere, by the same simulator."""
+    """The oracle simulates all pipelines of one replica with each unit on one group, at all cuts."""
 
     def one(seed):
         case = Case(seed, degrees=((1, 1),), layers=(2, 2))
@@ -329,7 +329,7 @@ def test_units_and_samples_follow_the_speed_of_each_group():
 
 
 def test_token_microbatches_let_any_pipeline_count_share_a_batch():
-    """Seven samples are no multiple of three pipelines, of which units on the other group take the images."""
+    """Seven samples do not divide among three pipelines; the encoder is on the other group."""
     spec = model(
         unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 1, parameters=0)
     )
@@ -351,7 +351,7 @@ def test_token_microbatches_let_any_pipeline_count_share_a_batch():
 
 
 def test_estimated_time_of_unlike_pipelines_is_near_simulated():
-    """Slow ones have few samples in each microbatch, so that the heaviest delay them more than a mean tells."""
+    """Slow pipelines have few samples per microbatch, so the heaviest delay them more than the mean suggests."""
     batch, seconds = 128, {"fast": 1.0, "slow": 4.0}
     spec = model(unit("language", 16, parameters=0))
     by_group = {name: cost_model({"language": own}, ((1, 1),), output=0.0) for name, own in seconds.items()}

@@ -1,4 +1,4 @@
-"""Models as planners see them: the real model's layers and weights, and layers that can be measured and modelled."""
+"""Model descriptions for planners have the real model's layers and weights; all layers can be measured and modelled."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_layer_costs_are_measured_here_and_modelled_elsewhere(tmp_path):
         if entry.geometry is not None:
             assert cost.forward.a == 0  # images and clips do not attend to each other
         assert bool(modelled.layers[entry.kind][ONE].forward.a) == (entry.role == BLOCK)
-    # Attention of our own skips the area between samples.
+    # Dilatant's attention skips the pairs between samples.
     assert not any(degrees[ONE].dense_seconds for degrees in measured.layers.values())
     assert not is_assumed(found, measured)
     assert dense_rows(found, measured) == {}
@@ -195,7 +195,7 @@ def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_
 
 
 def test_a_dense_unit_row_costs_what_its_blocks_measured(tmp_path):
-    """Of rows as long as those that were measured; beside blocks of two kinds, the head has a square by its fit."""
+    """Rows have the measured lengths. Besides blocks of two kinds, the head's fit has a square part."""
     given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
     language = given.model.text.model_copy(update={"attn_implementation": "sdpa"})
     found = described(
@@ -267,7 +267,7 @@ def test_the_head_costs_what_its_targets_cost(tmp_path):
 
 
 def test_only_weight_gradients_of_linear_layers_are_put_off(tmp_path):
-    """What the runtime makes in the first half of a split backward must not be planned for the second."""
+    """Gradients that the runtime computes in the first half of a split backward must not be planned for the second."""
     for language in (LLAMA, MIXTRAL):
         found = described(config(tmp_path, language))
         used = costs_in_use(
@@ -278,7 +278,7 @@ def test_only_weight_gradients_of_linear_layers_are_put_off(tmp_path):
 
 
 def test_a_head_runs_in_chunks_for_more_targets_than_one_chunk(tmp_path):
-    """Not where its tokens are: those without a target never reach it."""
+    """The number of targets counts, not of tokens: tokens without a target never reach the head."""
     found = described(config(tmp_path))
     whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
     (head,) = found.kinds(HEAD)
@@ -360,7 +360,7 @@ def test_local_gpu_plan_reserves_memory_for_non_tensors(
 
 @pytest.mark.parametrize("mask", ["causal", "bidirectional", "embedded", "modality"])
 def test_costs_count_the_pairs_that_media_masks_show(tmp_path: Any, mask: str) -> None:
-    """An image of 16 tokens and a clip of 12 between every 8 tokens of text, against a count of pairs one by one."""
+    """Rows have an image of 16 tokens and a clip of 12 between every 8 text tokens; the oracle counts each pair."""
     given = config(tmp_path)
     masks = {"vision": mask, "audio": "embedded"}
     text = given.model.text.model_copy(update={"media_attention": masks})

@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank holds of a layer, and costs measured at several degrees."""
+"""Shards of layers that one tensor-parallel rank holds, and costs measured at several degrees."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_layers_of_whole_models_run_as_shards(family: str) -> None:
 
 
 def model_units(family: str) -> set[str]:
-    """Those that ranks can share: all but Mllama's tower, which is one layer, and Gemma 4's of sounds."""
+    """Return the units that ranks can shard: all but Mllama's encoder, a single layer, and Gemma 4's audio encoder."""
     return {"language", *FAMILIES[family].towers} - {{"mllama": "vision", "gemma4": "audio"}.get(family, "")}
 
 
@@ -188,7 +188,7 @@ def test_a_family_whose_shares_are_not_known_is_refused(tmp_path):
 
 
 def test_a_unit_that_cannot_be_sharded_stays_whole_beside_others(tmp_path):
-    """Three heads beside four: the encoder has costs for one rank, and for ranks that share its images."""
+    """The encoder has three heads and the language model four, so the encoder has costs only for tp 1, with any cp."""
     three = described(tmp_path, vision={**SIGLIP, "hidden_size": 24, "num_attention_heads": 3})
     wide = [Degrees(), Degrees(cp=2), Degrees(2), Degrees(4)]
     found = degrees_by_kind(three, wide)

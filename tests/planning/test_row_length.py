@@ -1,4 +1,4 @@
-"""Rows on described GPUs are as long as memory allows, where nothing in the config says how long they are."""
+"""On described GPUs, rows are as long as memory allows if no key of the config sets their length."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _problem(folder: Path, **sections: Any) -> PlanningProblem:
 
 
 def test_a_gpu_gets_rows_that_hold_a_whole_step(tmp_path: Path) -> None:
-    """Neither `dilatant plan` nor the run that trains its plan, nor a simulation of it, cuts what fits in one row."""
+    """`dilatant plan`, the run that trains the plan and its simulation do not cut samples that fit in one row."""
     problem = _problem(tmp_path)
     searched = plan_run(problem)
     planned = with_long_rows(searched)
@@ -67,7 +67,7 @@ def test_rows_stay_short_where_longer_ones_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
-    """Samples of up to 2,048 tokens may come, but a step of 16 short ones fits in one row already."""
+    """Samples may have up to 2,048 tokens, but a step of 16 short ones already fits in one row."""
     problem = _problem(tmp_path, data={"train": [{"path": "train.jsonl"}], "max_length": 2048, "workers": 0})
     found = row_length(problem, plan_run(problem).result.winner.plan)
     assert found is not None
@@ -106,7 +106,7 @@ def test_pipelines_keep_their_microbatches(tmp_path: Path) -> None:
 def test_a_run_in_one_process_chooses_as_its_plan_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a plan file and a search: the rows of a run on the GPU that this machine seems to have."""
+    """Without a plan file or a search, a run on the GPU that this machine seems to have chooses the same rows."""
     gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
     monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Replays shown: facts, one scale for all lines, and averages that keep what the segments add up to."""
+"""The replay page shows the facts, one scale for all lines, and averages that preserve the sums of the segments."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_binned_rates_keep_the_samples(replays):
 
 @pytest.mark.parametrize("columns", [80, 140])
 def test_terminal_shows_every_cause_of_lost_time(replays, columns):
-    """With the names that `simulate --failures` has, and nothing cut off."""
+    """The terminal shows the names of `simulate --failures` in full."""
     names = ("templates", "restart from checkpoint", "templates at no cost")
     named = [replace(one, name=name) for one, name in zip([*replays, replays[0]], names, strict=True)]
     text = io.StringIO()

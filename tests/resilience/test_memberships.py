@@ -1,4 +1,4 @@
-"""Whoever is lost, the next plan is valid for those who are left, and keeps what nobody has to move."""
+"""After any loss, the next plan is valid for the remaining ranks and keeps pipelines that need not change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def require_valid(plan: Plan, size: int) -> None:
 
 
 def after(plan: Plan, survivors: dict[int, int], joined: int = 0, **costs: Any) -> Plan:
-    """The next plan, with a rank a node."""
+    """Return the next plan with one rank per node."""
     return planner_like(plan, **costs).next(plan, survivors, range(len(survivors) + joined)).plan
 
 
@@ -100,7 +100,7 @@ def test_replicas_that_lost_nobody_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("bandwidth", [1e-3, 1e9])
 def test_what_is_intact_moves_only_for_more_than_the_move_costs(bandwidth: float) -> None:
-    """A pipeline of the user's, far from even: rebuilt over fast links, kept over slow ones."""
+    """A very uneven pipeline of the user's layout is rebuilt over fast links and kept over slow ones."""
     uneven = ParallelSpec(replicas=2, pp=2, cuts=(0, 1))
     plan = plan_of(ParallelSpec(replicas=2, pp=2), uneven, colocated=True)
     planner = planner_like(plan, bytes_per_second=bandwidth, fault_tolerance=0)
@@ -121,7 +121,7 @@ def test_stages_take_equally_long_by_the_costs_that_the_run_uses() -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_recomputed_stays(name: str) -> None:
-    """Also where nothing else does: memory asks for it."""
+    """The recomputation stays even if no stage does, since memory requires it."""
     again = {"vision": ("block",) * 3, "language": ("none", *("block_keep_attention",) * 5)}
     plan = Plan(tuple(replace(unit, recompute=again[unit.name]) for unit in PLANS[name].units))
     for lost in (0, len(plan.ranks) - 1):
@@ -140,7 +140,7 @@ def test_experts_stay_divided_where_stages_are_made_anew() -> None:
 
 @pytest.mark.parametrize("name", ["apart", "copies", "colocated", "tensor", "interleaved"])
 def test_no_unit_is_left_with_one_copy_that_had_two(name: str) -> None:
-    """Whoever is lost first: the next loss must not be that of a unit."""
+    """After the loss of any rank, the next loss must not take the last copy of a unit."""
     plan = PLANS[name]
     for lost in plan.ranks:
         new = after(plan, left_of(plan, lost))
@@ -160,7 +160,7 @@ def test_a_unit_on_the_ranks_of_another_divides_them_in_its_own_way() -> None:
 
 
 def test_pipelines_do_not_shrink_below_what_memory_asks_for() -> None:
-    """Stages of at most five layers: two pipelines of two, then one of three, and with one rank none."""
+    """Stages have at most five layers: five ranks form pipelines of two and three, and one rank cannot train."""
     plan = plan_of(ParallelSpec(replicas=2), ParallelSpec(replicas=2, pp=2))
     planner = planner_like(plan, capacity=6.0)
     found = planner.next(plan, left_of(plan, 5), range(5))
@@ -171,7 +171,7 @@ def test_pipelines_do_not_shrink_below_what_memory_asks_for() -> None:
 
 
 def require_fit(plan: Plan, planner: MembershipPlanner) -> None:
-    """No rank has more layers than memory takes, counted one by one."""
+    """Check that the layers of every rank, counted one by one, fit memory."""
     memory = planner.costs.memory
     if memory is None:
         return
@@ -184,14 +184,14 @@ def require_fit(plan: Plan, planner: MembershipPlanner) -> None:
 
 
 def published(planned: TrainingPlan, members: list[str], devices: int = 1) -> str:
-    """What a generation of these members publishes."""
+    """Return the document that a generation of these members publishes."""
     return json.dumps({"plan": planned.to_json(), "members": members, "workers": [devices] * len(members)})
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
-    """Drawn models, memories, nodes, losses and joins: plan, times and ends of `simulate --failures` and of workers."""
+    """For random models, memories and histories, workers adopt the plans, times and ends of `simulate --failures`."""
     draw = random.Random(seed)
     layers = {"vision": draw.randint(1, 4), "language": draw.randint(2, 8)}
     total, devices = sum(layers.values()), draw.choice((1, 1, 2))
@@ -226,7 +226,7 @@ def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
         joined = [next(following) for _ in range(draw.choice((0, 0, 1, 2)))]
         members = [*(node for node in members if node not in lost), *joined]
         predicted = reaction(predicted, frozenset(members))
-        # A worker has the costs from the plan's file, and the plan before from the store.
+        # A worker reads the costs from the plan file and the previous plan from the store.
         worker = MembershipPlanner(TrainingPlan.from_json(initial.to_json()).chain or planner.costs)
         names, workers = [f"n{node}" for node in members], [devices] * len(members)
         if not predicted.pipelines:
@@ -240,12 +240,12 @@ def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
         if len(members) >= len(pipelines) > 1:
             copies = copies_on_nodes(adopted.plan, devices)
             assert set(copies.values()) == {len(pipelines)}
-        # Started again with as many nodes, without state.
+        # The same number of nodes, restarted without state.
         assert next_plan(worker, initial, None, names, workers).plan == planner.first(len(members)).plan
 
 
 def test_a_pipeline_without_memory_for_more_than_1f1b_keeps_that_schedule() -> None:
-    """Also beside a new one that would fit an eager schedule."""
+    """The schedule stays 1F1B even next to a new pipeline with memory for an eager schedule."""
     planner = planner_like(PLANS["colocated"], capacity=7.0)
     planned = TrainingPlan(planner.first(4).plan, 4, "eager", "balanced", chain=planner.costs)
     initial, members = planned, ["n0", "n1", "n2", "n3"]

@@ -1,4 +1,4 @@
-"""Coordinator and agents as real processes, with workers that only talk."""
+"""Coordinator and agents as real processes, with workers that only exchange messages."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_who_has_not_the_token_is_refused(cluster: tuple[Child, list[Child], Pat
 def test_an_agent_that_cannot_join_says_why(
     wrong: str, cluster: tuple[Child, list[Child], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run of this coordinator is one on one machine, which has its agents already."""
+    """This coordinator's run is on one machine and has started its own agents."""
     coordinator, *_ = cluster
     monkeypatch.setenv("DILATANT_TOKEN", "x" * 32 if wrong == "secret" else TOKEN.decode())
     port = 1 if wrong == "address" else coordinator.port
@@ -216,7 +216,7 @@ def test_an_agent_that_cannot_join_says_why(
 
 
 def pair() -> tuple[WireLink, WireLink, socket.socket, socket.socket]:
-    """Two ends, and the sockets that somebody in between would have."""
+    """Return both ends of a connection, and the sockets through which an attacker in between would write."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours, (theirs, _) = socket.create_connection(listener.getsockname()), listener.accept()
     client, server = (
@@ -229,7 +229,7 @@ def pair() -> tuple[WireLink, WireLink, socket.socket, socket.socket]:
 def test_dialing_an_unused_port_never_connects_to_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """TCP connects a port of the machine's own range to itself, now and then; here always."""
+    """TCP sometimes connects an unused local port to itself; in this test it always does."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = probe.getsockname()
     dial = socket.create_connection

@@ -1,4 +1,4 @@
-"""Members come and go, at any point of a rebuild: losses stay those of one process, and what ranks hold stays flat."""
+"""Members join and leave at any point of a rebuild: losses equal those of one process, and ranks leak no memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFTEN = (STAGES[2], STAGES[4])
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """Of a run in which every sum is the same to the bit, however samples are shared."""
+    """Config of a run whose sums are equal to the bit for any distribution of samples."""
     data = write_images(tmp_path, 24)
     schedule = {"kind": "constant"}
     tree = tiny_config(
@@ -49,7 +49,7 @@ def steps(run: Path) -> list[int]:
 
 
 def require_flat(before: dict[str, Held], after: dict[str, Held], mebibytes: float) -> None:
-    """Of those who were there all the time."""
+    """Check that processes which existed all the time hold no more files, threads and memory than before."""
     for name in before.keys() & after.keys():
         was, now = before[name], after[name]
         assert (now.files, now.threads) <= (was.files, was.threads), name
@@ -62,13 +62,13 @@ def test_reconfigured_run_has_losses_of_one_process_to_the_bit(
 ) -> None:
     ranks = Ranks(tmp_path, config, 3, guests=1)
     try:
-        ranks.await_commit(ranks.visit("joined", "rebuilding", "fenced"))  # when nobody holds anything yet
+        ranks.await_commit(ranks.visit("joined", "rebuilding", "fenced"))  # while no rank holds state yet
         ranks.await_commit(ranks.lose("node2"))  # visitors take its place, and the others stay as they are
         ranks.await_commit(ranks.visit(*STAGES[0]))
         before = ranks.held()
         for stages in tried:
             ranks.await_commit(ranks.visit(*stages, later=0.03))
-        # The allocator's: what was used once is kept, and each generation has threads of its own.
+        # The allocator keeps memory that was used once, and each generation has new threads.
         require_flat(before, ranks.held(), mebibytes=16)
         assert len(ranks.reasons()) >= 5 + len(tried)
         assert {rebuild.stays for rebuild in [*read_rebuilds(tmp_path / "run")][1:]} == {True, False}
@@ -102,7 +102,7 @@ def test_salvaged_work_of_survivors_counts_exactly_once(tmp_path: Path, config: 
 def test_survivors_record_two_steps_that_lost_ranks_never_logged(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    """The first rank dies with its vote out, and the next one before it has written anything."""
+    """The first rank dies after its vote, and the next one before it has logged anything."""
     ranks = Ranks(tmp_path, config, 3, dying={"node0": "with its vote out", "node1": "before it catches up"})
     try:
         ranks.await_steps(DYING_STEP + 3)
@@ -116,7 +116,7 @@ def test_survivors_record_two_steps_that_lost_ranks_never_logged(
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_hundred_reconfigurations_leave_nothing_behind(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Losses of ranks, whose successors join, and visitors; with data workers, and steps long enough to be cut."""
+    """Ranks are lost and replaced and visitors come, with data workers and steps long enough to be interrupted."""
     config["train"] |= {"deterministic": False, "global_batch_size": 32}
     ranks = Ranks(tmp_path, config, 3, workers=1)
     try:
@@ -131,7 +131,7 @@ def test_a_hundred_reconfigurations_leave_nothing_behind(tmp_path: Path, config:
                 before = ranks.held()
         assert len(ranks.reasons()) >= 100
         assert before is not None
-        # Of some 450 MiB, nearly all of it torch's.
+        # Of some 450 MiB in all, most of which is torch's.
         require_flat(before, ranks.held(), mebibytes=24)
         told = [reason for reason in ranks.reasons() if "Diverged" in reason or "Error" in reason]
         assert not told

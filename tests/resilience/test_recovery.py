@@ -1,4 +1,4 @@
-"""Whoever is killed or stopped, the run goes on, and its losses are those of the undisturbed run."""
+"""Whichever process is killed or stopped, the run continues with the losses of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHAIN = {"units": {"language": {"pp": 2}}, "colocated": {"vision": "language"}}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process that nothing happens to."""
+    """The losses of an undisturbed run in one process."""
     project = make_project(tmp_path_factory.mktemp("undisturbed"), None)
     train(load_config(project / "config.yaml"))
     return losses(project / "run")
@@ -97,7 +97,7 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
     copies: int,
     steps: int,
 ) -> None:
-    """After the first loss there are as many copies as two losses at once ask for."""
+    """After the first loss there are enough copies to survive two simultaneous losses."""
     ended = run_with_faults(
         make_project(tmp_path, parallel),
         Fault(2, "agent:0"),
@@ -132,7 +132,7 @@ def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_mistake_of_the_user_is_said_as_it_is(tmp_path: Path) -> None:
-    """Also where only the ranks find it, before or after they have met."""
+    """The message is the same if only the ranks find the mistake, before or after their rendezvous."""
     project = make_project(tmp_path, CHAIN)
     ended = run_with_faults(project, arguments=("--set", "train.optimizer.learning_rate=1e30"))
     assert ended.exit_code == 2, ended.output
@@ -218,7 +218,7 @@ def test_deterministic_run_keeps_its_bits_despite_kills(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> None:
-    """Steps of about a second, so that the kill meets one."""
+    """Steps take about a second, so that the kill falls into one."""
     size = changes("train.steps=5", "train.global_batch_size=256", "parallel.microbatches=16")
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
     ended = run_with_faults(
@@ -238,7 +238,7 @@ def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_node_leaving_midstep_hands_over_its_gradients(tmp_path: Path) -> None:
-    """Steps of two seconds and more, also where they are quick; the node waits one and a half for the end of one."""
+    """Steps take at least two seconds on any machine; the node waits 1.5 seconds for the end of one."""
     size = changes("train.steps=5", "train.global_batch_size=1536", "parallel.microbatches=96")
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
     ended = run_with_faults(

@@ -1,4 +1,4 @@
-"""A run's coordinator is brought back, be it dead or standing still; where none can be, the run ends and says so."""
+"""A coordinator that dies or stops is restarted; if that is impossible, the run ends with an error."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_coordinator_that_is_lost_or_stands_still_is_replaced(
 def test_connection_flood_neither_kills_nor_blocks_coordinator(
     supervised: tuple[CoordinatorSupervisor, ProcessStart],
 ) -> None:
-    """Idle ones, some that drip bytes and some that shout."""
+    """Some connections are idle, some send bytes slowly and some send many."""
     coordinator, start = supervised
     assert becomes(coordinator, lambda: answers(start))
     first = coordinator.child.process.pid

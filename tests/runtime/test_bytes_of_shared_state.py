@@ -1,4 +1,4 @@
-"""A rank takes the bytes a parameter that the memory model says: 4 + 4 + 8 / n in fp32, 2 + 4 + 12 / n in bf16."""
+"""A rank needs the bytes per parameter of the memory model: 4 + 4 + 8 / n in fp32, 2 + 4 + 12 / n in bf16."""
 
 from __future__ import annotations
 

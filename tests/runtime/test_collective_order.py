@@ -27,7 +27,7 @@ Launch = tuple[str, tuple[int, ...], str, int]
 
 
 class _Group:
-    """Stands in for a group on a GPU: notes what is launched; whether it is done is drawn at each question."""
+    """Stand-in for a group on a GPU: records the launches; `is_done` is random."""
 
     def __init__(self, launched: list[Launch], ranks: tuple[int, ...], random: Random) -> None:
         self._launched, self._ranks, self._random = launched, ranks, random
@@ -57,7 +57,7 @@ class _Work:
 
 
 def _launches_of(rank: int, degrees: tuple[int, ...], node_of: list[int], random: Random) -> list[Launch]:
-    """What one rank launches in a step whose gradients are complete in a drawn order."""
+    """Return the launches of one rank in a step whose gradients are completed in a random order."""
     launched: list[Launch] = []
     comm: Any = SimpleNamespace(
         rank=rank,

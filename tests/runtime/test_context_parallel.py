@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of every row compute what one process computes."""
+"""Context-parallel ranks compute what one process computes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHOLE = (Stage(0, 4, (4,)),)
     [pytest.param({"vision": "bidirectional", "audio": "causal"}, marks=pytest.mark.slow), frames],
 )
 def test_masks_by_modality_and_of_one_s_own_on_any_ranks(workers: WorkerPool, attention: Any) -> None:
-    """Ranks behind one another, that share tokens, that share heads, and two replicas of the language model."""
+    """Layouts: pipeline stages, ranks that share tokens, ranks that share heads, and two language-model replicas."""
     encoders = (*CASE.encoders[:1], ("audio", "whisper", 2, "linear", "all"))
     plan = Plan(
         (
@@ -92,7 +92,7 @@ def test_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
 
 
 def test_ranks_without_encoder_rows_join_backward_collectives(workers: WorkerPool) -> None:
-    """Where the language model is frozen, only those rows ask for gradients; attention's are collectives."""
+    """With a frozen language model only encoder rows need gradients, and attention computes them in collectives."""
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), cp=4),))
     texts = ((60, (1,)), (30, (0,)), *(((40, (0,)),) * 4))
     check_case(workers, case_of(plan, attention="causal", texts=texts, frozen=("language",)), "none", 1)
@@ -112,14 +112,14 @@ def test_rank_decodes_only_samples_it_encodes(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 5, (0, 1), cp=2),), (Stage(0, 4, (2,)),))
     case = case_of(plan, texts=((3, (2,)), (2, (0,)), (9, (2,)), (2, (1,)), (2, (1,)), (5, (2,))))
     first, second, _ = workers.run(_needed, 3, case)
-    # Of items of samples 0 and 1, 2 and 3, 4 and 5: one and one, two (of sample 2) and one, two and one.
+    # The two ranks encode of samples 0 and 1: one item each; of 2 and 3: two (of 2) and one; of 4 and 5: two and one.
     assert sorted(first) == [0, 2, 4, 5]
     assert sorted(second) == [0, 3, 5]
     assert {*first.values(), *second.values()} == {frozenset({"vision"})}
 
 
 def _in_parts(actions: tuple[Action, ...], stage: int) -> tuple[Action, ...]:
-    """With every action of a stage once for each sample of its microbatch."""
+    """Return the actions, with those of `stage` repeated for each sample of their microbatch."""
     parts = []
     for action in actions:
         samples = BATCHES[action.microbatch] if action.stage == stage else (None,)
@@ -176,7 +176,7 @@ HEADS = (Stage(0, 4, (1, 2, 3, 4), tp=2, cp=2), Stage(4, 5, (5, 6), tp=2))
 def test_states_of_linear_attention_pass_between_ranks(
     workers: WorkerPool, stages: tuple[Stage, ...], recompute: str, family: Any
 ) -> None:
-    """Samples that end within a rank, go on at the next, or reach over three; and ranks that have some heads."""
+    """Samples end within a rank, continue on the next, or span three; some ranks have only some of the heads."""
     plan = plan_of((Stage(0, 5, (0,)),), stages)
     texts = ((3, (1,)), (17, (0,)), (40, (1,)), (2, (0,)), (9, (1,)), (13, (2,)))
     changes = {"texts": texts, "recompute": recompute, "rows_of_piece": 3 if recompute == "none" else None}
@@ -185,7 +185,7 @@ def test_states_of_linear_attention_pass_between_ranks(
 
 @pytest.mark.slow
 def test_states_pass_along_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
-    """Pieces are shorter than the kernel of the convolution, and some ranks have none."""
+    """Parts of rows are shorter than the convolution's kernel, and some ranks have no tokens."""
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2, 3, 4), cp=4),))
     texts = ((2, (0,)), (1, (0,)), (3, (0,)), (9, (0,)), (6, (1,)), (2, (0,)))
     single = ((0, 1), (2,), (3,), (4, 5))

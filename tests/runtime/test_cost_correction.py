@@ -1,4 +1,4 @@
-"""Costs follow measurements: they come to what actions take, alike on all ranks, at the same step, also resumed."""
+"""Corrected costs approach the measured times of actions, equally on all ranks, at the same step, also after resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TWO = Plan(
 
 
 def origin(said: str = "measured on a test") -> StepCosts:
-    """Costs whose square, linear and fixed parts matter alike for rows of about thirty tokens."""
+    """Return costs whose square, linear and fixed parts are about equal for rows of thirty tokens."""
     seconds = np.zeros((3, 4, 3))
     seconds[:, 0] = [1e-6, 3e-5, 1e-3]
     seconds[:, 1] = [2e-6, 6e-5, 1e-3]
@@ -57,7 +57,7 @@ def origin(said: str = "measured on a test") -> StepCosts:
 
 
 def drawn_work(draw: np.random.Generator, costs: StepCosts) -> RankWork:
-    """Forwards and backwards of twelve microbatches on every stage."""
+    """Draw the work of forwards and backwards of twelve microbatches on every stage."""
     parts, group = [], []
     for stage, unit in enumerate((0, 1, 1)):
         for kind in (0, 1):
@@ -72,7 +72,7 @@ def drawn_work(draw: np.random.Generator, costs: StepCosts) -> RankWork:
 def one_step(
     costs: CostCorrection, step: int, work: RankWork, seconds: np.ndarray, ranks: int = 3
 ) -> str | None:
-    """A step whose actions are spread over ranks."""
+    """Give the correction one step whose actions are spread over ranks; return its warning, if any."""
     totals = np.zeros(costs.num_sums)
     for rank in range(ranks):
         own = slice(rank, None, ranks)
@@ -81,7 +81,7 @@ def one_step(
 
 
 TRUE = np.array([[3.0, 0.5, 1.5], [2.0, 1.0, 4.0], [0.25, 1.2, 2.0], [1.0, 2.5, 0.5]])
-"""What the parts really take, by unit and direction, times what the origin says."""
+"""True seconds of each part, by unit and direction, as multiples of the original costs."""
 
 
 def test_made_up_true_costs_are_found() -> None:
@@ -132,8 +132,8 @@ class Sized:
 
 
 def test_few_images_on_shared_ranks_do_not_lower_encoder_costs() -> None:
-    """Of one image on two ranks the one that has it takes twice an even share, the other nothing: on average what the
-    costs say, though the step is planned for the rank that has it."""
+    """Of two ranks with one image, the rank that has it takes twice an even share and the other nothing: on average the
+    costs are right, though the step is planned for the rank with the image."""
     known = origin()
     seconds = known.stages.seconds[:2]
     items = 4  # tokens of an image
@@ -169,14 +169,14 @@ def test_few_images_on_shared_ranks_do_not_lower_encoder_costs() -> None:
                 taken.append(share * (square * sum(squares) + linear * sum(tokens)) + fixed)
             totals += costs.own(rank, prepared.prediction.work, taken)
         costs.finish(step, totals.tolist())
-    # Made of the very numbers that are looked for; the ridge pulls to one, which they are.
+    # The data are exact, and the ridge pulls factors to one, which is right.
     assert costs.costs_at(3 * INTERVAL).stages.seconds == pytest.approx(known.stages.seconds, rel=1e-6)
     assert costs.drift == {"vision": pytest.approx(1.0), "language": pytest.approx(1.0)}
 
 
 @pytest.mark.parametrize("shares_items", [True, False])
 def test_who_always_has_the_odd_image_is_not_slow(shares_items: bool) -> None:
-    """Of three images one of two ranks has two. Where tokens are shared it could have had half of them."""
+    """One of two ranks has two of three images. If ranks share tokens instead of items, it could have had half."""
     known = origin()
     stages = {one.name: getattr(known.stages, one.name)[:2] for one in fields(StageCosts)}
     stages["items_per_token"] = np.array([0.25 if shares_items else 1.0, 1.0])
@@ -192,7 +192,7 @@ COPIES = Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for r
 
 
 def pace(costs: CostCorrection, first: int, steps: int, *slower: float) -> None:
-    """Steps in which each rank is so many times slower than the costs say."""
+    """Run steps in which each rank takes `slower[rank]` times the seconds of the costs."""
     draw = np.random.default_rng(first)
     for step in range(first, first + steps):
         totals = np.zeros(costs.num_sums)
@@ -214,7 +214,7 @@ def test_slow_rank_gets_fewer_samples_until_it_recovers() -> None:
         return [sum(map(len, batches)) for batches in made.microbatches["language"]]
 
     assert shares(0) == [20, 20, 20]
-    pace(costs, 0, 2 * INTERVAL, 3.0, 3.0, 3.4)  # all of them slow, none of them much more than others
+    pace(costs, 0, 2 * INTERVAL, 3.0, 3.0, 3.4)  # all are slow, none much slower than the others
     assert shares(3 * INTERVAL) == [20, 20, 20]
     pace(costs, 2 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 2.0)
     assert shares(5 * INTERVAL) == [24, 24, 12]
@@ -222,12 +222,12 @@ def test_slow_rank_gets_fewer_samples_until_it_recovers() -> None:
     again.from_json(costs.to_json())
     assert again.slowness.factors[2] == pytest.approx(2.0, rel=0.05)
     assert costs.slowness.is_sure
-    assert not again.slowness.is_sure  # it may be of other machines
+    assert not again.slowness.is_sure  # the resumed run may have other machines
     pace(costs, 4 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # between the bounds: still slow, less so
     assert 12 < shares(7 * INTERVAL)[2] < 20
     pace(costs, 6 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.05)
     assert shares(9 * INTERVAL) == [20, 20, 20]
-    pace(costs, 8 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # and not slow yet
+    pace(costs, 8 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # between the bounds: still not slow
     assert shares(11 * INTERVAL) == [20, 20, 20]
 
 
@@ -332,7 +332,7 @@ def test_a_time_that_is_no_number_is_not_counted() -> None:
 
 
 def test_a_long_action_weighs_as_its_length_and_not_its_square() -> None:
-    """One that is a thousand times as long and off by half moves the common factor as its share of the time does."""
+    """An action a thousand times as long, with an error of half, moves the common factor by its share of the time."""
     costs = CostCorrection(TWO, origin())
     one = np.array([0.0, 0.0, 1e-3])
     work = RankWork(np.stack([*[one] * 1000, 1000 * one]), np.zeros(1001, dtype=np.int64))
@@ -361,12 +361,12 @@ def test_a_unit_far_from_measured_costs_is_told_once() -> None:
 
 
 def _train_ahead(worker: Worker) -> tuple[str, list[float], dict[str, float]]:
-    """Steps planned ahead in another thread, over two decisions of costs."""
+    """Train steps that another thread plans ahead, over two decisions of the correction."""
     comm = Comm(worker.store, worker.rank, worker.size)
     model = build_model(CASE, "meta")
     trains = trainability_of(PLAN, trainable_layers(model.units))
     known = token_costs(PLAN, trains.backward)
-    # Each rank knows other costs: those of rank 0 are to count.
+    # Each rank has other costs; all must use those of rank 0.
     known = replace(known, origin="measured here").scaled(np.full((1, 1, 3), 1e-6 * (1 + worker.rank)))
     runtime = Runtime(model, PLAN, comm, seed=5, costs=known)
     samples = build_samples(CASE)
@@ -396,7 +396,7 @@ def test_ranks_agree_on_costs_that_follow_their_measurements(workers: WorkerPool
 
 
 def test_unlike_devices_have_factors_of_their_own() -> None:
-    """Else the slow ones would count as the fast ones as soon as anything was measured."""
+    """With common factors, slow devices would get the fast devices' costs after the first measurement."""
     links = Link(1e9), Link(1e9)
     groups = [Cluster(1, 2, 1e9, *links, name="a"), Cluster(1, 1, 1e9, *links, name="b")]
     costs = CostCorrection(TWO, replace(origin(), cluster=cluster_of_groups(groups)))

@@ -1,4 +1,4 @@
-"""What a step does besides its numbers: divergence, failures, bounded buffers, no needless gradients, times."""
+"""The executor apart from its numbers: divergence, failures, bounded buffers, no needless gradients, times."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_clipping_scales_large_gradients_and_keeps_small_ones() -> None:
 
 
 def test_row_pieces_from_several_senders_are_ordered_and_summed() -> None:
-    """Of samples 0, 1 and 2 with 1, 2 and 1 rows; a message holds the power of ten that is its name."""
+    """Samples 0, 1 and 2 have 1, 2 and 1 rows; all values of a message are its name, a power of ten."""
     counts = {2: 1, 0: 1, 1: 2}  # in the order wanted
     executor = Executor.__new__(Executor)
     executor._device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Ranks that have different experts compute what one process computes."""
+"""Expert-parallel ranks compute what one process computes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stages(tp: int, cp: int, ep: int) -> tuple[Stage, ...]:
 
 
 def _experts() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Two of three experts for each of five tokens; the last input is what a router gives them."""
+    """Return three experts and inputs of five tokens with two experts each; the last input is the router's weights."""
     torch.manual_seed(0)
     experts = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=6, num_local_experts=3))
     for parameter in experts.parameters():
@@ -107,7 +107,7 @@ def test_with_split_backward_and_recomputation(
 
 @pytest.mark.parametrize("zero", [pytest.param("none", marks=pytest.mark.slow), "node"])
 def test_replicas_that_divide_experts_unlike(workers: WorkerPool, zero: Any) -> None:
-    """By the expert, by features and not at all: gradients meet where the parts overlap."""
+    """Replicas shard experts whole, by features, or not at all: gradients are summed where the parts overlap."""
     replicas = (
         (Stage(0, 4, (0, 1), tp=2, ep=2),),
         (Stage(0, 3, (2, 3), cp=2, ep=2), Stage(3, 4, (2, 3), cp=2)),

@@ -1,4 +1,4 @@
-"""What a rank holds while it trains is what the table of bytes and the planner's memory model say."""
+"""The memory of a rank during training equals the table of bytes and the planner's memory model."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ FAMILIES = {"1f1b": one_f_one_b, "gpipe": gpipe, "zb-h1": zero_bubble_h1}
 
 @dataclass(frozen=True)
 class Run:
-    """A step of `count` samples of `tokens` tokens a replica, one a microbatch, of a language model cut in two.
+    """A step of a language model cut in two stages; each replica has `count` microbatches of one sample of `tokens`.
 
-    Replicas share the optimizer's state. linear: every second layer is one of linear attention. keeps: a rank's own
-    gradients, for salvage. exact: sums are of integers.
+    Replicas shard optimizer state. linear: every second layer has linear attention. keeps: ranks keep their local
+    gradients for recovery. exact: gradients are summed as integers.
     """
 
     dtype: torch.dtype
@@ -120,7 +120,7 @@ class Run:
 
 
 def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
-    """Bytes after a step before the gradients go, the most in the step after it, and parameters, of one rank."""
+    """Return (bytes after a step with its gradients, peak bytes of the next step, parameters) of one rank."""
     torch.set_num_threads(1)
     comm = Comm(worker.store, worker.rank, worker.size)
     with LiveStorages() as live:

@@ -66,7 +66,7 @@ NETS = ("sd3", "pixart", "sana", "unet", "flux")
 def test_any_step_that_draws_gives_what_one_process_gives(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
 ) -> None:
-    """Noise, moments and dropped conditions are the same in every layout, and learned queries learn alike."""
+    """Noise, time steps and dropped conditions are equal in every layout, and so are gradients of learned queries."""
     pytest.importorskip("diffusers")
     check_case(workers, case, zero, nodes)
 

@@ -1,4 +1,4 @@
-"""The runtime on GPUs: one rank alone, and two that talk over NCCL. Both give the gradients of one process on a CPU."""
+"""The runtime on GPUs: one rank, and two ranks over NCCL, give the gradients of one process on a CPU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _runtime(worker: Worker, case: Case) -> tuple[Runtime, Comm]:
 
 
 def _step(worker: Worker, case: Case) -> tuple[str, float, dict[str, torch.Tensor], list[float]]:
-    """The second step of two, so that nothing is left over from the first."""
+    """Run two steps and return the results of the second, which the first must not affect."""
     runtime, comm = _runtime(worker, case)
     samples = build_samples(case)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What survives a step that ranks were lost in counts once: loss and gradients are those of one process."""
+"""Gradients that survive the loss of ranks in a step count once: loss and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Ending:
 def _run(
     worker: Worker, case: Case, lost: list[Lost], zero: str, exact: bool = False, folder: Path | None = None
 ) -> dict[str, Any] | None:
-    """folder: where ranks that are lost leave what they have finished."""
+    """Run a step that ranks are lost in. folder: receives the exported gradients of lost ranks."""
     samples = build_samples(case)
     rank, size, plan = worker.rank, worker.size, case.plan
     old: Runtime | None = None
@@ -169,7 +169,7 @@ def _missing(salvage: ReusePlan) -> set[int]:
 
 
 def test_sample_reruns_only_in_layers_that_lack_it() -> None:
-    """The first of two replicas has lost its last stage, whose successor holds nothing."""
+    """The first of two replicas has lost its last stage, which a rank without gradients replaces."""
     told = [_told(0, 0, 2, (0, 1, 2)), None, _told(2, 0, 2, (4, 5)), _told(3, 2, 3, (4, 5, 6))]
     told[3] = replace(told[3], losses=tuple(LossShare("unit", 2, 3, (3,), each) for each in ((4, 5), (6,))))
     salvage = decide_reuse(told, 5, TWO_REPLICAS, WEIGHTS)
@@ -177,7 +177,7 @@ def test_sample_reruns_only_in_layers_that_lack_it() -> None:
     assert _missing(salvage) == {0, 1, 2, 3, 6, 7}
     assert salvage.covered()["unit", 0] == {0, 1, 2, 4, 5}
     assert salvage.covered()["unit", 2] == {4, 5, 6}
-    # The loss of 6 is known only in one sum with those of 4 and 5, so these run again for it.
+    # The loss of 6 is known only as part of a sum with 4 and 5, so all three run again.
     told[3] = replace(told[3], losses=(LossShare("unit", 2, 3, (3,), (4, 5, 6)),))
     mixed = decide_reuse(told, 5, TWO_REPLICAS, WEIGHTS)
     assert mixed is not None
@@ -249,7 +249,7 @@ def _several(case: Case) -> bool:
 
 
 def check_exact(workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool) -> None:
-    """The same bits as one rank that nothing happens to."""
+    """Check that results have the same bits as those of one undisturbed rank."""
     layers = {name: len(unit.layers) for name, unit in build_model(case, "meta").units.items()}
     alone = Plan(
         tuple(

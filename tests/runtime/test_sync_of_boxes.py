@@ -1,4 +1,4 @@
-"""Replicas of unlike tensor parallelism: gradients, norms, shared updates and their state against one process."""
+"""Replicas of unlike tensor parallelism: gradients, norms, sharded updates and optimizer state equal one process's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [f"u.0.{name}" for name in SHAPES]
 
 
 def drawn(*key: int) -> dict[str, torch.Tensor]:
-    """Every weight or gradient, whole; of one step and replica."""
+    """Draw all weights, or all gradients of one step and replica, whole."""
     generator = np.random.default_rng(key)
     return {
         name: torch.from_numpy(generator.standard_normal(shape).astype(np.float32))
@@ -43,14 +43,14 @@ def taken(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def is_used(name: str, step: int) -> bool:
-    """In the first step nobody uses one of the weights."""
+    """Return False for one weight in the first step: no rank uses it."""
     return not (step == 0 and name == "u.0.columns")
 
 
 def contribution(
     name: str, held: Holdings, degrees: tuple[int, ...], rank: int, step: int
 ) -> torch.Tensor | None:
-    """The gradient that `rank` has before any sum: its replica's, in parts where several ranks have a part of it."""
+    """Return the gradient of `rank` before any sum: the replica's, split into summands if several ranks hold it."""
     if not is_used(name, step):
         return None
     replica = next(i for i, end in enumerate(itertools.accumulate(degrees)) if rank < end)
@@ -133,7 +133,7 @@ def one_process(replicas: int) -> tuple[dict[str, nn.Parameter], dict[str, torch
 
 
 def assembled(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """What all ranks wrote, each number once."""
+    """Assemble the tensors that all ranks wrote, and check that each number was written once."""
     written: dict[str, torch.Tensor] = {
         name: torch.full(shape, torch.nan) for name, shape in zip(NAMES, SHAPES.values())
     }
@@ -184,17 +184,17 @@ def test_any_mix_of_replicas_updates_as_one_process_does(
 
 
 def check_shares(ranks: list[dict[str, Any]], copies: int) -> None:
-    """Zero shards state evenly within each sharing group."""
+    """Check that ZeRO shards optimizer state evenly within each sharing group."""
     assert sum(found["numbers"] for found in ranks) == copies * ranks[0]["held"]
     most = max(found["numbers"] for found in ranks)
-    assert most <= ranks[0]["held"] * copies / 4 + 18  # a row of each bucket
+    assert most <= ranks[0]["held"] * copies / 4 + 18  # one row of each bucket
 
 
 @pytest.mark.parametrize("node_of", [[0, 0, 0], [0, 1, 2], [0, 0, 1]])
 def test_sharing_changes_no_bit_where_sums_have_the_same_order(
     workers: WorkerPool, node_of: list[int]
 ) -> None:
-    """Two ranks have one order of summation; three share nothing on three nodes."""
+    """Two ranks have only one order of summation; three ranks on three nodes shard nothing."""
     size = len(set(node_of)) if len(set(node_of)) == 3 else 2
     plain = workers.run(_train, size, (1,) * size, "none", node_of)
     shared = workers.run(_train, size, (1,) * size, "node", node_of)
@@ -203,8 +203,8 @@ def test_sharing_changes_no_bit_where_sums_have_the_same_order(
 
 
 def _sums_of_unlike_groups(worker: Worker) -> dict[str, torch.Tensor]:
-    """On two nodes of two ranks, two weights that all hold, and one that the first of each node hold. One of the first
-    node is late, so that its peer has no sum of the node to pass on when it begins the last bucket."""
+    """Sum, on two nodes of two ranks, two weights of all ranks and one of the first rank of each node. One rank of the
+    first node is late, so its peer has no sum of the node to pass on when it begins the last bucket."""
     comm = Comm(worker.store, worker.rank, worker.size)
     first = UnitPlan("v", tuple(Replica((Stage(0, 1, (rank,)),)) for rank in (0, 1)))
     plan = Plan((first, replace(plan_of(1, 1, 1, 1).units[0], name="u")))
@@ -241,7 +241,7 @@ def test_groups_sum_in_one_order_whoever_is_late(workers: WorkerPool) -> None:
 
 
 def _train_bf16(worker: Worker) -> dict[str, Any]:
-    """Three replicas that share all state of bf16 weights with fp32 gradients."""
+    """Train three replicas that shard all optimizer state of bf16 weights with fp32 gradients."""
     comm = Comm(worker.store, worker.rank, worker.size)
     held = holdings(plan_of(1, 1, 1), {"u": ["u.0"]}, WEIGHTS, split)
     start = drawn(0)

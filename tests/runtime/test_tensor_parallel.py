@@ -1,4 +1,4 @@
-"""Ranks that share layers compute what one process computes, family by family."""
+"""Tensor-parallel ranks compute what one process computes, family by family."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dilatant.schedule.families.zero_bubble import zero_bubble_h1
 from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 
-# Vision on two ranks behind one another, the language model on two pairs.
+# Vision on a pair of ranks, the language model on two further pairs.
 TWO = plan_of((Stage(0, 5, (0, 1), tp=2),), (Stage(0, 2, (2, 3), tp=2), Stage(2, 4, (4, 5), tp=2)))
 
 
@@ -84,7 +84,7 @@ def test_what_travels_in_pieces_is_the_same(workers: WorkerPool, recompute: str,
 
 
 def _collectives(worker: Worker, how: Any, pieces: int | None) -> dict[str, int]:
-    """How many of each kind the ranks of the language model start in a step of one microbatch."""
+    """Return kind → number of collectives that a language-model rank starts in a step of one microbatch."""
     comm = Comm(worker.store, worker.rank, worker.size)
     case = replace(CASE, recompute=how, encoders=(), texts=((9, ()),), frozen=())
     plan = Plan((UnitPlan("language", (Replica((Stage(0, 4, (0, 1), tp=2),)),)),))
@@ -114,7 +114,7 @@ def test_recomputation_that_keeps_attention_repeats_no_sum(workers: WorkerPool, 
     each = 1 if pieces is None else 2  # five rows of each rank are two pieces of two or more
     # Two blocks of two regions: in and out, forward and back; out of the last block, and back out of the first.
     assert none == {"all_gather": 8 * each + 2, "reduce_scatter": 8 * each}
-    # The last sum of a block is computed for nobody; of two pieces one leaves before that is known.
+    # No one needs the last sum of a recomputed block; with two pieces, one is sent before that is known.
     assert block["reduce_scatter"] == none["reduce_scatter"] + 2 * (each + each - 1)
     assert kept["reduce_scatter"] == none["reduce_scatter"]
     assert kept["all_gather"] == block["all_gather"] == none["all_gather"] + 4 * each
@@ -153,7 +153,7 @@ def test_replicas_of_unlike_degrees(workers: WorkerPool, zero: Any) -> None:
 def test_colocated_and_separate_encoder_pipelines_train_together(
     workers: WorkerPool,
 ) -> None:
-    """What plans make of devices that would be idle (`plan.leftovers`)."""
+    """Plans have such unlike pipelines if idle devices form one more (`fills_idle`)."""
     own = Replica((Stage(0, 5, (0,)),)), Replica((Stage(0, 4, (1,)),))
     leftover = Replica((Stage(0, 5, (2, 3), tp=2),)), Replica((Stage(0, 4, (2, 3), tp=2),))
     plan = Plan(

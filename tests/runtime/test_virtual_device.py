@@ -1,5 +1,5 @@
-"""A virtual device replays what every rank's host gives its GPU: whatever waits for the whole device, wherever and on
-however many ranks at once, the step ends, and receives leave room for kernels."""
+"""A virtual device replays the launches of every rank's host: the step ends, wherever and on however many ranks a host
+waits for its whole device, and receives leave room for kernels."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MULTIPROCESSORS = 132
 PARCEL = MessageSlice(1, 1, torch.float32)
 WAIT = "wait"
 Transfer = tuple[str, int]
-"""An edge and a message's place on it."""
+"""Name of an edge, and the number of a message on it."""
 
 
 @dataclass
 class _Host:
-    """What one rank's host does in a step, in order. It never blocks: on a GPU, waiting orders streams. events:
-    ("receive" or "send", transfer), or (WAIT, None) where a device-wide wait may happen."""
+    """Record of what one rank's host does in a step, in order. It never blocks: on a GPU, waits only order streams.
+    events: ("receive" or "send", transfer), or (WAIT, None) where the host may wait for the whole device."""
 
     events: list[tuple[str, Transfer | None]] = field(default_factory=list)
     counts: dict[tuple[str, str], itertools.count] = field(
@@ -56,14 +56,14 @@ class _Host:
         self.posted[name] -= kind == "receive"
 
     def launches(self) -> None:
-        """A kernel is launched, which comes behind the receives that were waited for, but beside the others, of which
-        each edge's stream runs one at a time."""
+        """Record the launch of a kernel. It runs after the receives that were waited for and beside the others, of
+        which the stream of each edge runs one at a time."""
         self.events.append((WAIT, None))
         self.most_edges = max(self.most_edges, len(+self.posted))
 
 
 def _run(rank: int, step: Step, actions: tuple[Action, ...], routes: Routes, look_ahead: int) -> _Host:
-    """Drive a transport as the executor does."""
+    """Drive a transport as the executor does; return the record of the host."""
     host = _Host()
     comm: Any = SimpleNamespace(rank=rank, generation=0, device=torch.device("cpu"), edge=host.edge)
     stages = [replace(placed.stage, tp=1) for placed in step.plan.stages()]
@@ -88,9 +88,9 @@ def _run(rank: int, step: Step, actions: tuple[Action, ...], routes: Routes, loo
 
 
 def _stuck(hosts: dict[int, _Host], large: bool = False) -> list[int]:
-    """Return the ranks whose hosts never come to their end if each of them waits for its device wherever it may: until
-    every receive that is posted there is complete, for which the sender's host must have launched the send. large:
-    messages do not fit NCCL's buffers, so that sends are complete only when they are received."""
+    """Return the ranks whose hosts hang if each host waits for its device wherever it may. A wait ends when every
+    posted receive is complete, for which the sender's host must have launched the send. large: messages exceed NCCL's
+    buffers, so sends are complete only when they are received."""
     places = dict.fromkeys(hosts, 0)
     launched: set[tuple[str, Transfer | None]] = set()
     waiting: dict[int, list[tuple[str, Transfer | None]]] = {rank: [] for rank in hosts}
@@ -116,7 +116,7 @@ def _stuck(hosts: dict[int, _Host], large: bool = False) -> list[int]:
 
 
 def _hosts(seed: int, early: bool = False, look_ahead: int = 0) -> dict[int, _Host]:
-    """A drawn step. early: post receives as soon as there are buffers. look_ahead: 0 for 1 to 3, as drawn."""
+    """Return the hosts of a random step. early: post receives as soon as there are buffers. look_ahead: 0: random."""
     step = random_step(seed)
     family = FAMILIES[FAMILY_NAMES[seed % len(FAMILY_NAMES)]]
     schedule: Schedule = family(step.plan, step.assignment, step.trainability)

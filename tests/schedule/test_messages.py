@@ -1,4 +1,4 @@
-"""Messages: what crosses each directed edge, derived alike by both ends."""
+"""Messages: both ends of each directed edge derive the same messages."""
 
 from __future__ import annotations
 

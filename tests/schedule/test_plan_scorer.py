@@ -1,4 +1,4 @@
-"""Evaluating a plan: every sample is worked on once, seconds and memory add up, and bounds hold."""
+"""Plan scoring: every sample is processed once, seconds and memory add up, and bounds hold."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def workload(samples, seed=0):
 
 
 def chain(name, layers, replicas, feeds=()):
-    """One unit whose replicas are chains of one-device stages: `replicas` lists the ranks of each."""
+    """Return a unit whose replicas are chains of one-device stages; `replicas` lists the ranks of each."""
     made = []
     for ranks in replicas:
         cuts = [k * layers // len(ranks) for k in range(len(ranks) + 1)]
@@ -138,7 +138,7 @@ def test_a_deep_schedule_gives_way_to_memory():
 
 
 def test_all_steps_of_a_score_share_one_schedule_and_its_memory():
-    """Also where the quickest one fits most batches, and only the heaviest does not."""
+    """The schedule is shared even if the fastest one fits all batches but the heaviest."""
     plan = Plan((chain("language", 6, [[0, 1, 2]]),))
     alone = model(unit("language", 6, parameters=0))
     costs = cost_model({"language": 1e-3}, activation=100.0)
@@ -165,7 +165,7 @@ def test_all_steps_of_a_score_share_one_schedule_and_its_memory():
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_family_that_fits_beats_the_chosen_one(seed):
-    """Each of them made and swept by itself: none may be left out that could win."""
+    """The oracle simulates every family by itself; the scorer may skip none that could win."""
     draw = np.random.default_rng(seed)
     layers = int(draw.integers(1, 7))
     spec = model(
@@ -199,7 +199,7 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
 
 
 def with_host(costs, seconds):
-    """The costs where the host takes so long to issue a layer's forward, and its backward."""
+    """Return the costs with `seconds` of the host to issue a layer's forward, and as many for its backward."""
     layers = {
         kind: {degrees: replace(cost, host=seconds) for degrees, cost in own.items()}
         for kind, own in costs.layers.items()
@@ -211,7 +211,7 @@ def test_bounds_count_the_host_of_every_microbatch():
     spec, costs = model(unit("language", 2, parameters=0)), with_host(cost_model({"language": 1e-6}), 1.0)
     known = spec, costs, cluster(1, 2), Workload({"language": np.arange(1.0, 9.0)}), 8
     found = search(*known, PlanSimulator(*known, rules=RULES), (1,), RULES, fills_microbatches=True)
-    # Four microbatches on each device, two layers forward and backward.
+    # Each device runs four microbatches, each with forward and backward of two layers.
     assert found.seconds == pytest.approx(4 * 2 * 2)
     assert found.proven
     assert found.simulated < found.candidates

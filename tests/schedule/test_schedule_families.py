@@ -1,4 +1,4 @@
-"""Every family gives, for every plan and assignment, a schedule that runs; and the textbook one on a chain."""
+"""Every schedule family gives a schedule that runs for every plan and assignment, and the textbook one for a chain."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_frozen_encoder_runs_forward_only_and_is_not_split():
 
 @pytest.mark.parametrize("family", [zero_bubble_h1, zero_bubble_h2])
 def test_weight_gradients_run_in_order_of_input_gradients(family):
-    """Oldest first: the one that waits longest holds its activations longest."""
+    """The oldest runs first, since it has held its activations longest."""
     plan, assignment = chain(4, 12)
     for actions in family(plan, assignment).actions.values():
         halves = {kind: [a.microbatch for a in actions if a.kind == kind] for kind in "IW"}
@@ -280,11 +280,11 @@ def test_weight_gradients_run_in_order_of_input_gradients(family):
 
 
 def halved(actions, splits, limits):
-    """`actions` of a rank with split backwards, by the rule's words."""
+    """Return the `actions` of a rank with split backwards, by a direct reading of the rule."""
     found = []
 
     def waiting():
-        """Input gradients without weight gradients, oldest first."""
+        """Return the input gradients whose weight gradients have not run, oldest first."""
         done = [(a.stage, a.microbatch, a.samples) for a in found if a.kind == "W"]
         return [a for a in found if a.kind == "I" and (a.stage, a.microbatch, a.samples) not in done]
 

@@ -36,7 +36,7 @@ def random_schedule(step, rng) -> Schedule:
 
 
 def message_times(graph, values):
-    """A value per message as the oracle keys them."""
+    """Return (producer, consumer) → value of the message, as the oracle takes them."""
     pairs = zip(graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages], strict=True)
     return {(graph.action(s), graph.action(t)): float(v) for (s, t), v in zip(pairs, values, strict=True)}
 
@@ -61,8 +61,8 @@ def test_equals_the_event_simulator_on_random_schedules(seed):
 
 
 def turns_at_ports(step, cluster, size, shared):
-    """Seconds that a message travels, the bytes of each in turn through every rank's link and every node's ports; not
-    `shared`: as if it were alone."""
+    """Return the oracle's travel time of messages, which take turns at every rank's link and every node's ports; not
+    `shared`: each message travels as if alone."""
     placed = step.plan.stages()
     free = {}
 

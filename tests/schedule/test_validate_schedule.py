@@ -1,4 +1,4 @@
-"""Whatever is wrong with a schedule is found, and everything at once."""
+"""Validation finds every fault of a schedule and reports all of them at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every run has costs, and says where they are from: its plan's, else kept ones, else modelled; of any model."""
+"""Every run of any model has costs and names their source: the plan, else earlier measurements, else the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout that does not say where its stages begin is cut where the costs of its run are most even, and stays so."""
+"""A layout without cuts is cut so that the run's costs are most even, and keeps these cuts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilatant.training.run_costs import Cutter
 
 
 def planned(folder: Path, language: dict[str, Any], **sections: Any) -> TrainingPlan:
-    """What a run trains that lays out the language model so, with the encoder beside it."""
+    """Return the plan of a run with this layout of the language model and a separate encoder."""
     layout = {"units": {"vision": {}, "language": language}, "microbatches": 4}
     return prepare(config(folder, parallel=layout, **sections)).planned
 
@@ -26,7 +26,7 @@ def cuts(found: TrainingPlan, unit: str = "language") -> tuple[int, ...]:
 
 
 def slowest(found: TrainingPlan, tokens: float) -> float:
-    """Seconds of the slowest stage of the language model for a row of so many tokens of one sample."""
+    """Return the seconds of the slowest language-model stage for a row of one sample of `tokens` tokens."""
     assert found.costs is not None
     own = [placed.index for placed in found.plan.stages() if placed.unit == "language"]
     work = found.costs.stages.seconds[own][:, :2].sum(axis=1) @ np.array([tokens**2, tokens, 1.0])
@@ -35,14 +35,14 @@ def slowest(found: TrainingPlan, tokens: float) -> float:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project without layer costs that other tests measured and kept."""
+    """A project with an empty cache, without layer costs of other tests."""
     monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
     write_samples(tmp_path, 32)
     return tmp_path
 
 
 def test_no_other_cut_has_a_faster_slowest_stage(folder: Path) -> None:
-    """The vocabulary is so large that the head takes as long as several blocks; the first blocks are frozen."""
+    """The vocabulary makes the head as slow as several blocks, and the first blocks are frozen."""
     frozen = [f"language.layers.{number}" for number in range(2)]
     section = model_section(config={**LANGUAGE, "vocab_size": 6000})
     sections: dict[str, Any] = {"model": {**section, "freeze": ["vision.encoder", *frozen]}}
@@ -55,7 +55,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(folder: Path) -> None:
 
 
 def test_resumed_run_keeps_its_cuts_until_the_layout_changes(folder: Path) -> None:
-    """Costs that were measured meanwhile do not change what a run trains."""
+    """Costs that are measured between the runs do not change the cuts."""
     own = planned(folder, {"pp": 2})
     other = planned(folder, {"pp": 2, "cuts": [0, 1]})
     assert cuts(own) != cuts(other)

@@ -1,4 +1,4 @@
-"""Hashes of gradients: equal for equal bits wherever they lie, unlike for anything else."""
+"""Gradient hashes are equal for equal bits at any memory address, and differ for all other gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_layer_has_the_hash_of_all_its_gradients() -> None:
 
 
 def test_hashes_of_other_weights_of_a_layer_are_not_compared() -> None:
-    """As where the ranks of a node divide a layer's weights, which in unlike pipelines they do in other ways."""
+    """In unlike pipelines, ranks of a node may divide a layer's weights differently; their hashes have other keys."""
     parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b")}
     for parameter in parameters.values():
         parameter.grad = torch.ones(4)

@@ -1,4 +1,4 @@
-"""What was simulated is what is executed: the planner's steps are those of the trainer, sample by sample."""
+"""The trainer executes the steps that the planner simulated, sample by sample."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ NARROW: dict[str, Any] = {
     "tensor_parallel": [1],
     "context_parallel": [1],
 }
-"""A search of few plans, where any would do."""
+"""Settings for tests that accept any plan: the search tries few."""
 
 
 def dense_costs(folder: Path, **sections: Any) -> Path:
-    """Costs as if measured, whose blocks take more of a row of several samples the longer it is."""
+    """Write costs, labelled as measured, whose blocks take more time for a longer row of several samples."""
     given = config(folder, **sections)
     model = describe_model(build_meta_model(given, len(load_model_tokenizer(given.model))))
     costs = analytic_costs(layer_shapes(model), load_hardware("H100"))
@@ -59,7 +59,7 @@ def dense_costs(folder: Path, **sections: Any) -> Path:
 
 
 def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem, PreparedRun, Config]:
-    """A plan as `dilatant plan` writes it, and a run that was told to train it."""
+    """Write a plan as `dilatant plan` does; return its problem, and the prepared run that trains it with its config."""
     write_samples(folder, 2 * BATCH)
     asked = config(folder, **sections)
     problem = planning_problem(asked, assemble_samples(asked))
@@ -82,9 +82,9 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
             100,
             3,
             False,
-        ),  # which share the batch by tokens: their replicas divide it in no other way
+        ),  # three replicas can share this batch only by tokens
         pytest.param("balanced", None, 4, True, marks=pytest.mark.slow),
-        ("balanced", 100, 1, False),  # one device cuts its steps as planned, too
+        ("balanced", 100, 1, False),  # one device also cuts its steps as planned
     ],
 )
 def test_a_planned_run_executes_the_simulated_steps(
@@ -92,7 +92,7 @@ def test_a_planned_run_executes_the_simulated_steps(
 ) -> None:
     train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": []}
     plan: dict[str, Any] = {"assignment": policy}
-    if policy in ("entrain", "searched"):  # whose every plan takes long to simulate
+    if policy in ("entrain", "searched"):  # these take long to simulate for every plan
         plan.update(NARROW)
     if devices == 3:
         plan.update(microbatch_tokens=[row_tokens], microbatch_sizes=[2])
@@ -149,7 +149,7 @@ def test_a_planned_run_executes_the_simulated_steps(
     [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}],
 )
 def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[str, Any]) -> None:
-    """The score of the plan with the language model thawed, against the same plan of a config that trains it."""
+    """Compare the score of the plan with an unfrozen language model with that of a config that trains this model."""
     write_samples(tmp_path, 2 * BATCH)
     frozen = model_section() | trained
     whole = model_section() | {"freeze": ["vision.encoder"]}
@@ -171,7 +171,7 @@ def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[
 
 
 def test_plan_page_shows_simulated_microbatches_and_memory(tmp_path: Path) -> None:
-    """Where the token budget of a row cuts a plan's microbatches into more, and steps differ in memory."""
+    """The row's token limit cuts the plan's microbatches into more, and steps differ in memory."""
     write_samples(tmp_path, 2 * BATCH)
     train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": [], "row_tokens": 100}
     asked = config(tmp_path, train=train, plan={"microbatch_sizes": [8], "microbatch_tokens": []})

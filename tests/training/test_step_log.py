@@ -1,4 +1,4 @@
-"""Every step that counts is told of once and in order, at the latest while the next one's vote is out."""
+"""Every committed step is reported once and in order, at the latest during the vote on the next step."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Broken(Exception):
 
 @pytest.fixture(autouse=True)
 def no_step_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is."""
+    """Let no step count as slow, however busy the machine is."""
     monkeypatch.setattr(step_metrics, "AT_ONCE_SECONDS", float("inf"))
 
 
 @dataclass
 class Book:
-    """A gate that commits all, and what happens at it and elsewhere. fails: raises where that is to be written."""
+    """A commit barrier that commits every step, and a log of events. fails: the entry whose writing raises Broken."""
 
     entries: list[str] = field(default_factory=list)
     fails: str = ""
@@ -167,7 +167,7 @@ def test_without_a_vote_a_step_is_told_of_at_once(tmp_path: Path, monkeypatch: p
 
 
 def test_rank_failing_during_its_vote_can_still_apply_the_step(tmp_path: Path) -> None:
-    """The others may be told that it counts."""
+    """The other ranks may already have committed the step."""
     losses: dict[bool, list[float]] = {}
     for fails in (False, True):
         book = Book(fails="told 2" if fails else "")
@@ -230,7 +230,7 @@ def test_rank_failing_in_a_step_has_logged_the_step_before(
 
 
 def test_next_rank_logs_the_steps_its_predecessor_missed(tmp_path: Path) -> None:
-    """And nothing twice."""
+    """The next rank writes every missing step and writes no step twice."""
     book = Book()
     config = config_of(tmp_path, train={"steps": 3})
     trainer = trainer_of(config, book)
@@ -246,7 +246,7 @@ def test_next_rank_logs_the_steps_its_predecessor_missed(tmp_path: Path) -> None
 
 
 def test_what_could_not_be_told_of_is_not_told_again(tmp_path: Path) -> None:
-    """Half of it may be written."""
+    """A step whose report failed may be half written."""
     book = Book()
     trainer = trainer_of(config_of(tmp_path), book)
     run(trainer, book)

@@ -1,4 +1,4 @@
-"""What the profiler writes where a step fails, is repeated or runs out of GPU memory."""
+"""Files that the profiler writes for steps that fail, are repeated or run out of GPU memory."""
 
 from __future__ import annotations
 

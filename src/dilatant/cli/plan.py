@@ -186,7 +186,7 @@ def with_costs(config: Config, costs: Path | None) -> Config:
 
 def open_problem(config: Config, like: str | None = None, searches: bool = True) -> PlanningProblem:
     """Return the planning problem, showing progress on standard error while samples and layers are measured. `like` is
-    as in `planning_problem`. searches: a plan is searched for, so a layout in the config is not used, and said so."""
+    as in `planning_problem`. searches: warn that a plan is searched for and a layout in the config is not used."""
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.planning import planning_problem
     from dilatant.report.say import open_console, show_progress

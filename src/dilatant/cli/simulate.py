@@ -60,8 +60,8 @@ def simulate(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the step time of a plan on any cluster. For a YAML file, the best plan for its cluster is simulated; for
-    the folder of a multi-process run, the last measured step is, and shown beside its measurement.
+    """Predict the step time of a plan on any cluster. For a YAML file, the best plan for its cluster is simulated. For
+    the folder of a multi-process run, its last measured step is simulated and shown beside the measurement.
 
     Costs of hardware other than this machine are modelled, unless `--set plan.costs=FILE` gives them. With --failures,
     nodes join and leave the cluster as in the trace; the result is throughput over time with pipeline templates and
@@ -101,8 +101,9 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedRun:
-    """The input of a simulation: a config, or a plan file's plan with its `step`, and a run's measured step. `name` is
-    that of the run or file, `folder` its location. `chain`: the plan's costs of memberships, without overrides."""
+    """The input of a simulation: a config, or the plan of a plan file with its `step` section and, for a run, its
+    measured step. name, folder: name and location of the run or file. chain: the plan's costs of memberships, if
+    nothing was overridden."""
 
     config: Config
     name: str
@@ -242,7 +243,7 @@ def _show(
 
 
 def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Prediction:
-    """Predict the very same actions as measured, instead of a typical step."""
+    """Predict exactly the actions that were measured, instead of a typical step."""
     from dilatant.planning.planning import predicted_step
     from dilatant.report.step_comparison import Prediction
     from dilatant.report.text.wording import origin_text

@@ -16,9 +16,8 @@ class ResilienceConfig(Section):
     """Continue on the remaining nodes: they copy lost layers from other replicas, or else load them from the newest
     checkpoint, and finish the current step. Under Slurm or Kubernetes start one process per machine."""
     fault_tolerance: int = Field(1, ge=0)
-    """Nodes that may be lost at once: every layer has one more copy than this number, from the first plan that
-    `parallel: auto` or `dilatant plan` makes, if the nodes can hold as many. The run warns if there are
-    fewer copies."""
+    """Nodes that may be lost at once: plans, also the first one of `parallel: auto` or `dilatant plan`, have one more
+    copy of every layer than this number, if the nodes can hold them. The run warns if there are fewer."""
     ranks_per_node: int = Field(1, ge=1)
     """Number of processes that are lost together on one machine; with several machines, all processes of a machine."""
     listen: str | None = None
@@ -47,8 +46,8 @@ class ResilienceConfig(Section):
     """Repeat only the missing part of the current step after a loss, and reuse the gradients of the other processes.
     For this, each process keeps its local gradients until the step commits: 4 bytes per trained weight."""
     fewest_nodes: int = Field(1, ge=1)
-    """With fewer nodes the run is saved and exits with code 75; start it again when there are more. It also exits so,
-    but without saving, when the nodes that are left cannot hold the model."""
+    """With fewer nodes, the run saves a checkpoint and exits with code 75; start it again when there are more. It exits
+    with the same code, but without saving, if the remaining nodes cannot hold the model."""
 
     @property
     def keeps_gradients(self) -> bool:

@@ -86,8 +86,8 @@ class TrainConfig(Section):
     global_batch_size: int = Field(32, gt=0, le=1 << 24)
     """Samples of one optimizer step, over all devices."""
     row_tokens: int | None = Field(None, gt=0)
-    """Maximum language-model tokens of one packed microbatch. Default: `data.max_length`; on GPUs without pipelines the
-    most of that, 4,096, 8,192 and 16,384 whose predicted memory fits."""
+    """Maximum language-model tokens of one packed microbatch. Default: `data.max_length`; on GPUs without pipelines,
+    the largest of this, 4,096, 8,192 and 16,384 whose predicted memory fits."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
     zero: Literal["none", "node", "all"] | None = None

@@ -50,7 +50,7 @@ class ParallelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers `first <= layer < end` of one unit on ranks that divide them by `degrees`, whose fields these are."""
+    """Layers `first <= layer < end` of one unit, sharded over `ranks` by the degrees `tp`, `cp` and `ep`."""
 
     first: Index
     end: Index

@@ -23,8 +23,8 @@ SAVE_EVERY = 600.0
 
 @dataclass(frozen=True, slots=True)
 class FailureReplay:
-    """Replays of one trace. nodes: the most that it has at once. planner: of memberships. recovery: what
-    changes were assumed to cost."""
+    """Replays of one trace. nodes: maximum number of nodes at one time. planner: makes the plans of all memberships.
+    recovery: assumed costs of changes of membership."""
 
     replays: tuple[Replay, ...]
     nodes: int
@@ -32,7 +32,7 @@ class FailureReplay:
     recovery: RecoveryCosts
 
     def setting(self, problem: PlanningProblem, run: str) -> ReplaySetting:
-        """Return what was replayed, for a reader. run: its name."""
+        """Return the description of the replay for its report. run: name of the run."""
         cluster, costs = problem.target.cluster, self.planner.costs
         return ReplaySetting(
             run=run,
@@ -85,7 +85,7 @@ def replay_failures(
 def recovery_costs(
     problem: PlanningProblem, costs: ChainCosts, nodes: int, step_seconds: float
 ) -> RecoveryCosts:
-    """Return what changes cost this run, by its links and its state; the rest are the defaults of `RecoveryCosts`."""
+    """Return the recovery costs of this run from its links and its state; others are defaults of `RecoveryCosts`."""
     saving = sum(costs.layer_bytes) / nodes / DISK
     usual = RecoveryCosts()
     return RecoveryCosts(

@@ -1,4 +1,4 @@
-"""Layout of a run: the plan that its config asks for, proven before a process starts."""
+"""Layout of a run: the plan that its config asks for, proven valid before any process starts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TrainingPlan:
     schedule: a key of `schedule.families.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, if a planner
     predicted it. costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a
     microbatch, if limited; `num_microbatches` is then the minimum of a step. zero: which ranks share optimizer state.
-    chain: costs by which memberships after this one are planned, if this one was.
+    chain: costs from which later memberships are planned, if this plan was made from them.
     """
 
     plan: Plan
@@ -79,7 +79,7 @@ class TrainingPlan:
 
     @classmethod
     def from_json(cls, text: str) -> TrainingPlan:
-        """Read what `to_json` or `dilatant plan` wrote. Raises ValueError for anything else."""
+        """Read a document that `to_json` or `dilatant plan` wrote. Raises ValueError for anything else."""
         plan = Plan.from_json(text)
         step = json.loads(text).get("step", {})
         if not isinstance(step, dict):
@@ -146,7 +146,7 @@ def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
 
 
 CutFunction = Callable[[Specs, Mapping[str, str], Plan], Specs]
-"""Fills in the cuts of a layout (specs, what is colocated), given the layout's plan with equal cuts."""
+"""(specs of units, colocated unit → host, their plan with equal cuts) → specs with cuts for all units."""
 
 
 def plan_from_config(
@@ -157,9 +157,9 @@ def plan_from_config(
 ) -> TrainingPlan:
     """Return the plan that the config asks for, proven to be able to train `model`, which may be on the meta device.
 
-    If the config names no plan, that is `searched`, or without it a plan of one rank. Values of a plan file, or of
-    `searched`, hold unless the config sets them. cut: for units without cuts; without it, their stages have equally
-    many layers. Raises UserError that lists every problem.
+    If the config names no plan, the plan is `searched` or, without it, a plan of one rank. Values of a plan file, or of
+    `searched`, apply unless the config sets them. cut: function that cuts units without cuts into stages; without it,
+    their stages have equally many layers. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
     graph, parallel, zero = model.graph, config.parallel, config.train.zero
@@ -185,7 +185,7 @@ def plan_from_config(
     problems += _ranks_left_out(planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
-    if not problems and searched is None:  # a searched plan may share nothing
+    if not problems and searched is None:  # a searched plan need not share state
         problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)

@@ -26,16 +26,16 @@ from dilatant.planning.planning import (
 )
 
 CORRECTIONS = 4
-"""Times that memory is set lower for templates, whose mean microbatches may be smaller than the simulated ones."""
+"""Number of times that the memory for templates is lowered: simulated microbatches may exceed templates' mean ones."""
 
 
 def plan_resiliently(
     problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int | None = None
 ) -> PlannedRun:
-    """Return the plan of a run: with `resilience.enabled`, or a `fault_tolerance` above 0, that of its first
+    """Return the plan of a run: with `resilience.enabled`, or a `fault_tolerance` above 0, the plan of its first
     membership, otherwise the fastest (see `plan_run`). Raises PlanError if there is none.
 
-    If the nodes cannot hold as many copies, the plan has as many as they can, and its notes say so.
+    If the nodes cannot hold fault_tolerance + 1 copies, the plan has fewer, and its notes say so.
     """
     config = problem.config
     if not (fault_tolerance or config.resilience.enabled):
@@ -70,8 +70,8 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
 
 
 def node_devices(problem: PlanningProblem, on_one_machine: bool = False) -> int:
-    """Return the devices that are lost together. on_one_machine: also where one machine holds all of a run that does
-    not say `resilience.enabled`."""
+    """Return the number of devices that are lost together: those of a node or, on a single node, `ranks_per_node` if
+    `resilience.enabled` is set. on_one_machine: on a single node, `ranks_per_node` in any case."""
     cluster, limits = problem.target.cluster, problem.config.resilience
     together = cluster.nodes == 1 and (limits.enabled or on_one_machine)
     return min(limits.ranks_per_node, cluster.gpus_per_node) if together else cluster.gpus_per_node
@@ -80,10 +80,10 @@ def node_devices(problem: PlanningProblem, on_one_machine: bool = False) -> int:
 def plan_memberships(
     problem: PlanningProblem, nodes: int, fault_tolerance: int, devices: int | None = None
 ) -> tuple[MembershipPlanner, Membership]:
-    """Return the planner of memberships of up to `nodes` nodes like the problem's, with the microbatch size and the
-    recomputation whose first plan is fastest, and that plan.
+    """Return the planner of memberships of up to `nodes` nodes like the problem's, and its first plan. Microbatch size
+    and recomputation are those whose first plan survives the most losses, up to `fault_tolerance`, and then is fastest.
 
-    Raises PlanError if no number of nodes can hold the model, and for unlike devices.
+    Raises PlanError if the nodes cannot hold the model, and for unlike devices.
     """
     cluster = problem.target.cluster
     if problem.target.groups:
@@ -134,8 +134,8 @@ def chain_costs(
     samples: float,
     num_microbatches: int,
 ) -> ChainCosts:
-    """Return the costs of a chain of all units for microbatches of `samples` samples. lost_together: devices of a node,
-    which sends through its part of a machine's ports, and nodes that may be lost. The rest is as in `ChainCosts`."""
+    """Return the costs of a chain of all units for microbatches of `samples` samples. lost_together: (devices of a
+    node, which sends through at most one port each; nodes that may be lost). The rest is as in `ChainCosts`."""
     spec, rules, (devices, fault_tolerance) = units.model, units.rules, lost_together
     ports, apart = max(1, min(cluster.ports, devices)), cluster.nodes > 1 or devices == cluster.gpus_per_node
     widths = sorted(set.intersection(*(set(own) for own in degrees.values())))
@@ -151,7 +151,7 @@ def chain_costs(
             {width: column.tolist() for width, column in state.items()},
             {width: own[2].tolist() for width, own in whole.items()},
             cluster.bytes_per_device - max(float(own[3].max()) for own in whole.values()),
-            len(spec.units) - 1,  # a stage of two units is one more in the way
+            len(spec.units) - 1,  # a stage with layers of two units counts as two
         ),
         layer_bytes=[
             round(rules.held(layer.parameters, layer.trained)) for unit in spec.units for layer in unit.layers
@@ -187,12 +187,12 @@ def _columns(
 def _corrected(
     problem: PlanningProblem, costs: ChainCosts, nodes: int
 ) -> tuple[MembershipPlanner, Membership]:
-    """Return the planner whose first plan fits memory also as simulated, on batches that are not all alike."""
+    """Return the planner whose first plan also fits memory when simulated on measured batches, and that plan."""
     score, cluster = scorer_of(problem), problem.target.cluster
     for _ in range(CORRECTIONS):
         planner = MembershipPlanner(costs)
         first = planner.first(nodes)
-        if len(first.plan.ranks) > cluster.num_devices:  # of a trace with more nodes
+        if len(first.plan.ranks) > cluster.num_devices:  # a trace has more nodes
             return planner, first
         peaks = score(first.plan, first.num_microbatches).peak_bytes
         excess = cluster.overflow(first.plan.ranks, peaks)

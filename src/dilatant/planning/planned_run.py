@@ -47,7 +47,7 @@ from dilatant.report.text.wording import count_text, counted, listed, origin_tex
 def training_plan(
     problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None
 ) -> TrainingPlan:
-    """Return the plan that trains as `ranked` was simulated. chain: as of `PlannedRun`."""
+    """Return the plan that trains as `ranked` was simulated. chain: as in `PlannedRun`."""
     return TrainingPlan(
         ranked.plan,
         ranked.num_microbatches,
@@ -70,7 +70,7 @@ def plan_report(
     winner, units = result.winner, [unit.name for unit in problem.model.spec.units]
     tokens = problem.samples.first(problem.samples.available).tokens
     stable = planned.stable.warning(problem.global_batch) if planned.stable else ""
-    first, *reasons, last = search_reasons(result, cluster)  # the last says how sure it is
+    first, *reasons, last = search_reasons(result, cluster)  # last: how sure the search is
     report = PlanReport(
         title=title,
         hardware=problem.target.text,
@@ -116,7 +116,7 @@ def plan_report(
 
 
 def _members(planned: PlannedRun, chain: ChainCosts) -> str:
-    """Describe the pipelines of a plan that recovery continues."""
+    """Describe the pipelines of a plan that was made from chain costs, which recovery continues."""
     sizes = [len(ranks_of(one)) // chain.devices for one in pipelines_of(planned.result.winner.plan)]
     return (
         f"Pipelines of {listed([counted(size, 'node') for size in sizes])} run all units in a row and fit memory; "
@@ -166,7 +166,7 @@ def check_plan_folder(config: Config) -> None:
 
 
 def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
-    """Write and return the run folder's plan/: what `dilatant train`, `dilatant simulate` and a reader need."""
+    """Write plan/ in the run folder with all that `dilatant train` and `simulate` read, and a page; return its path."""
     problem, winner = planned.problem, planned.result.winner
     check_plan_folder(problem.config)
     folder = RunFolder(Path(problem.config.output_dir) / "plan")

@@ -61,9 +61,9 @@ ALIKE = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
-    """Input of a search or a simulation. `measured` are the costs as measured or modelled, `costs` as this run meets
-    them (see `costs_in_use`). from_before: they were kept from an earlier measurement. decoding: cost of its samples on
-    this machine, None if unknown."""
+    """Input of a search or a simulation. measured: layer costs as measured or modelled. costs: the same as this run
+    uses them (see `costs_in_use`). from_before: all costs are from an earlier measurement. decoding: cost of decoding
+    samples on this machine, None if unknown."""
 
     config: Config
     target: Target
@@ -88,13 +88,13 @@ class PlanningProblem:
         return replace(self, target=self.target.sharing(zero))
 
     def with_row_tokens(self, tokens: int) -> PlanningProblem:
-        """Return the problem with rows of up to `tokens` tokens, and its costs as they are with such rows."""
+        """Return the problem with rows of up to `tokens` tokens, and the costs with such rows."""
         train = self.config.train.model_copy(update={"row_tokens": tokens})
         costs = costs_in_use(self.measured, self.model, self.samples.targets, tokens, train.loss_chunk)
         return replace(self, config=self.config.model_copy(update={"train": train}), costs=costs)
 
     def memory_text(self, plan: Plan, score: PlanScore) -> str:
-        """Describe the memory of the fullest device as the plan's own is: used and total include the reserve."""
+        """Describe the memory of the fullest device; as in the plan's report, used and total include the reserve."""
         cluster = self.target.cluster
         peaks = zip(score.peak_bytes, cluster.bytes_of(plan.ranks).tolist(), plan.ranks, strict=True)
         peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
@@ -106,7 +106,7 @@ class PlanningProblem:
         return self.samples.first(self.config.debug.planned_steps * self.global_batch)
 
     def forward_seconds(self, samples: int) -> dict[str, tuple[float, float]]:
-        """Return forward seconds of a mean microbatch on one device, by layer type: in all, and of calls alone."""
+        """Return layer type → forward seconds of a mean microbatch on one device: (all, constant part of calls)."""
         simulated, seconds = self.simulated(), defaultdict[str, list[float]](lambda: [0.0, 0.0])
         for unit in self.model.spec.units:
             square, linear, _ = simulated.mean_row(unit.name, samples).tolist()
@@ -119,11 +119,11 @@ class PlanningProblem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRun:
-    """Result of planning: that of the search, and the simulated step of its winner that is nearest to the mean. In
-    `problem` optimizer state is shared as under the winner.
+    """Result of planning. typical: simulated step of the winner that is nearest to the mean. problem: under its `zero`.
 
-    work: [samples, units] seconds on one device, of different samples. stable: global batch from which on the data ask
-    for the same division of devices; None if there is nothing to divide. rows: the reason of a row length chosen here.
+    work: [samples, units] seconds of distinct samples on one device. stable: global batch from which on the data call
+    for the same division of devices; None if there is nothing to divide. rows: reasons for a row length that was chosen
+    here. notes: warnings. chain: costs from which later memberships are planned, if the winner was made from them.
     """
 
     problem: PlanningProblem
@@ -144,9 +144,9 @@ def planning_problem(
     measure_again: bool = True,
     like: str | None = None,
 ) -> PlanningProblem:
-    """Collect all that a search needs. `say` gets what is being measured. Costs kept from earlier measurements of the
-    same layers on this hardware stand in when `plan.measure_seconds` are over; without `measure_again` they count at
-    once, and only what they lack is measured. like: a layout whose degrees are tried, too. Raises UserError."""
+    """Collect the input of a search. say: called with what is being measured. Costs of earlier measurements of the same
+    layers on this hardware replace what `plan.measure_seconds` leave unmeasured; without `measure_again` they are used
+    first, and only missing costs are measured. like: a layout whose degrees are tried, too. Raises UserError."""
     searched_sizes(config, target_of_run(config))  # before anything is measured
     whole = build_meta_model(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
@@ -166,7 +166,7 @@ def model_problem(
     say: Callable[[str], None] = lambda text: None,
     measure_again: bool = True,
 ) -> PlanningProblem:
-    """Return the problem of a given model and samples, whatever `config` names. Arguments as of `planning_problem`."""
+    """Return the problem of a given model and samples instead of the config's. Arguments as in `planning_problem`."""
     target = target_of_run(config)
     searched_sizes(config, target)
     measures = config.plan.costs is None and target.is_local and not target.groups
@@ -329,7 +329,7 @@ def time_plan(
     validate(plan, problem.model.spec, problem.target.cluster)
     if (
         row_tokens is not None and problem.config.train.row_tokens is None
-    ):  # longer than the default's, if planned so
+    ):  # the plan may have longer rows than the default
         problem = problem.with_row_tokens(max(row_tokens, problem.config.row_tokens))
     score = scorer_of(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
@@ -364,12 +364,12 @@ def simulated_steps(
 
 
 def costs_of_plan(problem: PlanningProblem, plan: Plan) -> StepCosts:
-    """Return what the steps of a plan cost in this problem, which `plan.json` hands to training."""
+    """Return the costs of the steps of a plan in this problem, which training reads from `plan.json`."""
     return described_costs(plan, problem.model, problem.costs, problem.target)
 
 
 def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
-    """Predict a measured step: the very same actions by the costs of `problem` (without gradient sync)."""
+    """Predict a measured step: exactly its actions, by the costs of `problem` (without gradient sync)."""
     spec, target = problem.model.spec, problem.target
     validate(plan, spec, target.cluster)
     tokens = {unit: np.asarray(counts, dtype=np.float64) for unit, counts in step.tokens.items()}
@@ -429,8 +429,8 @@ def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> plan_sco
 def _stable_batch(
     problem: PlanningProblem, winner: RankedPlan, work: NDArray[np.float64]
 ) -> StableBatch | None:
-    """Return how large a batch must be to ask for the same devices per unit: those of one pipeline; if the winner does
-    not keep units apart, those of the longest pipelines that could. None for unlike devices."""
+    """Return the global batch from which on the data call for the same devices per unit. The devices are those of a
+    pipeline; if the winner's units share them, of the longest that could keep units apart. None for unlike devices."""
     devices = problem.target.cluster.num_devices
     budget = devices // winner.replicas if winner.encoders_at is not EncoderPosition.IN_LANGUAGE else devices
     if work.shape[1] == 1 or not work.any() or problem.target.groups:

@@ -1,4 +1,4 @@
-"""Planning process: a run is planned beside the launcher, in a process that ends with it.
+"""Planning process: plan a run in a child process of the launcher, which ends with the launcher.
 
 Layers are measured on a GPU. A process that has used a GPU keeps a context there until it ends, with hundreds of
 megabytes that the rank on that GPU needs; so the launcher itself never touches a GPU.
@@ -43,8 +43,8 @@ REASONS = 3
 
 @dataclass(frozen=True, slots=True)
 class PlanningJob:
-    """Input of the planning process. config: its `cluster` is the devices at hand. launcher: what started a process for
-    each of them, or empty. folder: of the run."""
+    """Input of the planning process. config: its `cluster` is the devices at hand. launcher: name of the program that
+    started one process per device, or empty. folder: the run folder."""
 
     config: Config
     launcher: str
@@ -53,7 +53,7 @@ class PlanningJob:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlan:
-    """Result of the planning process. plan_json: of a `TrainingPlan`. lines: what it is, and why, for the user."""
+    """Result of the planning process. plan_json: a `TrainingPlan`. lines: the plan and its reasons, for the user."""
 
     plan_json: str
     lines: tuple[str, ...]
@@ -66,7 +66,7 @@ class _Failure:
 
 
 def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
-    """Plan a run and write its plan folder, in a process of its own. progress: called with what is being done.
+    """Plan a run and write its plan folder, in a separate process. progress: called with the name of each phase.
 
     Raises UserError for what the user can fix, WorkerFailed for the rest.
     """
@@ -188,6 +188,6 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
 
 
 def _reasons(report: PlanReport) -> list[str]:
-    """Return the first of the page's reasons after its shape, which is printed already; then how sure the plan is."""
+    """Return the first reasons after the layout, which is printed already, and the last one, the plan's certainty."""
     others = report.reasons[1:]
     return [*others[: REASONS - 1], *others[-1:]] if len(others) >= REASONS else [*others]

@@ -1,7 +1,7 @@
-"""Row length on GPUs: how many tokens a microbatch holds where the config leaves `train.row_tokens` open.
+"""Row length on GPUs: choose the tokens of a microbatch if the config leaves `train.row_tokens` open.
 
 The host issues as many operations for a short row as for a long one. A GPU computes a row of a few thousand tokens
-faster than the host can issue them, so where no pipeline needs more microbatches, rows are as long as memory allows.
+faster than the host issues its operations, so rows are as long as memory allows, unless pipelines need microbatches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, t
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
 
 LENGTHS = (4096, 8192, 16384)
-"""Row lengths that are tried beside `data.max_length`, in tokens of the language model."""
+"""Row lengths to try besides `data.max_length`, in tokens of the language model."""
 
 
 def is_row_length_open(config: Config, target: Target) -> bool:
-    """Return True if nothing in the config says how long rows are, and the devices are GPUs of one kind."""
+    """Return True if no key of the config sets the row length, and the devices are GPUs of one kind."""
     asked = {"microbatch_sizes", "microbatch_tokens"} & config.plan.model_fields_set
     on_gpus = not target.groups and not is_same_hardware("CPU", target.hardware.name)
     return on_gpus and config.train.row_tokens is None and not config.train.deterministic and not asked
@@ -32,8 +32,8 @@ def row_length(
     problem: PlanningProblem, plan: Plan, schedule: str | None = None
 ) -> tuple[PlanningProblem, PlanScore, str] | None:
     """Return the problem with the longest rows (`row_tokens` of its config) with which `plan` fits the memory of its
-    GPUs, the plan's score with them, and the reason. None where they are not chosen here: a plan with pipelines keeps
-    its microbatches, and a config that says how long rows are is heeded."""
+    GPUs, the plan's score with these rows, and the reason as text. Return None for a plan with pipelines, which keeps
+    its microbatches, and if the config sets the row length (see `is_row_length_open`)."""
     groups, replicas = {placed.stage.ranks for placed in plan.stages()}, len(plan.units[-1].replicas)
     is_one_stage = len(groups) == replicas and len(plan.stages()) == replicas * len(plan.units)
     if not is_one_stage or not is_row_length_open(problem.config, problem.target):
@@ -48,7 +48,7 @@ def row_length(
         longer = problem.with_row_tokens(tokens)
         fullest = steps[
             np.argmax(held / np.ceil(held / tokens))
-        ]  # of all known steps, not of the simulated ones alone
+        ]  # over all known steps, not only the simulated ones
         crowded = replace(longer, samples=replace(longer.samples, workload=fullest))
         worst = scorer_of(crowded, schedule)(plan, count, tokens)
         if tokens == shortest or problem.target.cluster.overflow(plan.ranks, worst.peak_bytes) <= 0.0:
@@ -61,9 +61,9 @@ def row_length(
 
 
 def with_long_rows(planned: PlannedRun) -> PlannedRun:
-    """Return the planned run with rows as long as its winner allows, where their length is chosen here."""
+    """Return the planned run with the rows of `row_length` for its winner, or unchanged."""
     if planned.chain is not None:
-        return planned  # later memberships count on its microbatches
+        return planned  # later memberships keep its microbatches
     winner = planned.result.winner
     found = row_length(planned.problem, winner.plan)
     if found is None:

@@ -2,8 +2,8 @@
 
 config.yaml, metrics.jsonl, eval.json, tensorboard/, checkpoints/, traces/, export/
 
-One command at a time trains in the folder: the launcher holds `.lock`. The first rank of a run writes; nobody has to
-wait for it, since every text appears whole or not at all.
+One command at a time trains in the folder: the launcher holds `.lock`. Rank 0 of a run writes; readers need not wait,
+since every text appears whole or not at all.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ class Routes:
     received, sent: by action of this rank. incoming, outgoing: by directed edge to or from this rank (also to itself);
     all in edge order. samples: by action, for this rank's actions and those at the other ends of its messages. turn:
     for each action in a message, a number that increases in the order of its rank's actions. after: for each message
-    to this rank, how many of its actions must be launched before a receive is posted: those that end no later than the
-    producer. What a posted receive waits for thus ends before the action that the host launches, on whatever rank: even
-    if all hosts wait for their whole devices, and so for all posted receives, there is no cycle.
+    to this rank, the number of this rank's actions to launch before the receive is posted: those that end no later than
+    the producer, by `derive_routes`' durations. Every posted receive then waits for a producer that ends earlier than
+    the rank's next action: no cycle is possible, even if all hosts wait for their devices with all posted receives.
 
     Tensor-parallel ranks all have and need the same rows; context-parallel ranks have different rows. Each row is sent
     once, to one of the ranks that need it; they then all-gather (Narayanan et al. 2021, section 4.1).
@@ -81,8 +81,8 @@ def derive_routes(
     """Derive the routes of `rank`.
 
     with_backward: stages that train or follow a stage that trains; other stages get no gradients. durations: seconds of
-    every op, equal on all ranks, for `Routes.after`; any are valid; None: all alike. Raises ScheduleError if one of
-    these stages has, on this rank, a forward without a backward.
+    every op, the same on all ranks, from which `Routes.after` follows; any values are safe; None: all equal. Raises
+    ScheduleError if a stage in `with_backward` has, on this rank, a forward without a backward.
     """
     stages = graph.plan.stages()
     is_own = np.asarray([rank in placed.stage.ranks for placed in stages])[graph.stage]
@@ -93,7 +93,7 @@ def derive_routes(
     seconds = np.ones(graph.num_ops) if durations is None else durations
     ends = op_ends(
         graph, seconds + 1e-9 * (1.0 + seconds.max(initial=0.0))
-    ).tolist()  # later than all causes'
+    ).tolist()  # every op ends strictly later than its causes
     own_ends = sorted(ends[op] for op in own_ops)
 
     order = message_order(graph)
@@ -137,11 +137,11 @@ def derive_routes(
 def row_part_pairs(
     giving: PlacedStage, taking: PlacedStage, one_row: bool
 ) -> Iterator[tuple[int, tuple[int, ...], int, tuple[int, ...]]]:
-    """Yield (part, its ranks, part, its ranks) of the producer's and the consumer's rows between which rows of a
-    message may be sent.
+    """Yield (producer's part, its ranks, consumer's part, its ranks) for all context-parallel parts of the two stages'
+    rows between which rows of a message may be sent.
 
-    one_row: both stages pack the same samples into one row; stages of one unit with as many parts then split it
-    identically.
+    one_row: both stages pack the same samples into one row; two stages of one unit with equally many parts then split
+    it identically, and rows pass between equal parts only.
     """
     one, other = giving.stage.degrees, taking.stage.degrees
     alike = one_row and giving.unit == taking.unit and one.row_parts == other.row_parts
@@ -167,8 +167,8 @@ def transfer_pairs(having: Sequence[int], taking: Sequence[int]) -> Iterator[tup
 def divide_rows(
     rows: NDArray[np.int64], having: Sequence[int], taking: Sequence[int]
 ) -> dict[tuple[int, int], NDArray[np.int64]]:
-    """Return (sender, receiver) → the part of `rows` sent between them: an equal, consecutive slice for each. Ranks in
-    both groups keep rows and nothing is sent: all rows if all of `taking` are in `having`, else one slice each."""
+    """Return (sender, receiver) → the part of `rows` sent between them: an equal, consecutive slice for each. If the
+    groups share ranks, nothing is sent: each shared rank keeps all rows if `having` contains `taking`, else a slice."""
     both = [rank for rank in taking if rank in having]
     if len(both) == len(taking):
         return {(rank, rank): rows for rank in both}

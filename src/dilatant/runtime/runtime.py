@@ -191,7 +191,7 @@ class Runtime:
 
     def stays(self, plan: Plan, rank: int) -> bool:
         """Return True if a new `Runtime` for `rank` under `plan` can reuse this one: the rank holds the same layers as
-        here, all in one-rank stages."""
+        here, all in stages of one rank."""
         there = [placed for placed in plan.stages() if rank in placed.stage.ranks]
         here = [stage.placed for stage in self._stages.values()]
         return all(len(placed.stage.ranks) == 1 for placed in (*here, *there)) and [
@@ -316,7 +316,7 @@ class Runtime:
         return norm
 
     def named_ranges(self) -> AbstractContextManager[None]:
-        """Inside, actions have named ranges for profilers (see `Recorder.named_ranges`)."""
+        """Return a context in which actions have named ranges for profilers (see `Recorder.named_ranges`)."""
         return self._recorder.named_ranges()
 
     def measured(self) -> tuple[MeasuredAction, ...]:

@@ -48,7 +48,7 @@ PROMISING = ("eager", "zb-h2")
 """On many devices, whose steps take long to simulate, the other families are tried only if these overflow memory."""
 
 FIRST, FRUGAL = "eager", "1f1b"
-"""FIRST is simulated before the others and yields lower bounds for them; FRUGAL is for memory that is too small."""
+"""FIRST is simulated before the others and yields lower bounds for them; FRUGAL is the result if none fits memory."""
 
 
 def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily]:
@@ -238,7 +238,7 @@ def best_steps(
 
 
 def _order_of(actions: PackedActions) -> bytes:
-    """Return what tells schedules of one assignment apart."""
+    """Return bytes that differ between any two different schedules of one assignment."""
     return b"".join(one.tobytes() for one in (actions.offsets, actions.kind, actions.stage, actions.piece))
 
 
@@ -311,7 +311,7 @@ def _alone_sums(step: TimedStep) -> NDArray[np.float64]:
 
 
 def _waits(step: TimedStep) -> bool:
-    """Return whether any rank waits for another."""
+    """Return True if any rank waits for another."""
     graph = step.graph
     lead = graph.arrays.lead[graph.stage]
     source, target = graph.messages

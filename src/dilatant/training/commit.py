@@ -1,4 +1,4 @@
-"""Commit barrier: decides when a step counts, at once or when one party says that all ranks are to apply it."""
+"""Commit barrier: a step counts at once, or when one party decides that all ranks apply it; hashes of gradients."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[str, str]) -> dict[str, int]:
     """Map each layer and box to a 61-bit hash of its gradients' bits, equal on all ranks that own the same boxes.
-    Ranks that own others of a layer, as where ranks share optimizer state in unlike pipelines, have another key.
+    Ranks that own other boxes of a layer, as in unlike pipelines that shard optimizer state, have other keys.
 
     One pass over memory, on the device, in words of eight bytes. The hash detects corruption by memory or network, not
     tampering. parameters: logical name or key of a box → parameter; layer_of: logical name → layer.

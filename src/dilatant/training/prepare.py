@@ -36,7 +36,7 @@ more data."""
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
     """Samples, model and plan of a run. model: layers built from configs, and weights that ranks read for themselves,
-    are on the meta device. warnings: to be shown once for all ranks. rows: the reason of a row length chosen here."""
+    are on the meta device. warnings: to be shown once for all ranks. rows: reason for a row length chosen here."""
 
     samples: Samples
     model: MultimodalModel
@@ -54,8 +54,8 @@ def prepare(
     """Return the data with their sizes, the model and the plan of a run. Raises UserError that names the key or the
     sample.
 
-    planned: proven already by rank 0 or the launcher. made: by the run itself, to be proven like the config's own.
-    progress: callback for samples that must be measured first.
+    planned: plan that rank 0 or the launcher has proven valid. made: plan that the run made itself, to be proven valid
+    like one in the config. progress: callback for samples that must be measured first.
     """
     config, reason = with_template_date(config), ""  # ranks of an agent read the run's file themselves
     with warnings.catch_warnings(record=True) as caught:
@@ -109,7 +109,7 @@ def with_costs(
 def row_length_of_run(
     config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
 ) -> tuple[PlanningProblem, PlanScore, str] | None:
-    """Return the `row_length` that suits this hardware; None if plan or config say it, or sizes are unknown."""
+    """Return `row_length` for this hardware; None if the plan or the config sets it, or sizes are unknown."""
     is_open = is_row_length_open(config, target_here(config, len(planned.plan.ranks)))
     # Later memberships count on the rows of `chain`.
     is_known = planned.row_tokens is not None or planned.chain is not None

@@ -64,8 +64,8 @@ def costs_of_run(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalCosts:
-    """Layer costs of a model, as `measured` or modelled and as training meets them. note: why other costs were not
-    used, for a reader."""
+    """Layer costs of a model on this hardware. measured: as measured or modelled. costs: the same as training uses them
+    (see `costs_in_use`). note: why other costs were not used, for a reader."""
 
     model: ModelDescription
     measured: CostModel
@@ -76,8 +76,8 @@ class LocalCosts:
     def unit_layers(
         self, known: Mapping[str, ArrayLike], row: int
     ) -> tuple[UnitLayers, dict[str, NDArray[np.float64]]]:
-        """Return the layers' costs for rows of samples with these tokens, and the tokens; where sizes are unknown, rows
-        are taken to have `row` tokens."""
+        """Return the layers' costs for samples with `known` tokens, and the tokens by unit. A unit of unknown sizes
+        counts as one item, or one row of `row` tokens."""
         items = self.model.item_tokens
         tokens = {
             unit.name: np.asarray(known.get(unit.name, [items.get(unit.name, row)]), dtype=np.float64)
@@ -97,8 +97,8 @@ def local_costs(
     zero: Zero | None = None,
     also: Iterable[Degrees] = (),
 ) -> LocalCosts:
-    """Return the layer costs with which a run on the ranks of `plan` counts, at its degrees and those of `also`; they
-    are chosen as in `costs_of_run`, which explains targets and zero."""
+    """Return the layer costs that a run on the ranks of `plan` uses, at the plan's degrees and those in `also`. The
+    choice of their source, `targets` and `zero` are as in `costs_of_run`."""
     target = target_here(config, len(plan.ranks))
     target = target if zero is None else target.sharing(zero)
     described = describe_model(model, recompute_by_unit(config, model.units))
@@ -136,7 +136,7 @@ def target_here(config: Config, ranks: int) -> Target:
 
 
 def _named_costs(config: Config, model: ModelDescription, target: Target) -> tuple[CostModel | None, str]:
-    """Read `plan.costs`, which may be of devices that are only planned for; else return None and why."""
+    """Read `plan.costs`; return None and the reason if the file does not fit this run's devices, dtype and model."""
     if config.plan.costs is None:
         return None, ""
     try:

@@ -44,7 +44,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Run step `number` (counted from 1) inside."""
+        """Open the context in which step `number` (counted from 1) runs."""
         folder = trace_folder(self._config, number)
         try:
             if folder is None:
@@ -69,7 +69,7 @@ class StepProfiler:
 
 
 def _write(path: Path, export: Callable[[str], object]) -> None:
-    """Write what `export` writes into a file of this name. If that fails, the run continues with a warning."""
+    """Write `path` durably; `export` writes its content to a given name. Failures only cause a warning."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:

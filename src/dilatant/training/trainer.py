@@ -320,7 +320,7 @@ class Trainer:
 
 
 def shorten_collections(device: torch.device, until: contextlib.ExitStack) -> None:
-    """Let Python's collector, for which a GPU would wait, look only at what is made from now on `until` it closes."""
+    """On GPUs, which wait for Python's garbage collector, exempt all present objects from it until `until` closes."""
     if device.type == "cuda":
         gc.collect()
         gc.freeze()

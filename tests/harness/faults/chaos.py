@@ -1,4 +1,4 @@
-"""A run of the command with faults at chosen steps, and what it leaves behind."""
+"""Run `dilatant train` with faults at chosen steps, and collect its output, losses and events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal after a step. victim: "worker:1", "agent:1" (of node 1) or "coordinator"."""
+    """A signal to a process after a step. victim: "worker:1", "agent:1" (of node 1) or "coordinator"."""
 
     after_step: int
     victim: str
@@ -44,8 +44,8 @@ class Ended:
 def run_with_faults(
     project: Path, *faults: Fault, arguments: tuple[str, ...] = (), limit: float = HANG_SECONDS
 ) -> Ended:
-    """Train `project/config.yaml` and inject the faults, in their order. The command is forked from who has imported
-    what it needs."""
+    """Train `project/config.yaml` and inject the faults, in their order. The command is forked from a fork server that
+    has imported its modules."""
     run = project / "run"
     log = project / "output.txt"
     injected = 0
@@ -81,7 +81,7 @@ def run_with_faults(
 def slowed(
     run: Path, victim: str, after_step: int, works: float = 0.02, stands: float = 0.04
 ) -> Iterator[None]:
-    """From a step on a process stands still again and again, for so many seconds after so many."""
+    """From step `after_step` on, let a process work for `works` and stop it for `stands` seconds, repeatedly."""
     ended = threading.Event()
 
     def pace() -> None:

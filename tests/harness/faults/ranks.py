@@ -1,5 +1,5 @@
-"""Ranks that train a tiny model, each under an agent of its own, and a coordinator that lets newcomers in at once;
-visitors become members, and are gone again before they have done their part."""
+"""Ranks that train a tiny model, each under its own agent, and a coordinator that admits new nodes at once; visitors
+join as members and leave before they have done their part."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from harness.patience import HANG_SECONDS
 TOKEN = b"of ranks under test, and no other"
 DYING_STEP = 5
 LATER_SECONDS = 0.3
-"""What these ranks have for `rank.LATER_SECONDS`."""
+"""Value of `rank.LATER_SECONDS` in these ranks."""
 Leaves = Literal["fenced", "rebuilding", "joined"]
-"""How far a visitor comes: it stands still; all are to join; all have joined, and build their groups."""
+"""Point at which a visitor leaves: fenced, ordered to rebuild, or joined while ranks build their groups."""
 Dies = Literal["with its vote out", "before it catches up"]
-"""Where a rank kills itself: the others commit the step, of which it has told nobody, nor of the one before; it is to
-write down what another one did not."""
+"""Point at which a rank kills itself: after its vote, when others commit the step but neither this step nor the one
+before is logged; or before it logs the steps that another rank did not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process has."""
+    """Resources that a process holds."""
 
     files: int
     threads: int
@@ -62,7 +62,7 @@ class Held:
 
 
 class Visitor:
-    """Somebody who asks to be let into a run, and does not train."""
+    """A node that asks to join a run and does not train."""
 
     def __init__(self, coordinator: int, store: int) -> None:
         self._link = connect("127.0.0.1", coordinator, TOKEN)
@@ -72,7 +72,7 @@ class Visitor:
         self._link.send(self._status)
 
     def take_part(self, leaves: Leaves) -> int:
-        """As far as that; the generation that it is in then."""
+        """Take part up to the point `leaves`; return the generation at that point."""
         while True:
             order, own = self._link.receive(), self._status
             if not isinstance(order, Order) or order.generation < own.generation:
@@ -97,8 +97,8 @@ class Visitor:
 
 
 class Ranks:
-    """A run in `folder` of `size` copies of the model, to be closed. config: of the run of one process that is its
-    like; workers: for its data; guests: visitors without whom it does not begin; dying: nodes whose ranks do."""
+    """A run in `folder` with `size` copies of the model; call `close`. config: of the same run in one process. workers:
+    data workers. guests: visitors that the run waits for at its start. dying: nodes whose ranks kill themselves."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Ranks:
             self.add()
 
     def add(self) -> str:
-        """A node with one rank; its name."""
+        """Start a node with one rank; return its name."""
         name = f"node{self._added}"
         index = self._added % self._size
         self._added += 1
@@ -156,8 +156,8 @@ class Ranks:
         return name
 
     def lose_late(self, name: str) -> int:
-        """As `lose`, once the others have done all of a step that can be done without that rank; of a later one than
-        the first of a generation, whose successor ranks have yet to agree on."""
+        """Call `lose` once the others have done all that they can do of a step without that rank. The wait before skips
+        the first step of a generation, during which ranks still agree on the next."""
         time.sleep(0.5)
         pids = [process.pid for other, (_, process) in self._nodes.items() if other != name]
         os.kill(self._nodes[name][1].pid, signal.SIGSTOP)
@@ -168,7 +168,7 @@ class Ranks:
         return self.lose(name)
 
     def lose(self, name: str) -> int:
-        """Kill a rank; the generation that it was in."""
+        """Kill a rank; return the generation that it was in."""
         generation = max(event["generation"] for event in self._events())
         agent, process = self._nodes.pop(name)
         process.kill()
@@ -177,8 +177,8 @@ class Ranks:
         return generation
 
     def visit(self, *leaves: Leaves, later: float = 0.0) -> int:
-        """Have visitors come, each before the one before is gone; the last generation that one of them was in. later:
-        seconds for which each of them stays where it `leaves`."""
+        """Let visitors join, each before the previous one leaves; return the last generation that one was in. later:
+        seconds that each visitor waits at its point of `leaves`."""
         visitor = self._visitor()
         for number, stage in enumerate(leaves):
             generation = visitor.take_part(stage)
@@ -193,15 +193,15 @@ class Ranks:
         return Visitor(self._coordinator.port, self._store.port)
 
     def await_steps(self, count: int) -> None:
-        """Wait until so many are written down."""
+        """Wait until metrics.jsonl has `count` steps."""
         self._await(lambda: count if last_step(self._folder.parent / "metrics.jsonl") >= count else None)
 
     def await_commit(self, after: int) -> int:
-        """Wait for a step of a generation after that one; its number."""
+        """Wait until a generation later than `after` commits a step; return that generation."""
         return self._await(lambda: next((g for g in self._committed() if g > after), None))
 
     def held(self) -> dict[str, Held]:
-        """What the processes of this run have, by name, once a generation is older than what follows its beginning."""
+        """Return process name → its resources, after the work that follows the beginning of a generation."""
         time.sleep(LATER_SECONDS + 0.3)
         pids = {"coordinator": self._coordinator.process.pid}
         for name, (agent, process) in self._nodes.items():
@@ -209,7 +209,7 @@ class Ranks:
         return {name: _least(pid) for name, pid in pids.items()}
 
     def reasons(self) -> list[str]:
-        """Why there were new generations."""
+        """Return the reasons of all new generations."""
         return [event["reason"] for event in self._events() if event["task"] == Task.FENCE]
 
     def close(self) -> None:
@@ -252,13 +252,13 @@ def _train(
 
 
 def _die(where: Dies) -> None:
-    """Kill this process once it is there."""
+    """Patch this process so that it kills itself at the point `where`."""
     propose, catch_up = WorkerLink.propose, Observer.catch_up
 
     def proposes(link: WorkerLink, step: int, hashes: Mapping[str, int]) -> None:
         propose(link, step, hashes)
         if step == DYING_STEP:
-            time.sleep(0.5)  # until the others have applied it, and wait for this rank in the step after it
+            time.sleep(0.5)  # until the others have applied the step and wait for this rank in the next one
             os.kill(os.getpid(), signal.SIGKILL)
 
     def catches_up(observer: Observer, recent: Sequence[StepMetrics]) -> None:
@@ -273,13 +273,13 @@ def _die(where: Dies) -> None:
 
 
 def _sleeps(pid: int) -> bool:
-    """Whether no thread of a process has anything to do."""
+    """Return True if all threads of a process sleep."""
     stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
     return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
 
 
 def _least(pid: int) -> Held:
-    """Of a few looks: a connection may just be made, a message be sent."""
+    """Return the least of five measurements, since connections and messages take resources for a moment."""
     looks = []
     for _ in range(5):
         looks.append(_held(pid))

@@ -27,11 +27,11 @@ class MeanCosts:
     """Costs of the mean microbatch per layer of a unit at some degrees, or per stage: arrays [layers] or [stages].
 
     `seconds`: forward plus backward; `backward`: its backward part; `work`: lower bound of `seconds` for any grouping
-    of samples, and `forward` its forward part, both without costs per call; `calls`: these, of any microbatch;
+    of samples, and `forward` its forward part, both without costs per call; `calls`: costs per call of any microbatch;
     `lightest`, `heaviest`: seconds of the lightest and of the heaviest sample alone; `lightest_split`,
     `heaviest_split`: the part of these that delays other stages when backwards are split; `work_host`, `lightest_host`,
-    `lightest_split_host`: seconds of the host in these, of which a stage takes no less. Bytes per rank: `static` for
-    the whole step (including `twice`, which are needed only if the first layer is on another rank), `kept` per
+    `lightest_split_host`: host seconds for these, a lower bound of a stage's time. Bytes per rank: `static` for the
+    whole step (including `twice`: tied weights, needed only if the first layer is on another rank), `kept` per
     microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
@@ -65,8 +65,8 @@ class MeanCosts:
         return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
 
     def on_groups(self, chunks: int) -> MeanCosts:
-        """Count the hosts' seconds in those of single samples, and combine the `chunks` stages of each group of
-        devices, except in seconds and those of single samples."""
+        """Raise the lower bounds of single samples to the host's seconds, and combine the `chunks` stages of each group
+        of devices; `seconds`, `backward` and the seconds of single samples stay by stage."""
         names = ("lightest", "lightest_split")
         bounds = {name: np.maximum(getattr(self, name), getattr(self, f"{name}_host")) for name in names}
         bounded = replace(self, **bounds)
@@ -87,8 +87,8 @@ class MeanCosts:
 
     def ahead_of(self, others: Sequence[MeanCosts], one_ahead: bool) -> MeanCosts:
         """Add all layers of other units to the first layer.
-        Their kept bytes count once per microbatch in flight in the first stage, and once more if it may run
-        `one_ahead`. The heaviest samples are not added: those units may have other heaviest samples."""
+        Their kept bytes count once per microbatch in flight in the first stage, and once more if they may run
+        `one_ahead` of it. The heaviest samples are not added: those units may have other heaviest samples."""
         first = {}
         for one in fields(self):
             column, more = getattr(self, one.name).copy(), [getattr(other, one.name) for other in others]
@@ -105,9 +105,9 @@ class MeanCosts:
 class UnitLayers:
     """Layer costs of a model's units per number of samples in a microbatch; each is computed once.
 
-    by_tokens: microbatches may be cut further, so bounds are lower. fills: no microbatch is left empty while there are
-    samples, so that every stage issues the operations of each. sharing: neighbouring chains that shard optimizer
-    state together.
+    by_tokens: microbatches may be cut further, which lowers the bounds. fills: no microbatch is left empty while there
+    are samples, so every stage issues the operations of all microbatches, which raises the bounds. sharing: number of
+    neighbouring chains that shard optimizer state together.
     """
 
     def __init__(

@@ -72,9 +72,9 @@ class SearchProblem:
 
 @dataclass(eq=False)
 class Space:
-    """The search space of plans of one model on one cluster. `by_tokens` has the options of plans whose microbatches
-    are cut by tokens; `tokens` are the language model's of each sample. shared: other pipelines may use idle devices,
-    so slower layouts on fewer devices are kept. times: cache by chain, pipelines and microbatches."""
+    """The search space of plans of one model on one cluster. by_tokens: the options of plans whose microbatches are cut
+    by tokens. tokens: language-model tokens of each sample. shared: other pipelines may use idle devices, so slower
+    layouts on fewer devices are kept. times: cache by chain, pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -133,7 +133,7 @@ class Space:
             if rest == 0 and settings.num_microbatches in (None, count):
                 counts[count] = None
         devices = self.cluster.num_devices
-        # On many devices, only if no size divides the batch, and for the most pipelines of this size in devices.
+        # On many devices, only if no size divides the batch and one more pipeline would leave each fewer devices.
         if settings.num_microbatches is None and (
             devices <= LARGE_CLUSTER or (not counts and devices // replicas > devices // (replicas + 1))
         ):

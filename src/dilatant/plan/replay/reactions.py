@@ -17,8 +17,8 @@ _STOPPED = RunningPipelines((), math.inf)
 
 
 def from_planner(planner: MembershipPlanner) -> Reaction:
-    """Plan every membership as a run does, with nodes like those of the planner's costs. With too few nodes the run
-    stops; it begins again from a checkpoint, with a plan as at first."""
+    """Return a reaction that plans every membership as a run does, with nodes like those of the planner's costs. If the
+    nodes cannot hold the model, the run stops; it starts again from a checkpoint, with a new first plan."""
     size = planner.costs.devices
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
@@ -55,7 +55,7 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
     """Restart all processes from the last checkpoint at every change, on a grid: equal pipelines, other nodes idle.
 
     The grid is the fastest over all pipeline sizes. Checkpoint-based elastic training works this way (Varuna, the
-    baseline in the thesis, 2.7).
+    baseline of Oobleck: the thesis, 2.7).
     """
 
     def grid(nodes: int) -> tuple[float, int]:
@@ -113,7 +113,7 @@ def compare_recovery(
 
 
 def without_cost(reaction: Reaction) -> Reaction:
-    """Return the same pipelines without recovery costs: an upper bound of the throughput of such a reaction."""
+    """Return a reaction with the same pipelines but without recovery costs: an upper bound of its throughput."""
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         after = reaction(before, alive)

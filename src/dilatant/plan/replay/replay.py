@@ -61,8 +61,8 @@ class RunningPipelines:
 
     `step_seconds` is infinite while the cluster cannot train. `moved_bytes` is the most that any node sent or received
     for this change; `kept`: the training state survived on the nodes; `restarted`: all processes restart. When a step
-    is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended. plan: of the
-    nodes in `members`, in rank order, if one was made.
+    is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended. plan: the plan, if
+    the reaction makes plans; `members` are its nodes in rank order.
     """
 
     pipelines: tuple[tuple[int, ...], ...]

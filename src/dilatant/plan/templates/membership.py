@@ -1,4 +1,4 @@
-"""Memberships: the plan for the nodes that are there, made by one function for first plans, replays and recovery."""
+"""Membership planning: one planner makes the plans of the present nodes for first plans, replays and recovery."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dilatant.plan.templates.reinstantiate import LayerSpan, node_layers
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 
 Pipeline = Mapping[str, tuple[Replica, ...]]
-"""Unit → its replicas in one pipeline: one each in an instance of a template."""
+"""Unit → its replicas in one pipeline: exactly one replica if the pipeline is an instance of a template."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainCosts:
     """Costs of pipelines that run all units as one chain of layers, on nodes of `devices` devices.
 
-    layers: unit → its number of layers, in the order of the chain; feeds, recompute: as of `UnitPlan`. degrees: unit →
-    devices of a stage → its degrees. seconds: devices of a stage → forward plus backward of each layer of the chain for
-    a microbatch, of which a step has `num_microbatches` in all pipelines together. layer_bytes: state of each layer
-    that a new holder receives, at `bytes_per_second` of a node.
+    layers: unit → its number of layers, in the order of the chain. feeds, recompute: as in `UnitPlan`. degrees: unit →
+    devices of a stage → degrees of the stage. seconds: devices of a stage → forward plus backward of each layer of the
+    chain for one microbatch; a step has `num_microbatches` over all pipelines. layer_bytes: bytes of state of each
+    layer that a new holder receives, at `bytes_per_second` per node.
     """
 
     layers: dict[str, int]
@@ -51,7 +51,7 @@ class ChainCosts:
 
     @classmethod
     def from_document(cls, document: Any) -> ChainCosts:
-        """Read what `to_document` made. Raises ValueError for anything else."""
+        """Read a document of `to_document`. Raises ValueError for anything else."""
         try:
             costs = msgspec.convert(document, cls, strict=False, str_keys=True)
         except msgspec.ValidationError as error:
@@ -69,9 +69,9 @@ class ChainCosts:
 class Membership:
     """The plan of a membership, in which no rank is idle.
 
-    num_microbatches: the most of any pipeline. seconds: of a step; microbatch_seconds: of one microbatch in the slowest
-    pipeline. tolerance: nodes that may be lost at once. moved_bytes: as of `NextPipelines`. kept: pipelines that
-    stay as they were. early: memory also suffices for schedules that keep more microbatches than 1F1B."""
+    num_microbatches: of the pipeline with the most. seconds: of a step; microbatch_seconds: of one microbatch in the
+    slowest pipeline. tolerance: nodes that may be lost at once. moved_bytes: as in `NextPipelines`. kept: number of
+    unchanged pipelines. early: new pipelines have memory for schedules that keep more microbatches than 1F1B."""
 
     plan: Plan
     num_microbatches: int
@@ -84,8 +84,8 @@ class Membership:
 
 
 class MembershipPlanner:
-    """Plans memberships by the costs of a chain. Templates are searched once. is_strict: also pipelines that run are
-    kept only if they fit memory by these costs."""
+    """Plan memberships from the costs of a chain; templates are cached. is_strict: keep running pipelines only if they
+    fit memory by these costs."""
 
     def __init__(self, costs: ChainCosts, is_strict: bool = False) -> None:
         self.costs = costs
@@ -102,12 +102,11 @@ class MembershipPlanner:
         return self.next(nothing, {}, [rank // self.costs.devices for rank in range(size)])
 
     def next(self, before: Plan, survivors: Mapping[int, int], node_of: Sequence[int]) -> Membership:
-        """Return the plan for the ranks that are present now, each on its node.
+        """Return the plan that follows `before` on the present ranks; `node_of` has the node of each.
 
-        survivors: old rank → new rank; other new ranks have no state. Pipelines that lost nobody stay as they are
-        unless others are faster by more than the move costs (see `PipelineChooser`); a tensor group that was laid out
-        over several nodes is kept, or made anew, where the ranks divide into such groups. Raises PlanError if the
-        ranks cannot hold the model.
+        survivors: old rank → new rank; other new ranks have no state. Pipelines that lost no rank stay as they are,
+        unless others save more time than moving state takes (see `PipelineChooser`). If stages of `before` span
+        several nodes, stages of that width are tried first. Raises PlanError if the ranks cannot hold the model.
         """
         pipelines = pipelines_of(before)
         whole: list[Pipeline] = [
@@ -137,7 +136,7 @@ class MembershipPlanner:
         raise failure or PlanError("there are no ranks to train on")
 
     def below(self, plan: Plan) -> MembershipPlanner:
-        """Return a planner for which no stage like the fullest of `plan`, which was too large in practice, fits."""
+        """Return a planner with less memory: the fullest stage of `plan`, which ran out of memory, no longer fits."""
         memory = self.costs.memory
         if memory is None:
             return self
@@ -159,7 +158,7 @@ class MembershipPlanner:
             found = plan_templates(widths, range(1, key[1] + 1), devices, planned, costs.memory)
 
             # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, as in long
-            # pipelines. Here: one microbatch through all stages, and the slowest stage's time for each further one.
+            # pipelines. Here a step is one microbatch through all stages, plus one bottleneck per further one.
             def one(template: Template) -> float:
                 return sum(sum(widths[gpus][first:end]) for first, end, gpus in template.stages)
 
@@ -176,7 +175,7 @@ class MembershipPlanner:
         nodes: Sequence[tuple[int, ...]],
         devices: int,
     ) -> Membership:
-        """Return the plan of nodes of `devices` ranks each, of which the first are those of whole pipelines."""
+        """Return the plan of `nodes`, groups of `devices` ranks; the first groups are those of `whole` pipelines."""
         costs, memory, templates = self.costs, self.costs.memory, self.templates(devices, len(nodes))
         if not templates:
             smallest = min(self.templates(devices, len(costs.layer_bytes)), default=None)
@@ -205,7 +204,7 @@ class MembershipPlanner:
         loose = {node: self._span(nodes[node], held) for node in range(used, len(nodes))}
         found = chooser.choose(running, loose)
         groups = list(found.made.pipelines) if found.made else []
-        if not held:  # all are alike: neighbours work together
+        if not held:  # no node has state: neighbouring nodes form pipelines
             each = iter(range(len(nodes)))
             groups = [tuple(itertools.islice(each, len(group))) for group in groups]
         new = [(templates[len(group)], [nodes[node] for node in group]) for group in groups]
@@ -290,7 +289,7 @@ class MembershipPlanner:
         return held
 
     def _span(self, ranks: Iterable[int], held: Mapping[int, Sequence[LayerSpan]]) -> LayerSpan:
-        """Return the span of most bytes that these ranks hold together."""
+        """Return the largest span, by bytes, of consecutive layers that these ranks hold together; (0, 0) if none."""
         joined: list[LayerSpan] = [(0, 0)]
         for first, end in sorted(span for rank in ranks for span in held.get(rank, ())):
             if first <= joined[-1][1]:
@@ -301,9 +300,9 @@ class MembershipPlanner:
 
 
 def pipelines_of(plan: Plan) -> list[Pipeline]:
-    """Return the pipelines of a plan: replicas of all units that work together, without a rank in common with others.
+    """Return the pipelines of a plan: sets of replicas of all units that work together and share no rank with others.
 
-    With as many replicas of each unit, they are those of the same number, else equal parts of each unit's replicas.
+    If all units have n replicas, replicas of the same number work together, else equal shares of each unit's replicas.
     """
     counts = [len(unit.replicas) for unit in plan.units]
     parts = math.gcd(*counts)
@@ -341,8 +340,8 @@ def ranks_of(pipeline: Pipeline) -> tuple[int, ...]:
 def _nodes(
     whole: Sequence[Pipeline], node_of: Sequence[int], devices: int, own: int
 ) -> list[tuple[int, ...]] | None:
-    """Divide all ranks into nodes of `devices` ranks, whole pipelines first; None if that is not possible. No such node
-    spans two real ones, unless it is larger than `own`."""
+    """Divide all ranks into groups of `devices` ranks, those of `whole` pipelines first; None if that is impossible. A
+    group of at most `own` ranks, the size of a node, must lie on one node."""
     groups = [ranks_of(one) for one in whole]
     busy = {rank for group in groups for rank in group}
     loose = [rank for rank in range(len(node_of)) if rank not in busy]

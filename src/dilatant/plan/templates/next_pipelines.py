@@ -1,4 +1,4 @@
-"""Next pipelines: which pipelines continue after a change of membership, and which are made of the other nodes."""
+"""Next pipelines: choose which pipelines continue after a change of membership, and form others of the other nodes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dilatant.plan.templates.reinstantiate import LayerSpan, Reinstantiation, no
 from dilatant.plan.templates.templates import Template
 
 STABLE_SECONDS = 600.0
-"""Assumed time until the next change of membership, about the mean of public spot traces: moving state pays if the
-faster steps gain more than that within this time."""
+"""Assumed time until the next change of membership, about the mean of public spot traces: moving state pays if faster
+steps save more seconds within this time than the move takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningPipeline:
-    """A running pipeline: its nodes in order, the layers of each, and the times of its steps, as a template has them.
+    """A running pipeline: its nodes in order, the layers of each, and its times in the form of a template.
 
-    It need not be an instance of a template. A node that holds several spans of layers is known by its largest."""
+    It need not be an instance of a template. For a node that holds several spans of layers, `spans` has the largest."""
 
     nodes: tuple[int, ...]
     spans: tuple[LayerSpan, ...]
@@ -28,8 +28,8 @@ class RunningPipeline:
 
 @dataclass(frozen=True, slots=True)
 class NextPipelines:
-    """Pipelines of a new membership: those of the running ones, by number, that are `kept` as they are, and the `made`
-    ones of all other nodes. microbatches: of each, kept ones first. tolerance: nodes that may be lost at once."""
+    """Pipelines of a new membership. kept: numbers of the running pipelines that continue unchanged. made: pipelines of
+    all other nodes. microbatches: of each, kept ones first. tolerance: nodes that may be lost at once."""
 
     kept: tuple[int, ...]
     made: Reinstantiation | None
@@ -47,8 +47,8 @@ class NextPipelines:
 class PipelineChooser:
     """Choose pipelines of `templates` for one membership after another.
 
-    With too few nodes for fault_tolerance + 1 pipelines, as many as possible are chosen. layer_bytes: as of
-    `reinstantiate`. bytes_per_second: of one node.
+    If the nodes are too few for fault_tolerance + 1 pipelines, there are as many as possible. layer_bytes: as in
+    `reinstantiate`. bytes_per_second: at which one node sends or receives.
     """
 
     templates: Mapping[int, Template]
@@ -58,11 +58,11 @@ class PipelineChooser:
     bytes_per_second: float = float("inf")
 
     def choose(self, running: Sequence[RunningPipeline], others: Mapping[int, LayerSpan]) -> NextPipelines:
-        """Return the pipelines of all nodes: of the running ones, all of whose nodes are there, and of `others`, which
-        are in none and hold these layers, (0, 0) if they are new.
+        """Return pipelines that use all nodes. running: pipelines whose nodes are all present. others: the other nodes
+        → the layers that each holds, (0, 0) for a new node.
 
-        A pipeline is kept unless the faster steps of another composition gain more than its copies take. Nodes that are
-        needed elsewhere are taken from the largest pipelines. Raises PlanError if the nodes cannot hold the model.
+        A running pipeline is kept unless another choice's faster steps save more time than its copies take. The largest
+        running pipelines are broken up first. Raises PlanError if the nodes cannot hold the model.
         """
         if not self.templates:
             raise PlanError("there are no pipeline templates to choose from")
@@ -88,7 +88,7 @@ class PipelineChooser:
     def _keeping(
         self, kept: Sequence[int], running: Sequence[RunningPipeline], others: Mapping[int, LayerSpan]
     ) -> NextPipelines:
-        """Return the best pipelines if just these continue as they are."""
+        """Return the best pipelines if exactly the `kept` ones continue unchanged."""
         instances, holders, busy = [], dict(others), 0
         for number, one in enumerate(running):
             template = self.templates.get(len(one.nodes))
@@ -111,7 +111,7 @@ class PipelineChooser:
     def _made(
         self, instances: Sequence[tuple[int, ...]], holders: Mapping[int, LayerSpan], kept: int, share: int
     ) -> Reinstantiation:
-        """Reinstantiate with as many pipelines as the fault tolerance asks for, or as are possible."""
+        """Reinstantiate with as many pipelines as the fault tolerance requires, or else as many as possible."""
         others = max(0, self.fault_tolerance - kept)
         while True:
             try:

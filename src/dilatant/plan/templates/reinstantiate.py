@@ -60,10 +60,10 @@ def reinstantiate(
     `others` are nodes in no such pipeline, with the layers that they hold. `layer_bytes[k]` are the bytes of layer k
     that a holder must receive (weights and optimizer state; default 1 each).
 
-    The composition is the fastest (`compose_pipelines`); of up to `COMPOSITIONS` that are as fast, those most like the
-    running one first, it is one that moves the fewest bytes. Placement is exact: pipelines that continue under their
-    template stay as they are (never worse, since missing layers obey the triangle inequality), the others follow from a
-    transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are
+    The composition is a fastest one (`compose_pipelines`): of up to `COMPOSITIONS` equally fast ones, enumerated from
+    the one most similar to the running one, it moves the fewest bytes. Placement is exact: pipelines whose template is
+    still used stay as they are (never worse, since missing layers obey the triangle inequality); the others follow from
+    a transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are
     outcomes, not separate cases. Each copy comes from the holder that has sent least.
 
     Raises the errors of `compose_pipelines`.

@@ -96,7 +96,7 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     unit: Unit = copy.deepcopy(entry.unit)
     materialize(unit, entry.index, entry.index + 1, seed=0)
     cast_weights(unit, dtype)
-    unit.recompute("none")  # its cost, and that of loss chunks, follows from the whole
+    unit.recompute("none")  # costs with it, and with loss chunks, are derived
     if isinstance(unit, LanguageUnit):
         unit.loss_chunk = None
     stage = unit.stage(entry.index, entry.index + 1)
@@ -109,7 +109,7 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     quantize(stage, unit.four_bit, device)
     adapted = any(is_adapter(weight.name) for weight in stage.weights)
     for parameter in stage.parameters():
-        if not adapted:  # with adapters the rest does not train
+        if not adapted:  # else only adapters train
             parameter.requires_grad_(parameter.is_floating_point())
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32

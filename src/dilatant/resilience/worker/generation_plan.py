@@ -27,7 +27,7 @@ LOOK = timedelta(seconds=0.2)
 
 
 TOO_LARGE = "resilience/too_large"
-"""Key of the generations in which a rank ran out of memory, each with a space behind it: no later plan is as large."""
+"""Store key: generations in which a rank ran out of memory, each followed by a space; later plans need less memory."""
 
 
 class NothingFits(RuntimeError):
@@ -35,7 +35,7 @@ class NothingFits(RuntimeError):
 
 
 class GenerationPlans:
-    """Plans the generations of a run. initial: the run's first plan, which later plans keep to if possible."""
+    """Plan the generations of a run. initial: the run's first plan, whose settings later plans keep if possible."""
 
     def __init__(self, config: Config, prepared: PreparedRun, initial: TrainingPlan) -> None:
         self._config = config
@@ -51,7 +51,7 @@ class GenerationPlans:
             self._planner.next(plan, survivors, [rank // devices for rank in survivors])
 
     def of(self, order: Rebuild, rank: int, store: Store, link: WorkerLink) -> TrainingPlan:
-        """Return the plan of the generation, with its costs: made by rank 0, awaited by the others. Raises Fenced."""
+        """Return the plan of the generation and its costs; rank 0 makes it, others wait for it. Raises Fenced."""
         key = _plan_key(order.generation)
         if rank == 0:
             planned = self._replan(order, store)
@@ -92,7 +92,7 @@ def next_plan(
 ) -> TrainingPlan:
     """Return the plan of a generation of these members, as `dilatant simulate --failures` predicts it, without costs.
 
-    published: what `publish_plan` stored of the generation whose state goes on; None without state.
+    published: document of `publish_plan` for the generation whose state continues; None if no state continues.
     """
     size, before, old = sum(workers), initial, dict[int, int]()
     if published is not None:
@@ -147,7 +147,7 @@ def _goes_round(plan: Plan) -> bool:
 
 
 def _chain_costs(config: Config, prepared: PreparedRun, planned: TrainingPlan) -> ChainCosts:
-    """Return the costs by which memberships are planned: of the plan, else those with which the run counts."""
+    """Return the costs from which memberships are planned: the plan's, else those that the run assigns samples by."""
     if planned.chain is not None:
         return planned.chain
     plan, model, anchor = planned.plan, prepared.model, prepared.model.graph.anchor

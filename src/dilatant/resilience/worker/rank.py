@@ -1,4 +1,4 @@
-"""Resilient rank: in every generation it builds a new trainer with the state of the one before, and trains."""
+"""Resilient rank: in every generation, build a new trainer with the state of the previous one, and train."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ class Recorder:
         self._on_gpu = device.type == "cuda"
         self._last = _Step(0.0, None)
         self._actions: list[_Open] = []
-        self._range: ExitStack | None = None  # the open range, while ranges are named
+        self._range: ExitStack | None = None  # the open range; None outside `named_ranges`
 
     @contextmanager
     def named_ranges(self) -> Iterator[None]:
-        """Inside, name the ranges of each action's wait for rows and of its computation for profilers (NVTX, too)."""
+        """Open a context in which each action's wait for rows and its computation are ranges of profilers and NVTX."""
         with ExitStack() as self._range:
             yield
         self._range = None
