@@ -36,8 +36,6 @@ def test_traces_hold_the_actions_of_the_profiled_steps(project: Path, dilatant: 
     assert code == 0, err
     run = project / "run"
     traces = run / "traces"
-    said = f"step 3 was profiled; the trace of each rank is in {traces / 'step-00000003'}"
-    assert said.replace(" ", "") in "".join(out.split())  # lines break where the path is long
     assert "run/traces " in out
     both = ["rank-0-of-2.json.gz", "rank-1-of-2.json.gz"]
     found = {folder.name: sorted(file.name for file in folder.iterdir()) for folder in traces.iterdir()}
@@ -57,8 +55,9 @@ def test_traces_hold_the_actions_of_the_profiled_steps(project: Path, dilatant: 
 
     (run / "checkpoints" / "step-00000003").rename(project / "gone")
     changes = ("parallel=single", "train.steps=5", "train.profile={steps: [3, 4]}")
-    code, _, err = dilatant("resume", run, *(part for change in changes for part in ("--set", change)))
+    code, out, err = dilatant("resume", run, *(part for change in changes for part in ("--set", change)))
     assert code == 0, err
+    assert f"step 4 was profiled; the trace of each rank is in {traces / 'step-00000004'}" in out
     one = "rank-0-of-1.json.gz"
     found = {folder.name: sorted(file.name for file in folder.iterdir()) for folder in traces.iterdir()}
     assert found == {"step-00000002": both, "step-00000003": [one, *both], "step-00000004": [one]}
