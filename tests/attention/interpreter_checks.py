@@ -119,7 +119,7 @@ SHORT_ROW = RowLayout.of_samples(
         pytest.param("embedded", OBLONG, id="embedded-oblong", marks=pytest.mark.slow),
         pytest.param("embedded", SPLIT, id="embedded-split"),
         pytest.param("embedded", DESCRIPTORS, id="embedded-tma"),
-        pytest.param("bidirectional_instances", SQUARE, id="bidirectional-square"),
+        pytest.param("bidirectional_instances", SQUARE, id="bidirectional-square", marks=pytest.mark.slow),
     ],
 )
 def test_long_rows_of_mixed_blocks_equal_dense_attention(kind: str, tuning: Tuning) -> None:

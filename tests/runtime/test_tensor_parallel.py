@@ -62,7 +62,7 @@ def test_families_of_language_models(workers: WorkerPool, language: str, tied: b
 
 @pytest.mark.parametrize(
     "encoder",
-    [pytest.param(name, marks=pytest.mark.slow if n % 2 else ()) for n, name in enumerate(sorted(ENCODERS))],
+    [pytest.param(name, marks=pytest.mark.slow if n else ()) for n, name in enumerate(sorted(ENCODERS))],
 )
 def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
     encoders = (("vision", encoder, 2, "mlp", "patch"),)

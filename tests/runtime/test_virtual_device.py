@@ -24,7 +24,7 @@ from dilatant.schedule.schedule import Action, Schedule
 from dilatant.schedule.simulator.graph import build
 
 FAMILY_NAMES = [name for name in FAMILIES if name != "interleaved"]
-NUM_STEPS = 120
+NUM_STEPS = 80
 MULTIPROCESSORS = 132
 PARCEL = MessageSlice(1, 1, torch.float32)
 WAIT = "wait"
@@ -135,7 +135,7 @@ def _hosts(seed: int, early: bool = False, look_ahead: int = 0) -> dict[int, _Ho
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(part * NUM_STEPS, marks=pytest.mark.slow) for part in range(1, 5))]
+    "first", [0, *(pytest.param(part * NUM_STEPS, marks=pytest.mark.slow) for part in range(1, 8))]
 )
 def test_device_wide_waits_end_and_receives_leave_room(first: int) -> None:
     for seed in range(first, first + NUM_STEPS):
