@@ -28,7 +28,8 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, ProcessStart
 from dilatant.resilience.protocol.values import Settings
 from dilatant.resilience.worker.worker_link import WorkerLink
-from dilatant.training.commit import RunMembership, gradient_hashes
+from dilatant.training.commit import RunMembership
+from dilatant.training.gradient_hashes import gradient_hashes
 from dilatant.training.prepare import prepare
 from dilatant.training.rank import train_to_end
 from dilatant.training.stop_signal import StopSignal

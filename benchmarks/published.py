@@ -38,9 +38,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dilatant.config.recompute import Recompute
+from dilatant.cost.analytic import Runner
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes, bytes_text
-from dilatant.cost.runner import Runner
 from dilatant.plan.cluster import cluster_of
 from dilatant.plan.rank_mapping import RankOrder
 

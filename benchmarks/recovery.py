@@ -71,9 +71,7 @@ class Recoveries:
     held: list[dict[str, int]]
 
 
-def recoveries(
-    folder: Path, data: Path, kills: int, seed: int, pause: float, device: str = "cpu"
-) -> Recoveries:
+def recoveries(folder: Path, data: Path, kills: int, seed: int, pause: float, device: str) -> Recoveries:
     run = train(folder, data, kills, device)
     history, draw = folder / "run" / "resilience", random.Random(seed)
     found: list[dict[str, float]] = []

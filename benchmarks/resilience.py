@@ -192,7 +192,7 @@ def hash_bytes_per_second() -> float:
     """Of fp32 gradients, in layers of 16 MiB."""
     import torch
 
-    from dilatant.training.commit import gradient_hashes
+    from dilatant.training.gradient_hashes import gradient_hashes
 
     parameters = {}
     for index in range(8):

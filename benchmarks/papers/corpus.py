@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.recompute import Recompute
+from dilatant.cost.analytic import Runner
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
-from dilatant.cost.runner import Runner
 from papers.models import Part, llama
 
 HARDWARE = {

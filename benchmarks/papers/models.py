@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.cost.analytic import (
+    DILATANT,
     LayerShape,
+    Runner,
     analytic_cost,
     analytic_costs,
     block_shape,
@@ -22,7 +24,6 @@ from dilatant.cost.analytic import (
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel
-from dilatant.cost.runner import DILATANT, Runner
 from dilatant.plan import LayerSpec, ModelSpec, UnitSpec
 
 EFFICIENCY = 0.5

@@ -19,6 +19,7 @@ from cases.tiny_models import (
     vision_language,
 )
 from dilatant.models.core.geometry import encoder_geometry
+from dilatant.models.core.slicing import SkippedBlock, run_slice
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
@@ -200,3 +201,18 @@ def test_a_weight_outside_all_modules_stays_with_the_embedding() -> None:
     unit = MultimodalModel({"vision": Encoder(model)}, LANGUAGE_MODELS["llama"], seed=0)["vision"]
     assert "scale" in dict(unit.stage(0, 2).model.named_parameters())
     assert "scale" not in dict(unit.stage(2, 7).model.named_parameters())
+
+
+def test_an_error_of_a_forward_changes_nothing_about_skipped_blocks() -> None:
+    skipped = SkippedBlock(torch.nn.Identity(), 0, "last before")
+    skipped.width, runs = 2, []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        runs.append(skipped.width)
+        skipped(hidden)
+        raise ValueError("an error of the family")
+
+    blocks = torch.nn.ModuleList([skipped, torch.nn.Identity()])
+    with pytest.raises(ValueError, match="an error of the family"):
+        run_slice(forward, torch.ones(1, 2, 3), blocks, enters=True, ends=False)
+    assert (runs, skipped.width) == ([2, 3, 4], 2)

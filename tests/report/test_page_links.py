@@ -10,9 +10,10 @@ import pytest
 from cases.example_reports import small_report
 from cases.example_step import PLAN, STEP
 from dilatant.config.errors import UserError
+from dilatant.report.pages.page import write_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.plan_page import write_plan_page
-from dilatant.report.pages.step_page import write_step_page
+from dilatant.report.pages.step_page import render_step_page
 
 
 def links(page: Path) -> dict[str, str | None]:
@@ -25,7 +26,7 @@ def links(page: Path) -> dict[str, str | None]:
 def run_folder(folder: Path) -> Path:
     (folder / "plan").mkdir(parents=True)
     write_plan_page(small_report("<!--links--><nav>"), folder / "plan" / "plan.html")
-    write_step_page(folder / "timeline.html", STEP, PLAN, "the last step")
+    write_page(folder / "timeline.html", render_step_page(STEP, PLAN, "the last step"))
     return folder
 
 
@@ -68,8 +69,8 @@ def test_page_writes_through_links_and_unwritable_path_is_error(tmp_path):
     target.write_text("old")
     link = tmp_path / "link.html"
     link.symlink_to(target)
-    write_step_page(link, STEP, PLAN, "mine")
+    write_page(link, render_step_page(STEP, PLAN, "mine"))
     assert link.is_symlink()
     assert "<h1>mine</h1>" in target.read_text()
     with pytest.raises(UserError, match=r"page '.*none/x.html' cannot be written: No such file"):
-        write_step_page(tmp_path / "none" / "x.html", STEP, PLAN, "mine")
+        write_page(tmp_path / "none" / "x.html", render_step_page(STEP, PLAN, "mine"))

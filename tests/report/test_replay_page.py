@@ -20,11 +20,12 @@ from dilatant.plan.templates.templates import plan_templates
 from dilatant.report.pages.replay_page import (
     ReplaySetting,
     _rates,
-    print_replays,
     render_replay_page,
+    replay_parts,
     replays_to_plain,
     summarize_replays,
 )
+from dilatant.report.printed_parts import print_parts
 from dilatant.report.text.gantt_tables import cause_tones
 from harness.memberships import planner_like
 
@@ -83,7 +84,7 @@ def test_terminal_shows_every_cause_of_lost_time(replays, columns):
     names = ("templates", "restart from checkpoint", "templates at no cost")
     named = [replace(one, name=name) for one, name in zip([*replays, replays[0]], names, strict=True)]
     text = io.StringIO()
-    print_replays(named, Console(file=text, width=columns), SETTING)
+    print_parts(Console(file=text, width=columns), replay_parts(named, SETTING))
     shown = " ".join(text.getvalue().split())
     assert "…" not in shown
     assert max(map(len, text.getvalue().splitlines())) <= columns

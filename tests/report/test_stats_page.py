@@ -14,7 +14,9 @@ from rich.console import Console
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.index.stats import BlendSource, describe
 from dilatant.data.sample import Example, ExampleSpan
-from dilatant.report.pages.stats_page import print_stats, render_stats_page, write_stats_page
+from dilatant.report.pages.page import write_page
+from dilatant.report.pages.stats_page import render_stats_page, stats_parts
+from dilatant.report.printed_parts import print_parts
 from dilatant.report.text.stats_summary import StatsReport, summarize_stats
 from dilatant.schedule.assignment.batch_balance import BatchBalance
 from harness.browser import Browser, find_chromium
@@ -69,7 +71,7 @@ class Elements(HTMLParser):
 def test_figures_are_shown_in_the_terminal_at_80_columns():
     for width in (80, 140):
         console = Console(file=io.StringIO(), width=width)
-        print_stats(made_report(), console)
+        print_parts(console, stats_parts(made_report()))
         text = console.file.getvalue()
         assert "…" not in text
         assert max(map(len, text.splitlines())) <= width
@@ -135,7 +137,7 @@ def test_data_without_media_or_valid_samples_still_get_a_page():
         )
     )
     assert "No sample has any work here" in render_stats_page(StatsReport("x", nothing, 8))
-    print_stats(StatsReport("x", nothing, 8), Console(file=io.StringIO()))
+    print_parts(Console(file=io.StringIO()), stats_parts(StatsReport("x", nothing, 8)))
     assert summarize_stats(StatsReport("x", nothing, 8))
 
 
@@ -145,7 +147,7 @@ def test_data_without_media_or_valid_samples_still_get_a_page():
 )
 @pytest.mark.parametrize("width", [480, 1280])
 def test_a_browser_shows_all_of_it_without_errors(tmp_path, width):
-    page = write_stats_page(tmp_path / "data.html", made_report(examples=()))
+    page = write_page(tmp_path / "data.html", render_stats_page(made_report(examples=())))
     browser = Browser(find_chromium(), tmp_path / "profile", width)
     try:
         browser.open(page)

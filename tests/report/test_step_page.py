@@ -9,7 +9,8 @@ import pytest
 
 from cases.example_step import PLAN, STEP
 from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
-from dilatant.report.pages.step_page import render_step_page, write_step_page
+from dilatant.report.pages.page import write_page
+from dilatant.report.pages.step_page import render_step_page
 from dilatant.report.step_comparison import Prediction, compare_steps
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment
@@ -82,8 +83,8 @@ def test_nothing_measured_is_an_error():
     reason="chromium and chromedriver are not installed: the step page was not tried in a browser",
 )
 def test_browser_draws_page_and_moves_both_charts_together(tmp_path, prediction):
-    page = write_step_page(tmp_path / "timeline.html", STEP, PLAN, "mine")
-    both = write_step_page(tmp_path / "both.html", STEP, PLAN, "mine", prediction)
+    page = write_page(tmp_path / "timeline.html", render_step_page(STEP, PLAN, "mine"))
+    both = write_page(tmp_path / "both.html", render_step_page(STEP, PLAN, "mine", prediction))
     browser = Browser(find_chromium(), tmp_path / "profile")
     try:
         browser.open(page)

@@ -12,7 +12,7 @@ import pytest
 
 from cases.engine_case import CASE, PLAN, build_model, build_samples
 from dilatant.comm.comm import Comm
-from dilatant.models.core.graph import ModelGraph
+from dilatant.models.core.unit import ModelGraph
 from dilatant.plan.cluster import Cluster, Link, cluster_of_groups
 from dilatant.plan.costs.stage_costs import KIND_ORDER, StageCosts
 from dilatant.plan.costs.step_costs import StepCosts, token_costs

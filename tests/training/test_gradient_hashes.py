@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dilatant.training.commit import gradient_hashes
+from dilatant.training.gradient_hashes import gradient_hashes
 
 
 def hash_of(gradient: torch.Tensor) -> int:

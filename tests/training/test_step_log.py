@@ -16,6 +16,7 @@ from dilatant.config import Config
 from dilatant.config.config import parse_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import open_console
 from dilatant.training import step_metrics
 from dilatant.training.commit import FIXED_MEMBERSHIP, CommitBarrier, RunMembership
 from dilatant.training.prepare import prepare
@@ -239,7 +240,7 @@ def test_next_rank_logs_the_steps_its_predecessor_missed(tmp_path: Path) -> None
         folder = RunFolder(config.output_dir)
         lines = "".join(f'{{"step": {step}}}\n' for step in range(1, written + 1))
         (folder.path / "metrics.jsonl").write_text(lines)
-        with Observer(config, folder, trainer, None) as observer:
+        with Observer(config, folder, trainer, open_console(quiet=True)) as observer:
             observer.catch_up(trainer.done.recent)
         folder.close()
         assert steps_of(folder) == [1, 2, 3]

@@ -5,8 +5,7 @@ Names that need torch are imported on first use, so that masks and placement can
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dilatant.attention.masks.blocks import block_table as block_table
 from dilatant.attention.masks.blocks import block_workloads as block_workloads
@@ -16,20 +15,18 @@ from dilatant.attention.masks.packing import RowLayout as RowLayout
 from dilatant.attention.masks.packing import document_causal as document_causal
 from dilatant.attention.masks.packing import media_mask as media_mask
 from dilatant.attention.masks.placement import place_blocks as place_blocks
+from dilatant.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dilatant.attention.hook import use_dilatant_attention as use_dilatant_attention
     from dilatant.attention.kernels.attention_plan import AttentionPlan as AttentionPlan
     from dilatant.attention.kernels.packed_attention import attention as attention
 
-_HOME = {
-    "AttentionPlan": "kernels.attention_plan",
-    "attention": "kernels.packed_attention",
-    "use_dilatant_attention": "hook",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, _ = lazy_names(
+    __name__,
+    {
+        "hook": "use_dilatant_attention",
+        "kernels.attention_plan": "AttentionPlan",
+        "kernels.packed_attention": "attention",
+    },
+)

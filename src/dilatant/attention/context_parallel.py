@@ -32,7 +32,6 @@ MOST_GATHERS = 4
 class PendingRows(Protocol):
     def wait(self) -> object:
         """Return when the tensors may be used; on a GPU the current stream waits."""
-        ...
 
 
 class ContextRanks(Protocol):
@@ -44,7 +43,6 @@ class ContextRanks(Protocol):
     @property
     def index(self) -> int:
         """This rank's index in the group."""
-        ...
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> PendingRows: ...
 

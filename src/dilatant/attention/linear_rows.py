@@ -9,8 +9,9 @@ wait for each other only if a sample spans more than two. Backward sends gradien
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.attention.context_parallel import ContextParallelRow, PendingRows
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError
@@ -250,3 +250,17 @@ class _SendState(torch.autograd.Function):
 
 _SENT = "states_under_way"
 """Attribute of a layer: its pending sends, which keep their tensors alive."""
+
+
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""Since transformers 5.24 the name is `cache`; the older names are still accepted, but not together with it."""
+
+
+def cache_keyword(forward: Callable[..., Any]) -> str:
+    """Return the keyword by which `forward` takes the cache (keys, values and states of earlier tokens). Raises
+    TypeError if `forward` takes none."""
+    parameters = inspect.signature(forward).parameters
+    for name in _CACHES:
+        if name in parameters:
+            return name
+    raise TypeError(f"{getattr(forward, '__qualname__', forward)} takes no cache: {', '.join(parameters)}")

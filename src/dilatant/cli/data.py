@@ -45,8 +45,10 @@ def stats(
     from dilatant.data.index.sizes import blend_sizes
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.problem.describe_data import describe_data
+    from dilatant.report.pages.page import write_page
     from dilatant.report.pages.page_links import link_pages
-    from dilatant.report.pages.stats_page import print_stats, write_stats_page
+    from dilatant.report.pages.stats_page import render_stats_page, stats_parts
+    from dilatant.report.printed_parts import print_parts
     from dilatant.report.say import open_console, say
 
     console = open_console(stderr=as_json)
@@ -65,7 +67,7 @@ def stats(
         say(console, line)
     report = describe_data(resolved, samples, index, title, examples=page is not None)
     if page is not None:
-        write_stats_page(page, report)
+        write_page(page, render_stats_page(report))
         link_pages(Path(resolved.output_dir))
     if as_json:
         balance = [asdict(one) for one in report.balance]
@@ -78,7 +80,7 @@ def stats(
         }
         print(json.dumps(record))
     else:
-        print_stats(report, console)
+        print_parts(console, stats_parts(report))
         if page is not None:
             console.print(f"plots: {page}", highlight=False, markup=False, soft_wrap=True)
 

@@ -82,7 +82,7 @@ def plan(
         raise UserError(
             "--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like"
         )
-    resolved = with_costs(options.read(), costs)
+    resolved = with_cost_file(options.read(), costs)
 
     from dilatant.plan.framework_flags import FRAMEWORKS, framework_flags
     from dilatant.plan.roles import roles_of
@@ -177,7 +177,7 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
     write_durably(folder / "fault_tolerance.json", json.dumps(document, indent=1) + "\n")
 
 
-def with_costs(config: Config, costs: Path | None) -> Config:
+def with_cost_file(config: Config, costs: Path | None) -> Config:
     """Return the config with another cost file, if one is given."""
     if costs is None:
         return config

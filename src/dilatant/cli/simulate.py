@@ -259,14 +259,16 @@ def _write_pages(
     page: Path, report: PlanReport, run: _SimulatedRun, prediction: Prediction | None
 ) -> dict[Path, str]:
     """Write the plan's page; for a run with a measured step also that step's page, with its prediction."""
+    from dilatant.report.pages.page import write_page
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import write_plan_page
-    from dilatant.report.pages.step_page import write_step_page
+    from dilatant.report.pages.step_page import render_step_page
 
     written = {write_plan_page(report, page): "the same as a page: open it in a browser"}
     if run.measured is not None and page.parent == run.folder:
         title, path = f"{run.name}: the last step", run.folder / "timeline.html"
-        write_step_page(path, run.measured.actions, report.plan, title, prediction, run.measured.waits)
+        measured, waits = run.measured.actions, run.measured.waits
+        write_page(path, render_step_page(measured, report.plan, title, prediction, waits))
         written[path] = "the measured step, now beside its prediction"
     link_pages(run.folder)
     return written
@@ -307,8 +309,10 @@ def _replay(
     console: Console,
 ) -> None:
     from dilatant.planning.failures import replay_failures
+    from dilatant.report.pages.page import write_page
     from dilatant.report.pages.page_links import link_pages
-    from dilatant.report.pages.replay_page import print_replays, replays_to_plain, write_replay_page
+    from dilatant.report.pages.replay_page import render_replay_page, replay_parts, replays_to_plain
+    from dilatant.report.printed_parts import print_parts
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.say import open_console, show_progress
 
@@ -317,11 +321,11 @@ def _replay(
     setting = found.setting(problem, run.name)
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
-    written = write_replay_page(found.replays, page, setting)
+    written = write_page(page, render_replay_page(found.replays, setting))
     link_pages(Path(problem.config.output_dir))
     if as_json:
         print(json.dumps(replays_to_plain(found.replays, setting)))
         return
-    print_replays(found.replays, console, setting)
+    print_parts(console, replay_parts(found.replays, setting))
     console.print()
     show_places(console, {written: "the same as a page: open it in a browser"})

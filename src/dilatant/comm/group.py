@@ -18,11 +18,9 @@ class Watch(Protocol):
 
     def translated_errors(self, what: str) -> AbstractContextManager[None]:
         """Raise CommAborted or CommTimeout in place of a backend's errors."""
-        ...
 
     def watch_device(self, what: str, is_completed: Callable[[], bool]) -> None:
         """Set a deadline for work that only a device waits for."""
-        ...
 
 
 class Pending:

@@ -5,8 +5,9 @@ Names below are imported on first use: errors are imported everywhere, pydantic 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dilatant.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dilatant.config.config import Config as Config
@@ -28,21 +29,15 @@ if TYPE_CHECKING:
     from dilatant.config.train import RateSchedule as RateSchedule
     from dilatant.config.train import TrainConfig as TrainConfig
 
-_MODULES = {
-    "config": "Config load_config parse_config",
-    "data": "DataConfig DataSource",
-    "errors": "UserError list_problems",
-    "model": "EncoderConfig LanguageModelConfig ModelConfig",
-    "parallel": "ParallelConfig UnitParallelism",
-    "plan": "ClusterConfig PlanConfig",
-    "train": "EvaluationConfig OptimizerConfig RateSchedule TrainConfig",
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    {
+        "config": "Config load_config parse_config",
+        "data": "DataConfig DataSource",
+        "errors": "UserError list_problems",
+        "model": "EncoderConfig LanguageModelConfig ModelConfig",
+        "parallel": "ParallelConfig UnitParallelism",
+        "plan": "ClusterConfig PlanConfig",
+        "train": "EvaluationConfig OptimizerConfig RateSchedule TrainConfig",
+    },
+)

@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dilatant.config.base import PathRule, Section, annotation_of, path_rule, with_absolute_paths
 from dilatant.config.data import DataConfig
-from dilatant.config.debug import DebugConfig
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.exports import with_parts
 from dilatant.config.files.own_files import read_text, require_plain
@@ -27,6 +26,18 @@ from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
+
+
+class DebugConfig(Section):
+    """The `debug:` section: knobs that no run needs, for experiments and for tests that must end early. They may change
+    in any version."""
+
+    planned_samples: int = Field(4096, gt=0)
+    """Samples to plan with, in training order."""
+    planned_steps: int = Field(4, gt=0)
+    """Global batches on which every finalist is simulated."""
+    finalists: int = Field(24, gt=0)
+    """Maximum number of candidates that a search simulates, the most promising first."""
 
 
 class Config(Section):

@@ -21,3 +21,9 @@ def list_problems(title: str, problems: Sequence[str]) -> UserError:
 def one_line(error: Exception, most: int = 300) -> str:
     """Return an error's text in one line of at most `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def type_and_text(error: BaseException) -> str:
+    """Return an error's type and its text, of at most 200 characters, in one line."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -25,11 +25,30 @@ from dilatant.cost.hardware import GroupLinks, Hardware, Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
-from dilatant.cost.runner import DILATANT, Runner
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 12
 """Bytes per weight and microbatch in which a gradient is written in bf16 and added to its fp32 sum: 2, 2, 4 and 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A training program. attention: its kernel, a key of `Hardware.attention`. fused: norms, rotary embeddings and
+    activations are one kernel each. shards_rows: between tensor-parallel layers each rank has a part of the
+    tokens (sequence parallelism). operations: those that its host issues, as a multiple of transformers' own blocks.
+    wait: seconds that a tensor-parallel collective takes longer than its messages. products: dtype of matrix products,
+    if not that of the activations."""
+
+    name: str
+    attention: str = "packed"
+    fused: bool = False
+    shards_rows: bool = True
+    operations: float = 1.0
+    wait: float = 0.0
+    products: str | None = None
+
+
+DILATANT = Runner("dilatant")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ The names below are imported on first use, so that worker processes start fast.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dilatant.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dilatant.data.errors import SampleError as SampleError
@@ -30,25 +31,21 @@ if TYPE_CHECKING:
     from dilatant.data.workers.loader import GlobalBatch as GlobalBatch
     from dilatant.data.workers.loader import Loader as Loader
 
-_NAMES = {
-    "errors": "SampleError",
-    "index.sizes": "SizesIndex blend_sizes",
-    "index.stats": "describe",
-    "media_units.audio_unit": "AudioUnit",
-    "media_units.image_unit": "ImageUnit",
-    "media_units.processors": "audio_processor image_processor",
-    "order.blend": "open_blend",
-    "sample": "EncodedSample Media Sample Turn",
-    "text.chat": "chat_tokenizer",
-    "text.encode": "encode_sample",
-    "text.encoding": "Encoding",
-    "text.tokenizer": "byte_tokenizer load_tokenizer",
-    "workers.loader": "GlobalBatch Loader",
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names.split():
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __all__ = lazy_names(
+    __name__,
+    {
+        "errors": "SampleError",
+        "index.sizes": "SizesIndex blend_sizes",
+        "index.stats": "describe",
+        "media_units.audio_unit": "AudioUnit",
+        "media_units.image_unit": "ImageUnit",
+        "media_units.processors": "audio_processor image_processor",
+        "order.blend": "open_blend",
+        "sample": "EncodedSample Media Sample Turn",
+        "text.chat": "chat_tokenizer",
+        "text.encode": "encode_sample",
+        "text.encoding": "Encoding",
+        "text.tokenizer": "byte_tokenizer load_tokenizer",
+        "workers.loader": "GlobalBatch Loader",
+    },
+)

@@ -135,24 +135,19 @@ class MediaUnit(Protocol):
 
     def encoder_tokens(self, size: MediaSize) -> int:
         """Return the number of tokens that the encoder processes for one item."""
-        ...
 
     def merged_tokens(self, size: MediaSize) -> int:
         """Return the number of language-model tokens of one item."""
-        ...
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the inputs that later stages need of one item, as far as its size tells."""
-        ...
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
         """Decode one item into encoder inputs, whose first dimension is encoder rows."""
-        ...
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         """Return what an export changes in the processor's settings `before`, those of the model's files, so that
         `processors` and transformers restore this unit's. is_requested: True if the user set the processor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,39 +5,27 @@ The names below are imported lazily, so that torch-free modules (geometry) do no
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dilatant.config.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dilatant.models.build import build_model
-    from dilatant.models.core.geometry import EncoderGeometry, encoder_geometry
-    from dilatant.models.encoders.encoder_spec import Encoder
-    from dilatant.models.generators.generator import Generator
-    from dilatant.models.language.language_stage import MultimodalOutput
-    from dilatant.models.multimodal import MultimodalModel
+    from dilatant.models.build import build_model as build_model
+    from dilatant.models.core.geometry import EncoderGeometry as EncoderGeometry
+    from dilatant.models.core.geometry import encoder_geometry as encoder_geometry
+    from dilatant.models.encoders.encoder_spec import Encoder as Encoder
+    from dilatant.models.generators.generator import Generator as Generator
+    from dilatant.models.language.language_stage import MultimodalOutput as MultimodalOutput
+    from dilatant.models.multimodal import MultimodalModel as MultimodalModel
 
-_HOME = {
-    "build_model": "build",
-    "EncoderGeometry": "core.geometry",
-    "encoder_geometry": "core.geometry",
-    "Encoder": "encoders.encoder_spec",
-    "Generator": "generators.generator",
-    "MultimodalModel": "multimodal",
-    "MultimodalOutput": "language.language_stage",
-}
-
-__all__ = [
-    "Encoder",
-    "EncoderGeometry",
-    "Generator",
-    "MultimodalModel",
-    "MultimodalOutput",
-    "build_model",
-    "encoder_geometry",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    {
+        "build": "build_model",
+        "core.geometry": "EncoderGeometry encoder_geometry",
+        "encoders.encoder_spec": "Encoder",
+        "generators.generator": "Generator",
+        "language.language_stage": "MultimodalOutput",
+        "multimodal": "MultimodalModel",
+    },
+)

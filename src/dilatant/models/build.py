@@ -30,7 +30,6 @@ from dilatant.models.encoders.projector import kind_of_projector, misfit, stored
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import InspectedDenoiser, build_diffusion, inspect_denoiser
-from dilatant.models.generators.diffusion import Objective
 from dilatant.models.generators.generator import Generator
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
@@ -166,7 +165,7 @@ def _generators(
             warnings.warn(f"{where}: a new connector begins; {str(beside)!r} is not taken", stacklevel=3)
         is_hollow = hollow is not None and (config.is_whole or name in hollow)
         with seeded(seed, name):
-            objective = objective_of(drawn, seen)
+            objective = drawn.objective or seen.source.objective or "flow"
             module = build_diffusion(seen, where, objective, drawn.drop, is_hollow, drawn.cache_latents)
         generators[name] = Generator(
             module,
@@ -207,11 +206,6 @@ def inspect_denoisers(config: ModelConfig) -> dict[str, InspectedDenoiser]:
         for name, entry in config.generators.items()
         for where in [f"model.generators.{name}"]
     }
-
-
-def objective_of(entry: GeneratorConfig, seen: InspectedDenoiser) -> Objective:
-    """Return a generator's training objective: the user's, the source's, or "flow". Raises nothing."""
-    return entry.objective or seen.source.objective or "flow"
 
 
 def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) -> int | None:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.attention.linear_rows import cache_keyword
 from dilatant.attention.masks.mask import visible
 from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.files.exports import is_export_of_parts
@@ -26,9 +26,8 @@ from dilatant.config.signatures import require_call
 from dilatant.data.text.tokenizer import load_tokenizer
 from dilatant.models.core.dtype import dtype_of_config
 from dilatant.models.core.freeze import freeze
-from dilatant.models.core.graph import ModelGraph
 from dilatant.models.core.materialize import allocate, materialize
-from dilatant.models.core.unit import Unit
+from dilatant.models.core.unit import ModelGraph, Unit
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder, build_encoder

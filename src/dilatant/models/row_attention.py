@@ -34,9 +34,8 @@ from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.models.families.media_proof import prove_media
 from dilatant.models.families.training_proof import prove
-from dilatant.models.language.language import LanguageUnit
+from dilatant.models.language.language import LanguageUnit, Proof
 from dilatant.models.language.media_attention import MediaMasks, in_words
-from dilatant.models.language.proven_traits import Proof
 from dilatant.models.multimodal import MultimodalModel
 
 IN_WINDOWS = "in_windows"
@@ -206,7 +205,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
         )
 
 
-def _choose(model: MultimodalModel, named: str | None = None) -> None:
+def _choose(model: MultimodalModel, named: str | None) -> None:
     language, media = model.language, model.media_attention
     if language.row_attention is not None:
         named = "dilatant"

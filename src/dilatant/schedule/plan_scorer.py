@@ -135,14 +135,14 @@ def step_costs(
         stage_costs(plan, model, costs, rules, cluster),
         cluster=cluster,
         sync=SyncSeconds() if cluster is None else sync_seconds(plan, model, cluster, rules),
-        origin=origin_text(costs),
+        origin=costs_text(costs),
     )
 
 
-def origin_text(costs: CostModel) -> str:
+def costs_text(costs: CostModel) -> str:
     """Describe the origin of the costs as text."""
     if costs.groups:
-        return ", ".join(dict.fromkeys(map(origin_text, costs.groups.values())))
+        return ", ".join(dict.fromkeys(map(costs_text, costs.groups.values())))
     if costs.origin == "measured":
         return f"measured on {costs.hardware}{costs.unmeasured_text}"
     return (

@@ -25,7 +25,7 @@ from dilatant.config import (
     TrainConfig,
     UserError,
 )
-from dilatant.config.debug import DebugConfig
+from dilatant.config.config import DebugConfig
 from dilatant.config.environment import place_from
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel

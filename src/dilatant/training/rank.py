@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from rich.console import Console
@@ -23,10 +22,11 @@ from dilatant.planning.problem.describe_data import describe_data
 from dilatant.planning.problem.planned_hardware import unlike_devices
 from dilatant.report.gantt import measured_chart
 from dilatant.report.metrics import StepMetrics
+from dilatant.report.pages.page import write_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_timeline
-from dilatant.report.pages.stats_page import write_stats_page
-from dilatant.report.pages.step_page import write_step_page
+from dilatant.report.pages.stats_page import render_stats_page
+from dilatant.report.pages.step_page import render_step_page
 from dilatant.report.progress import ProgressLine
 from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.report.say import open_console, say, warn
@@ -177,9 +177,8 @@ def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Con
         return
     title = f"{folder.path.name}: the training data"
     try:
-        write_stats_page(
-            folder.path / "data.html", describe_data(config, samples, samples.train_sizes, title)
-        )
+        report = describe_data(config, samples, samples.train_sizes, title)
+        write_page(folder.path / "data.html", render_stats_page(report))
         link_pages(folder.path)
     except UserError as error:
         warn(console, str(error))
@@ -195,14 +194,11 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows(), waits)
     planned = trainer.runtime.last_step
     predicted = None if planned is None else planned.prediction.timeline()
-    write_step_page(
-        folder.path / "timeline.html",
-        step.actions,
-        plan,
-        f"{folder.path.name}: the last step",
-        None if planned is None or predicted is None else Prediction(predicted, planned.prediction.origin),
-        waits,
-    )
+    prediction = None
+    if planned is not None and predicted is not None:
+        prediction = Prediction(predicted, planned.prediction.origin)
+    page = render_step_page(step.actions, plan, f"{folder.path.name}: the last step", prediction, waits)
+    write_page(folder.path / "timeline.html", page)
     folder.write_text("step.json", step.to_json() + "\n")
     link_pages(folder.path)
     return by_lane(measured_chart(step.actions, plan, waits), plan)
@@ -213,14 +209,14 @@ def console_for(show: Show) -> Console:
 
 
 class Observer:
-    """Record and show a run on rank 0, while it trains. console: None shows nothing."""
+    """Record and show a run on rank 0, while it trains."""
 
-    def __init__(self, config: Config, folder: RunFolder, trainer: Trainer, console: Console | None) -> None:
+    def __init__(self, config: Config, folder: RunFolder, trainer: Trainer, console: Console) -> None:
         self.last_loss: float | None = None
         self._config = config
         self._folder = folder
         self._trainer = trainer
-        self._console = console or open_console(quiet=True)
+        self._console = console
         self._trackers: list[Tracker] = []
         self._line: ProgressLine
         self._history: list[dict[str, float]] = []
@@ -246,9 +242,7 @@ class Observer:
         self._line.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._trainer.membership.gate is not None:  # steps may be unreported
             with suppress(Exception):  # the first error counts
                 self.catch_up(self._trainer.done.recent)

@@ -33,12 +33,13 @@ from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.schedule.measured import DataWait
-from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership, gradient_hashes
+from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation, Evaluator
 from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
 from dilatant.training.feeding.step_data import seed_step
+from dilatant.training.gradient_hashes import gradient_hashes
 from dilatant.training.model_flops import ModelFlops, model_flops, peak_flops
 from dilatant.training.optimizers.master_weights import Averages, WithMasters
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor

@@ -58,10 +58,6 @@ class Refusals(Mapping[int, str]):
         )
 
     @property
-    def samples(self) -> NDArray[np.int64]:
-        return self._samples
-
-    @property
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the constructor's arguments by name."""
         return {"samples": self._samples, "ends": self._ends, "text": self._text}

@@ -21,11 +21,9 @@ class FrameChoice(Protocol):
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
         """Return the indices of the selected frames, ascending; all of them if the frames were sampled already."""
-        ...
 
     def limits(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of this rule in `video_preprocessor_config.json`, whose present content is `before`."""
-        ...
 
 
 def saved_limits(choice: FrameChoice, before: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,9 @@ class ImageProcessor(Protocol):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the processor as transformers' classes, and `processors`, read them."""
-        ...
 
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, EncoderInput]:
         """Compute inputs of an image, uint8 [height, width, channels]; their first dimension is encoder rows."""
-        ...
 
 
 MOST_PIXELS = 1 << 14

@@ -28,7 +28,6 @@ class CountsTokens(Protocol):
 
     def __call__(self, item: Arrays) -> tuple[int, int]:
         """Return the number of tokens of the item in the encoder's blocks, and in the language model."""
-        ...
 
     def __hash__(self) -> int: ...
 

@@ -75,7 +75,6 @@ class Records(Protocol):
 
     def name_of(self, index: int) -> str:
         """Return the id of a record without reading it."""
-        ...
 
     def read(self, index: int) -> FileRecord: ...
 

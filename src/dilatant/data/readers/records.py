@@ -65,11 +65,6 @@ def take_choices(fields: Fields) -> dict[str, str]:
     }
 
 
-def choices_text(choices: Mapping[str, str]) -> str:
-    """Format the choices for the text of a question: one line each, with its letter."""
-    return "\n".join(f"{letter}. {choice}" for letter, choice in choices.items())
-
-
 def answer_among(fields: Fields, choices: Mapping[str, str], name: str, value: Any) -> str:
     """Return the answer to learn: a letter if the record gives a choice's number (counted from 0), else the text as
     written. Raises SampleError for a number that no choice has."""
@@ -301,7 +296,7 @@ def _question(fields: Fields, prompt: str | None, choices: Mapping[str, str]) ->
         for column in CONTEXT_COLUMNS
         if isinstance(fields.peek(column), str) and fields.has(column)
     ]
-    lines = (*before, question, choices_text(choices))
+    lines = (*before, question, *(f"{letter}. {choice}" for letter, choice in choices.items()))
     return "\n".join(line for line in lines if line)
 
 

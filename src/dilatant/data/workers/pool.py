@@ -76,7 +76,6 @@ class SampleSource(Protocol):
     def ask(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests; they are processed in order as memory permits. Never blocks. Raises ValueError for a draw
         that is already requested."""
-        ...
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
         """Wait for a sample and return it, or a UserError if the sample is bad. Each draw can be taken once.
@@ -84,11 +83,9 @@ class SampleSource(Protocol):
         A sample that is waited for has priority over all others and may exceed the memory budget. Raises WorkerError if
         the sample is not the cause of a failure, and ValueError for a draw that was not requested.
         """
-        ...
 
     def forget(self, dataset: str) -> None:
         """Drop all requests and samples of a data set that have not been taken."""
-        ...
 
     def close(self) -> None: ...
 

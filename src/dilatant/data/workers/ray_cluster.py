@@ -17,7 +17,7 @@ from typing import Any
 
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.environment import has_ray_token, ray_address, show_ray_token
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, one_line
 
 INSTALL = 'pip install "dilatant[ray]"'
 LOCAL = "local"
@@ -82,8 +82,7 @@ class Connection:
                 ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         except Exception as error:
             self.close()
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"data.preprocess: no Ray cluster at {address}: {reason}") from None
+            raise UserError(f"data.preprocess: no Ray cluster at {address}: {one_line(error)}") from None
         context = ray.get_runtime_context()
         self.address, self.token = context.gcs_address, token
         self.cpus = int(ray.cluster_resources().get("CPU", 1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 from dilatant.attention.context_parallel import ContextRanks
 from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.models.core.recompute import mixed
 
 STATES = "cross_attention_states"
 """The text model's keyword for encoder rows."""
@@ -98,7 +98,8 @@ def is_cross_attention(block: nn.Module) -> bool:
 def accept_cross_rows(model: nn.Module) -> None:
     """Make the cross-attention of `model` accept `CrossAttentionRows`, with transformers' own SDPA attention."""
     for module in cross_layers(model):
-        module.__class__ = _by_sample(cast(Any, type(module)))
+        if not isinstance(module, _BySample):
+            module.__class__ = mixed(cast(Any, type(module)), _BySample)
         attention: Any = cast(Any, module).cross_attn
         attention.config = copy.deepcopy(attention.config)
         attention.config._attn_implementation = "sdpa"
@@ -134,10 +135,3 @@ class _BySample:
 
 
 _OF_ROWS = ("attention_mask", "cross_attention_mask", "full_text_row_masked_out_mask", PLAN_KEYWORD)
-
-
-@cache
-def _by_sample(own: Any) -> type[nn.Module]:
-    if issubclass(own, _BySample):
-        return own
-    return type(own.__name__, (_BySample, own), {"__module__": own.__module__, "__doc__": own.__doc__})

@@ -82,7 +82,7 @@ def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry
     features: "patch" drops class and register tokens; "all" passes every token on. Raises UserError if the config is
     not that of an image or audio encoder of fixed row size.
     """
-    if _is_audio(config):
+    if all(getattr(config, key, None) is not None for key in ("num_mel_bins", "max_source_positions")):
         return _audio(config)
     if getattr(config, "image_size", None) is None or getattr(config, "patch_size", None) is None:
         raise UserError(
@@ -130,13 +130,6 @@ def leading_tokens(config: Any) -> int:
             )
         return leading
     return known + int(getattr(config, "num_register_tokens", 0) or 0)
-
-
-def _is_audio(config: Any) -> bool:
-    return (
-        getattr(config, "num_mel_bins", None) is not None
-        and getattr(config, "max_source_positions", None) is not None
-    )
 
 
 def _audio(config: Any) -> EncoderGeometry:

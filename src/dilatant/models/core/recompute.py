@@ -73,13 +73,14 @@ def recompute(module: nn.Module, how: Recompute) -> None:
     they are, and slices that share the module share the change.
     """
     own = type(module).__mro__[2] if isinstance(module, Recomputed) else type(module)
-    module.__class__ = own if how == "none" else _recomputed(cast(Any, own), how)
+    module.__class__ = own if how == "none" else mixed(cast(Any, own), Recomputed, how=how)
 
 
 @cache
-def _recomputed(own: Any, how: Recompute) -> type[nn.Module]:
-    named = {"__module__": own.__module__, "__doc__": own.__doc__, "how": how}
-    return type(own.__name__, (Recomputed, own), named)
+def mixed(own: Any, mixin: type[Any], **values: str) -> type[nn.Module]:
+    """Return the subclass of `own` that has the methods of `mixin` first; its name and text are those of `own`."""
+    named = {"__module__": own.__module__, "__doc__": own.__doc__, **values}
+    return type(own.__name__, (mixin, own), named)
 
 
 def _records(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -111,11 +111,11 @@ class SkippedBlock(Placeholder):
         self.number = number
         self.where = where
         self.width = 0
-        for number, hook in original._forward_hooks.items():
+        for key, hook in original._forward_hooks.items():
             if (
                 getattr(hook, "__module__", "") == output_capturing.__name__
-            ):  # families record hidden states with it
-                self._forward_hooks[number] = hook
+            ):  # records families' hidden states
+                self._forward_hooks[key] = hook
         self.passage: _Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,9 +263,20 @@ def run_slice(
             handle.remove()
         for block in skipped:
             block.passage = None
-    for block in skipped:
-        block.width = width
-    return run_slice(forward, given, blocks, enters=enters, ends=ends, behind=behind, taps=taps)
+    widths = [block.width for block in skipped]
+    try:
+        for block in skipped:
+            block.width = width
+        return run_slice(forward, given, blocks, enters=enters, ends=ends, behind=behind, taps=taps)
+    except Exception:  # not because of the width
+        for block, before in zip(skipped, widths, strict=True):
+            block.width = before
+        raise
+
+
+def keep_output(seen: dict[int, Tensor], number: int, module: nn.Module, args: Any, output: Any) -> None:
+    """Store the hidden states behind block `number` as [tokens, width] (a forward hook)."""
+    seen[number] = _hidden_in(output).flatten(0, -2)
 
 
 _MOST_RETURNED = 4
@@ -326,7 +337,7 @@ class _Passage:
 
     def end_behind(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the forward after a module (a forward hook)."""
-        raise _StageEnd(output[0] if isinstance(output, tuple) else output)
+        raise _StageEnd(_hidden_in(output))
 
     def _look_at(self, hidden: Tensor) -> None:
         if hidden.ndim < self._dimensions:
@@ -337,6 +348,11 @@ class _Passage:
 def _in_shape_of(empty: Tensor, arrived: Tensor) -> Tensor:
     """Return `arrived` in the shape that the family gives its hidden states before this block."""
     return arrived.reshape(empty.shape) if arrived.numel() == empty.numel() else arrived
+
+
+def _hidden_in(output: Any) -> Tensor:
+    """Return the hidden states in the output of a block."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

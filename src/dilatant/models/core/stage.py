@@ -177,9 +177,9 @@ class Stage(nn.Module, ABC):
         """Return the number of (equally long) items of a sample with these sizes; by default every token is an item."""
         return sizes[self.unit]
 
-    @abstractmethod
     def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        """Return where each of `samples` is in the tensors of a forward."""
+        """Return where each of `samples` is in the tensors of a forward; by default, its items in a batch."""
+        return SampleLayout(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
 
     @abstractmethod
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:

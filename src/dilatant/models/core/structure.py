@@ -72,7 +72,7 @@ def find_structure(model: nn.Module) -> Structure:
         for name, child in container.named_children():
             if name == part:
                 passed = True
-            elif _has_state(child):
+            elif any(True for _ in child.parameters()) or child.state_dict():
                 is_after = plan.get(
                     name, (passed or name.startswith("final")) and not name.startswith(FIRST_NAMES)
                 )
@@ -90,10 +90,6 @@ def _module_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield prefix + name, child
         else:
             yield from _module_lists(child, f"{prefix}{name}.")
-
-
-def _has_state(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or bool(module.state_dict())
 
 
 def _pipeline_plan(model: nn.Module) -> dict[str, bool]:

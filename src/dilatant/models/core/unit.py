@@ -1,9 +1,10 @@
-"""Units: stages that hold all layers of an encoder, a language model or a generator, and can be cut into stages."""
+"""Units: stages that hold all layers of an encoder, a language model or a generator and can be cut; and their graph."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.config.errors import UserError
 from dilatant.config.recompute import Recompute
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.geometry import EncoderGeometry
@@ -62,10 +64,12 @@ class Unit(Stage):
     def boundary(self, end: int, consumer: str) -> Boundary:
         """Return the boundary after layer `end - 1` to `consumer`: this unit, or another one after the last layer."""
 
-    @abstractmethod
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         """Map each of the `rows` rows of a sample that pass between two stages of this unit, or between this unit and
-        `other`, to the token (language model) or item of this unit that the row belongs to: int64 [rows]."""
+        `other`, to the token (language model) or item of this unit that the row belongs to: int64 [rows]. By default,
+        all items have equally many rows."""
+        items = self.items(sample.sizes)
+        return np.repeat(np.arange(items), rows // max(1, items))
 
     @abstractmethod
     def part_name(self, part: str) -> str:
@@ -180,3 +184,45 @@ class Unit(Stage):
         self.frozen = frozenset(given)
         if names:
             self.freeze_names(names)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGraph:
+    """Units in topological order.
+
+    feeds: unit → the units that take its rows. anchor: the unit whose microbatches order the step (the language model).
+    losses: the losses of all units by name.
+    """
+
+    units: tuple[str, ...]
+    feeds: Mapping[str, tuple[str, ...]]
+    anchor: str
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, units: Iterable[Unit], anchor: str) -> ModelGraph:
+        """Build the graph from the units' `inputs`. Raises UserError if a unit takes rows of a unit that follows it."""
+        units = tuple(units)
+        names = tuple(unit.unit for unit in units)
+        for index, unit in enumerate(units):
+            for source in unit.inputs:
+                if source not in names[:index]:
+                    raise UserError(
+                        f"unit {unit.unit!r} takes rows of {source!r}, which is not a unit before it; the units are "
+                        + ", ".join(names)
+                    )
+        return cls(
+            names,
+            {name: tuple(unit.unit for unit in units if name in unit.inputs) for name in names},
+            anchor,
+            {name: loss for unit in units for name, loss in unit.losses.items()},
+        )
+
+    @property
+    def behind_anchor(self) -> tuple[str, ...]:
+        """The units that take rows of the anchor, directly or indirectly (generators)."""
+        found: list[str] = []
+        for name in self.units:
+            if any(name in self.feeds[source] for source in (self.anchor, *found)):
+                found.append(name)
+        return tuple(found)

@@ -32,7 +32,7 @@ from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype
 from dilatant.models.encoders.encoder import EncoderStage
 from dilatant.models.encoders.fixed_tower import FixedTower, Projection, used_part
 from dilatant.models.encoders.media import frame_choice, resized_frames
-from dilatant.models.encoders.packed_encoder import StagedEncoderUnit
+from dilatant.models.encoders.packed_encoder import StagedEncoderUnit, rows_of_items
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors
 
 
@@ -49,9 +49,6 @@ class AnyresStage(EncoderStage):
             hidden = inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens))
             output = self(media_of(data, samples, self, names=names) if names else {}, hidden)
         return StageOutput(output if self.projector is not None else output.flatten(0, 1))
-
-    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode tiles. inputs: `pixel_values` [tiles, ...], and for the projector `image_sizes` int64 [items, 3].
@@ -89,23 +86,16 @@ class AnyresEncoderUnit(StagedEncoderUnit):
     def boundary(self, end: int, consumer: str) -> Boundary:
         if end < len(self.layers):
             return super().boundary(end, consumer)
-        rows_of = partial(_rows, self.unit, self.placeholder_id, self.shape)
+        rows_of = partial(rows_of_items, self.unit, self.placeholder_id, self._rows_of_text)
         return Boundary(self.width_out, self.row_dtype, rows_of)
+
+    def _rows_of_text(self, media: Mapping[str, Any]) -> int:
+        return self.shape.rows_of(np.asarray(media[SHAPES]))
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         raise UserError(
             f"{self.unit}: its images have unlike shapes, and ranks cannot share them; give it cp: 1"
         )
-
-
-def _rows(unit: str, placeholder_id: int, shape: AnyresShape, sample: EncodedSample) -> int:
-    """Count a sample's rows: from the image shapes if the media are loaded, otherwise from the text's placeholders."""
-    if not sample.sizes.get(unit, 0):
-        return 0
-    shapes = sample.media.get(unit, {}).get(SHAPES)
-    if shapes is None:
-        return int((sample.input_ids == placeholder_id).sum())
-    return shape.rows_of(np.asarray(shapes))
 
 
 class AnyresProjection(Projection):

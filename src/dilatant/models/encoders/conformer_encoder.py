@@ -69,9 +69,6 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         rows = conformer_rows(TYPICAL_FRAMES)
         return sound_geometry(rows, rows, config.hidden_size, mel_bins_of(config))
 
-    def _unused(self, model: nn.Module) -> frozenset[str]:
-        return frozenset()
-
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make sounds of the typical length, and one shorter sound from the remainder."""
         one = self.geometry.encoder_tokens

@@ -9,9 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,7 +17,6 @@ from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.slicing import (
     Placeholder,
     ShapePlaceholder,
@@ -111,14 +108,11 @@ class EncoderStage(Stage):
             output = self(None, inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens)))
         return StageOutput(output.flatten(0, -2))
 
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return SampleLayout(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
-
     def items(self, sizes: Mapping[str, int]) -> int:
         return sizes.get(self.unit, 0) // self.geometry.encoder_tokens
 
     def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(None, value)
+        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode. The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones
@@ -301,10 +295,6 @@ class EncoderUnit(Unit, EncoderStage):
                 _rows, self.unit, *(1, 1) if self.packs else (self.geometry.encoder_tokens, tokens)
             ),
         )
-
-    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        items = self.items(sample.sizes)
-        return np.repeat(np.arange(items), rows // max(1, items))
 
     def stage(self, first: int, end: int) -> EncoderStage:
         self._check_stage(first, end)

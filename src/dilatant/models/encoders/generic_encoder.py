@@ -21,15 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.data.media.pixels import as_array
+from dilatant.data.media.pixels import EncoderInput, as_array
 from dilatant.data.media_units.processed_image_unit import ProcessedImageUnit, flatten
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import EncodedSample, MediaMarkup
-from dilatant.data.text.encoding import grid_part
 from dilatant.models.adapters.lora import adapted_key, plain_key
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.random_draws import SampleLayout
-from dilatant.models.core.slicing import ShapePlaceholder, slice_model
+from dilatant.models.core.slicing import ShapePlaceholder, keep_output, slice_model
 from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.structure import Structure
 from dilatant.models.core.unit import Unit
@@ -43,7 +41,6 @@ from dilatant.models.encoders.narrow_encoder import (
     encoder_in,
     in_order,
     items_of,
-    keep_output,
     layout_of,
     narrow_encoder,
     patch_of,
@@ -53,7 +50,7 @@ from dilatant.models.encoders.narrow_encoder import (
     unused_keys,
     width_of_blocks,
 )
-from dilatant.models.encoders.packed_encoder import StagedEncoderUnit
+from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
 from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 from dilatant.models.parallel.shared_samples import SampleParallel
 
@@ -82,12 +79,6 @@ class GenericStage(SampleParallel, EncoderStage):
         arrays = {name: np.concatenate([as_array(each[name]) for each in loaded]) for name in loaded[0]}
         hidden = None if self.is_first else inbound[self.unit]
         return StageOutput(self._encode_items(arrays, hidden, data.device))
-
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return SampleLayout(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
-
-    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode items. inputs: their flattened arrays and shapes; hidden: [tokens, width]. Returns hidden states or,
@@ -148,10 +139,9 @@ def sent_with(taps: Iterable[int], block: int) -> tuple[int, ...]:
     return tuple(tap for tap in taps if tap < block - 1)
 
 
-class GenericEncoderUnit(SampleParallel, StagedEncoderUnit):
+class GenericEncoderUnit(PackedEncoderUnit):
     """A generic encoder: layers `embedding`, `layers.<i>`, and `projector`, which is all that follows the blocks."""
 
-    packs = True
     stage_type = GenericStage
     stand_in = ShapePlaceholder
     undivided = "of a family that is not listed, no proof says that ranks may share them"
@@ -198,16 +188,12 @@ class GenericEncoderUnit(SampleParallel, StagedEncoderUnit):
         path, _, _ = self.structure.blocks.partition(".")
         return getattr(self.model.get_submodule(path), "config", self.model.config)
 
-    def reads(self, first: int, end: int) -> frozenset[str]:
-        return frozenset({self.unit if first == 0 else grid_part(self.unit)})
-
     def boundary(self, end: int, consumer: str) -> Boundary:
-        is_output = end == len(self.layers)
-        return Boundary(
-            width=self.width_out if is_output else self._width_before(end),
-            dtype=self.row_dtype,
-            rows_of=self._rows_of_text if is_output else self._tokens,
-        )
+        if end < len(self.layers):
+            rows_of = partial(rows_of_unit, self.unit, 1)
+            return Boundary(self._width_before(end), self.row_dtype, rows_of)
+        rows_of = partial(rows_of_items, self.unit, self.placeholder_id, self._rows_of_text)
+        return Boundary(self.width_out, self.row_dtype, rows_of)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make images of the typical size."""
@@ -238,18 +224,9 @@ class GenericEncoderUnit(SampleParallel, StagedEncoderUnit):
         whole = cast(PreTrainedModel, model)
         return slice_model(whole, self.structure, first_block, end_block, **ends, stand_in=self.stand_in)
 
-    def _rows_of_text(self, sample: EncodedSample) -> int:
-        """Count a sample's rows: from its items if they are loaded, otherwise from the text's placeholders."""
-        if not sample.sizes.get(self.unit, 0):
-            return 0
-        media = sample.media.get(self.unit)
-        if not media:
-            return int((sample.input_ids == self.placeholder_id).sum())
+    def _rows_of_text(self, media: Mapping[str, EncoderInput]) -> int:
         items = items_of({name: as_array(each) for name, each in media.items()})
         return sum(self.shapes.tokens(layout_of(item))[1] for item in items)
-
-    def _tokens(self, sample: EncodedSample) -> int:
-        return sample.sizes.get(self.unit, 0)
 
 
 def _in_part(weight: Weight, projector: tuple[str, ...]) -> Weight:

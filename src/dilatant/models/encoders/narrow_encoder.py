@@ -26,7 +26,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.media_units.processed_image_unit import SHAPE
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.models.core.materialize import seeded
-from dilatant.models.core.slicing import run_slice, slice_model
+from dilatant.models.core.slicing import keep_output, run_slice, slice_model
 from dilatant.models.core.structure import Structure, find_structure, leaves_of
 
 FEATURES = "get_image_features"
@@ -226,10 +226,6 @@ def encoder_in(
         (*(f"{path}.{each}" for each in inner.after), *projector),
         inner.num_blocks,
     )
-
-
-def keep_output(seen: dict[int, Tensor], number: int, module: nn.Module, args: Any, output: Any) -> None:
-    seen[number] = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
 
 
 TOKENS = ("image_token_id", "image_token_index")

@@ -18,7 +18,7 @@ from dilatant.data.media_units.native_clip_unit import NativeClipUnit
 from dilatant.data.media_units.native_image_unit import GRID, STEP, NativeImageUnit
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.slicing import Placeholder
+from dilatant.models.core.slicing import Placeholder, keep_output
 from dilatant.models.core.stage import Boundary, in_dtype_of
 from dilatant.models.core.structure import find_structure
 from dilatant.models.encoders.encoder import EncoderUnit
@@ -127,7 +127,7 @@ class NativeStage(PackedEncoderStage):
         with ExitStack() as closing:
             for block in self.taps:
                 module = tower.get_submodule(f"{self.blocks_path}.{block}")
-                keep = partial(_keep, tapped, block)
+                keep = partial(keep_output, tapped, block)
                 closing.callback(module.register_forward_hook(keep).remove)
             hidden = self.run_slice(run, fed)
         if self.shards is not None:  # after the last block all tokens are gathered already
@@ -137,10 +137,6 @@ class NativeStage(PackedEncoderStage):
         parts = [hidden, *taps, *(tapped[block] for block in self.taps)]
         # A stage that merges has fewer rows than `taps`, which has no columns there.
         return torch.cat([part for part in parts if part.shape[-1]], dim=-1)
-
-
-def _keep(kept: dict[int, Tensor], number: int, module: nn.Module, args: Any, output: Tensor) -> None:
-    kept[number] = output
 
 
 class NativeEncoderUnit(PackedEncoderUnit):

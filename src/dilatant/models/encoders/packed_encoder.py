@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,9 +77,6 @@ class PackedEncoderStage(SampleParallel, EncoderStage):
             return StageOutput(self(media_of(data, samples, self)))
         return StageOutput(self(media_of(data, samples, self, names=(self.sizes_name,)), inbound[self.unit]))
 
-    def one_layer(self, value: Tensor, **inputs: Any) -> Tensor:
-        return self({self.geometry.input_name: value, **inputs}) if self.is_first else self(inputs, value)
-
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
         """Encode a row of items. inputs: `sizes_name` int64 [items, ...], and for the first stage patches or frames
         [rows, ...]. hidden: [rows, width]. Returns hidden states in the form of `hidden`; after the projector, rows of
@@ -136,7 +133,16 @@ class OwnItemsUnit(SampleParallel, StagedEncoderUnit):
 def rows_of_unit(unit: str, merged: int, sample: EncodedSample) -> int:
     """Return a sample's tokens in an encoder, divided by `merged`, the number that becomes one row.
 
-    Correct only if every item's tokens are a multiple of `merged`. Otherwise count per item, as
-    `anyres_encoder._rows` and `sound_encoder._halved` do.
+    Correct only if every item's tokens are a multiple of `merged`. Otherwise use `rows_of_items`.
     """
     return sample.sizes.get(unit, 0) // merged
+
+
+def rows_of_items(
+    unit: str, placeholder_id: int, count: Callable[[Mapping[str, Any]], int], sample: EncodedSample
+) -> int:
+    """Count a sample's rows: by `count` of its inputs if they are loaded, otherwise from the text's placeholders."""
+    if not sample.sizes.get(unit, 0):
+        return 0
+    media = sample.media.get(unit)
+    return count(media) if media else int((sample.input_ids == placeholder_id).sum())

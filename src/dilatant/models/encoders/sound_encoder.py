@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from dilatant.data.media_units.processors import sound_processor
 from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
-from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
+from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import Placeholder, held_blocks
 from dilatant.models.core.stage import Boundary, in_dtype_of
@@ -30,6 +30,7 @@ from dilatant.models.encoders.packed_encoder import (
     NamedModule,
     PackedEncoderStage,
     PackedEncoderUnit,
+    rows_of_items,
     rows_of_unit,
 )
 from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
@@ -92,7 +93,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
-            rows_of=partial(_halved, self.unit, self.placeholder_id)
+            rows_of=partial(rows_of_items, self.unit, self.placeholder_id, _halved)
             if halved
             else partial(rows_of_unit, self.unit, 1),
         )
@@ -117,15 +118,9 @@ def sound_geometry(rows: int, merged: int, width: int, mel_bins: int) -> Encoder
     )
 
 
-def _halved(unit: str, placeholder_id: int, sample: EncodedSample) -> int:
-    """Count a sample's rows after averaging: per sound, because a sound with an odd number loses its last row; or from
-    the text's placeholders if the sounds are not loaded."""
-    if not sample.sizes.get(unit, 0):
-        return 0
-    frames = sample.media.get(unit, {}).get(FRAMES)
-    if frames is None:
-        return int((sample.input_ids == placeholder_id).sum())
-    return int((rows_of(np.asarray(frames)[:, 0]) // 2).sum())
+def _halved(media: Mapping[str, Any]) -> int:
+    """Count the rows of sounds after averaging: per sound, because a sound with an odd number loses its last row."""
+    return int((rows_of(np.asarray(media[FRAMES])[:, 0]) // 2).sum())
 
 
 def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:

@@ -103,16 +103,12 @@ def _touched(holder: nn.Module) -> list[str]:
             elif inspect.isfunction(getattr(type(holder), name, None)) and name not in methods:
                 methods.add(name)
                 waiting.append(name)
-    decoder = {id(module) for module in [_innermost(holder)]}
-    return [
-        name
-        for name in dict.fromkeys(names)
-        if not any(id(each) in decoder for each in _modules_of(getattr(holder, name)))
-    ]
+    decoder = _innermost(holder)
+    return [name for name in dict.fromkeys(names) if not _contains(getattr(holder, name), decoder)]
 
 
-def _modules_of(entry: Any) -> list[nn.Module]:
-    return [*entry.modules()] if isinstance(entry, nn.Module) else []
+def _contains(entry: Any, module: nn.Module) -> bool:
+    return isinstance(entry, nn.Module) and any(each is module for each in entry.modules())
 
 
 def _size_of_blocks(entry: Any) -> int:

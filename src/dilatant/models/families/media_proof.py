@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from dilatant.config.errors import UserError, one_line
@@ -29,12 +29,11 @@ from dilatant.models.families.families import MediaAttention
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.pretrained_answers import composite_inputs
 from dilatant.models.families.shrink import special_ids
-from dilatant.models.families.training_proof import differ, loss_of, proof_path
+from dilatant.models.families.training_proof import Result, differ, loss_of, proof_path, with_gradients
 from dilatant.models.multimodal import MultimodalModel
 
 SAMPLES = ((5, (8.6, 12.1), 3, (10.7, 6.4), 6), (9,), ((9.3, 9.3), 7))
 """The parts of each sample: numbers of text tokens, and heights and widths of images in patches."""
-Result = tuple[Tensor, list[Tensor | None]]
 
 
 def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None]) -> str | None:
@@ -112,7 +111,7 @@ def _prove(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) ->
         try:
             rows = rows if packs and not (is_cut and problems[0]) else alone
             loss = loss_of(model.units, samples, rows, is_cut)
-            problems.append(differ(wanted, _with_gradients(model, loss))[0])
+            problems.append(differ(wanted, with_gradients(loss, _trained(model).values()))[0])
         except Exception as error:
             problems.append(one_line(error))
     return tuple(problems)
@@ -163,14 +162,9 @@ def _of_transformers(model: MultimodalModel, whole: PretrainedModel, samples: li
         }
         logits = composite(**composite_inputs(whole, ids, media, torch.float32), use_cache=False).logits
         loss = loss + functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
-    loss = loss / sum(sample.target_tokens for sample in samples)
     weights = {weight.name: (unit, weight) for unit, weight in model.weights_of_whole()}
     wanted = [named[whole.key_of(*weights[name])] for name in _trained(model)]
-    return loss.detach(), list(torch.autograd.grad(loss, wanted, allow_unused=True))
-
-
-def _with_gradients(model: MultimodalModel, loss: Tensor) -> Result:
-    return loss.detach(), list(torch.autograd.grad(loss, [*_trained(model).values()], allow_unused=True))
+    return with_gradients(loss / sum(sample.target_tokens for sample in samples), wanted)
 
 
 def _trained(model: MultimodalModel) -> dict[str, nn.Parameter]:

@@ -36,7 +36,7 @@ from dilatant.models.families.generic import opens_whole, read_family
 from dilatant.models.language.cross_attention import CrossAttention
 from dilatant.models.language.extension import Extension
 from dilatant.models.language.packed_row import Positions, spatial_positions
-from dilatant.models.language.side_states import DeepStack, PerLayer, SideStates
+from dilatant.models.language.side_states import DeepStack, PerLayer
 from dilatant.models.sources import without_bars
 
 
@@ -152,17 +152,22 @@ class PretrainedModel:
     @property
     def of_language(self) -> dict[str, Any]:
         """Keyword arguments for the text model's unit, in addition to the model and its placeholders."""
+        crossing = self.crossing
         return {
             "decoder": self.family.decoder,
             "positions": self.positions,
-            "units_with_grids": self.units_with_grids,
+            "units_with_grids": (*self.spatial_units, *(() if crossing is None else (crossing.unit,))),
             "extensions": self.extensions,
         }
 
     @property
     def extensions(self) -> list[Extension]:
-        """The optional features of the text model's stages."""
-        return [extension for extension in (self.crossing, self.carried) if extension is not None]
+        """The optional features of the text model's stages: cross-attention, and per-token side states."""
+        text, vision = self.config.get_text_config(), getattr(self.config, "vision_config", None)
+        # Number of first blocks that receive further encoder rows (DeepStack).
+        taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        carried = DeepStack(taps, text.hidden_size) if taps else PerLayer.of(text)
+        return [extension for extension in (self.crossing, carried) if extension is not None]
 
     @property
     def media_attention(self) -> MediaAttention:
@@ -188,24 +193,6 @@ class PretrainedModel:
         """The units whose tokens have positions in height and width."""
         towers = self.family.towers.items() if self.family.spatial else ()
         return tuple(name for name, tower in towers if tower.kind == "image")
-
-    @property
-    def units_with_grids(self) -> tuple[str, ...]:
-        """The units whose items' shapes the text model needs."""
-        crossing = self.crossing
-        return (*self.spatial_units, *(() if crossing is None else (crossing.unit,)))
-
-    @property
-    def taps(self) -> int:
-        """Number of first blocks of the text model that receive further encoder rows (DeepStack)."""
-        vision = getattr(self.config, "vision_config", None)
-        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
-
-    @property
-    def carried(self) -> SideStates | None:
-        """The per-token side states of the text model (see `side_states`); None without any."""
-        text = self.config.get_text_config()
-        return DeepStack(self.taps, text.hidden_size) if self.taps else PerLayer.of(text)
 
 
 def auto_class(config: Any) -> Any:

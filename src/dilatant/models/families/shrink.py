@@ -52,13 +52,10 @@ _IDS = re.compile(r"(token_id|token_index)s?$")
 _MULTIPLIERS = re.compile(r"(multiplier|_scale|_scaling|scaling_factor)$|^scale_(emb|depth)$")
 
 
-def shrink(config: Any, has_encoders: bool = True) -> dict[str, Any]:
+def shrink(config: Any, has_encoders: bool) -> dict[str, Any]:
     """Return the settings of a small model like that of `config`, as `type(config).from_dict` takes them. Without
     `has_encoders` only the text model of a multimodal model is shrunk."""
-    settings = PreTrainedConfig.to_dict(config)  # a family's own may have the layout of released files
-    for key in ("quantization_config", "dtype", "torch_dtype"):
-        settings.pop(key, None)
-    parts = [key for key in config.sub_configs if isinstance(settings.get(key), dict)]
+    settings, parts = _settings_and_parts(config)
     texts = [key for key in parts if getattr(config, key) is config.get_text_config()]
     # All parts are divided by one number, so that widths that must be equal stay equal.
     width = _width(settings[texts[0]] if texts else settings)
@@ -76,13 +73,10 @@ def shrink(config: Any, has_encoders: bool = True) -> dict[str, Any]:
     return settings
 
 
-def shrink_widths(config: Any, spatial: bool = False) -> dict[str, Any]:
+def shrink_widths(config: Any, spatial: bool) -> dict[str, Any]:
     """Return the settings of a narrow multimodal model, whose encoders keep all their blocks and their windows; its
     text model is shortened, too. spatial: True for positions in time, height and width."""
-    settings = PreTrainedConfig.to_dict(config)
-    for key in ("quantization_config", "dtype", "torch_dtype"):
-        settings.pop(key, None)
-    parts = [key for key in config.sub_configs if isinstance(settings.get(key), dict)]
+    settings, parts = _settings_and_parts(config)
     of_parts = {key: settings[key].get("embed_dim") or _width(settings[key]) for key in parts}
     # The settings of an encoder may contain the text model's width, and the reverse.
     widths = {wide: _divided(wide, wide // _WIDTH or 1) for wide in of_parts.values() if wide}
@@ -109,6 +103,14 @@ def shrink_widths(config: Any, spatial: bool = False) -> dict[str, Any]:
 
 _OF_ENCODERS = ("embed_dim", "mlp_dim", "projection_dim")
 """Names of further widths in the settings of encoders."""
+
+
+def _settings_and_parts(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a model without its data types, and the keys of its parts' settings."""
+    settings = PreTrainedConfig.to_dict(config)  # a family's own may have the layout of released files
+    for key in ("quantization_config", "dtype", "torch_dtype"):
+        settings.pop(key, None)
+    return settings, [key for key in config.sub_configs if isinstance(settings.get(key), dict)]
 
 
 def special_ids(settings: Mapping[str, Any]) -> Iterator[int]:

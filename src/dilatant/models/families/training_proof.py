@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers.utils import logging as transformers_logging
 
 from dilatant.config.environment import cache_folder
+from dilatant.config.errors import type_and_text
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE
 from dilatant.data.sample import EncodedSample
@@ -35,9 +36,10 @@ from dilatant.models.core.structure import on_meta
 from dilatant.models.core.unit import Unit
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.shrink import shrink, special_ids
-from dilatant.models.language.language import LanguageUnit
-from dilatant.models.language.proven_traits import Proof
+from dilatant.models.language.language import LanguageUnit, Proof
 
+Result = tuple[Tensor, list[Tensor | None]]
+"""A loss and its gradients, None for a parameter that has no influence."""
 LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
@@ -70,7 +72,7 @@ def prove(
         with seeded(0, "proof"), torch.enable_grad():
             proof = _prove(unit, whole, settings, attach)
     except Exception as error:
-        why = _one_line(error)
+        why = type_and_text(error)
         return Proof(why, why, alone=None, unproven=why, seconds=time.perf_counter() - begin)
     finally:
         transformers_logging.set_verbosity(level)
@@ -106,9 +108,9 @@ def _prove(
 
     def problem_of(rows: Sequence[tuple[int, ...]], is_cut: bool) -> str | None:
         try:
-            found = _with_gradients(small, loss_of({small.unit: small}, samples, rows, is_cut))
+            found = with_gradients(loss_of({small.unit: small}, samples, rows, is_cut), _trained(small))
         except Exception as error:
-            return _one_line(error)
+            return type_and_text(error)
         problem, differences = differ(wanted, found)
         if problem is None:
             largest.append(differences)
@@ -167,7 +169,7 @@ def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
 
 def _of_transformers(
     small: LanguageUnit, samples: Sequence[EncodedSample], whole: PretrainedModel | None
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> Result:
     """Compute loss and gradients with each sample alone in the family's own forward."""
     loss = torch.zeros(())
     for sample in samples:
@@ -181,7 +183,7 @@ def _of_transformers(
             given["token_type_ids"] = torch.as_tensor(sample.labels != -100)[None].long()
         logits = small.model(input_ids=ids[None], use_cache=False, **given).logits
         loss = loss + functional.cross_entropy(logits[0, :-1], ids[1:], reduction="sum")
-    return _with_gradients(small, loss / sum(sample.target_tokens for sample in samples))
+    return with_gradients(loss / sum(sample.target_tokens for sample in samples), _trained(small))
 
 
 def loss_of(
@@ -210,14 +212,16 @@ def loss_of(
     return loss
 
 
-def _with_gradients(small: LanguageUnit, loss: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    parameters = [parameter for parameter in small.model.parameters() if parameter.requires_grad]
-    return loss.detach(), list(torch.autograd.grad(loss, parameters, allow_unused=True))
+def with_gradients(loss: Tensor, parameters: Iterable[Tensor]) -> Result:
+    """Return the loss, and its gradients with respect to `parameters`."""
+    return loss.detach(), list(torch.autograd.grad(loss, [*parameters], allow_unused=True))
 
 
-def differ(
-    wanted: tuple[Tensor, list[Tensor | None]], found: tuple[Tensor, list[Tensor | None]]
-) -> tuple[str | None, tuple[float, float]]:
+def _trained(small: LanguageUnit) -> list[nn.Parameter]:
+    return [parameter for parameter in small.model.parameters() if parameter.requires_grad]
+
+
+def differ(wanted: Result, found: Result) -> tuple[str | None, tuple[float, float]]:
     """Describe a difference above the limits, or None; and return the relative differences of loss and gradients."""
     loss = float(abs(wanted[0] - found[0]) / abs(wanted[0]))
     nothing = torch.zeros(1)
@@ -251,7 +255,3 @@ def _read(path: Path) -> Proof | None:
         return replace(msgspec.json.decode(path.read_bytes(), type=Proof), is_kept=True)
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

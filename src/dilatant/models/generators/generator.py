@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
-from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
@@ -134,9 +133,6 @@ class GeneratorStage(Stage):
                 )
         if problems:
             raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
-
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return SampleLayout(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
 
     def items(self, sizes: Mapping[str, int]) -> int:
         return sizes.get(self.unit, 0) // self.tokens_per_item
@@ -279,10 +275,6 @@ class GeneratorUnit(Unit, GeneratorStage):
         net: Any = cast(Diffusion, self.model).net
         rows = partial(_rows_between, self.unit, self.tokens_per_item, self.rows_between)
         return Boundary(net_width(net.config), self.row_dtype, rows)
-
-    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        items = self.items(sample.sizes)
-        return np.repeat(np.arange(items), rows // max(1, items))
 
     def stage(self, first: int, end: int) -> GeneratorStage:
         self._check_stage(first, end)

@@ -17,7 +17,7 @@ from dilatant.attention.masks.placement import place_row
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.core.random_draws import SampleLayout
-from dilatant.models.core.slicing import run_slice
+from dilatant.models.core.slicing import SkippedBlock, run_slice
 from dilatant.models.core.stage import Predictions, Stage, StageInputs, StageOutput, StepData
 from dilatant.models.core.weights import Weight
 from dilatant.models.language.chunked_head import (
@@ -42,7 +42,6 @@ class PlansAttention(Protocol):
     @property
     def placement(self) -> str:
         """The policy by which context-parallel ranks divide a row (see `attention.masks.placement`)."""
-        ...
 
     def __call__(
         self,
@@ -52,11 +51,9 @@ class PlansAttention(Protocol):
     ) -> Mapping[str, Any]:
         """Return the keywords for a packed row of samples with these `input_ids`. padding: padding tokens before each
         sample. prefixes: tokens of each sample before its first target (default: all)."""
-        ...
 
     def padded(self, input_ids: Any, attention_mask: Any | None) -> Mapping[str, Any]:
         """Return the keywords for a padded batch, [batch, tokens] both."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +259,8 @@ class LanguageStage(Stage):
     def behind_blocks(self) -> nn.Module | None:
         modules = (extension.gathers_before(self._decoder) for extension in self.extensions)
         module = next((module for module in modules if module is not None), None)
-        following = next(
-            (b for b in self.block_list.children() if getattr(b, "where", "") == "behind"), module
-        )
+        skipped = (block for block in self.block_list.children() if isinstance(block, SkippedBlock))
+        following = next((block for block in skipped if block.where == "behind"), module)
         return None if module is None else following
 
     @property

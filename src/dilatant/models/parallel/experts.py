@@ -8,7 +8,6 @@ whole experts to which tokens are sent (expert parallelism, dropless).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.core.recompute import mixed
 
 GroupedProduct = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
 """A product like `grouped_linear`."""
@@ -138,7 +138,7 @@ class GroupedExperts:
 def group_experts(module: nn.Module) -> GroupedExperts:
     """Make a module that `is_fused` use grouped products, in place; keys, hooks and `isinstance` stay as they are."""
     if not isinstance(module, GroupedExperts):
-        module.__class__ = _grouped(cast(Any, type(module)))
+        module.__class__ = mixed(cast(Any, type(module)), GroupedExperts)
     return cast(GroupedExperts, module)
 
 
@@ -148,8 +148,3 @@ def ungroup_experts(module: nn.Module) -> None:
     module.__class__ = type(module).__mro__[2]
     for name in ("product", "ranks", "holders"):
         module.__dict__.pop(name, None)
-
-
-@cache
-def _grouped(own: Any) -> type[nn.Module]:
-    return type(own.__name__, (GroupedExperts, own), {"__module__": own.__module__, "__doc__": own.__doc__})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from dilatant.models.adapters.lora import adapter_of, plain_linear
 from dilatant.models.core.cross_attention import STATES
 from dilatant.models.core.loss import IGNORED
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.core.recompute import add_contexts
+from dilatant.models.core.recompute import add_contexts, mixed
 from dilatant.models.core.sequence_parallel import SequenceRanks, TokenProduct, TokenShards
 from dilatant.models.core.slicing import Placeholder
 from dilatant.models.parallel.experts import group_experts
@@ -83,13 +83,6 @@ class _VocabularyParallel:
         outside = (input < self.shard.first) | (input >= self.shard.end)
         rows = cast(Any, super()).forward((input - self.shard.first).masked_fill(outside, 0))
         return self.shard.ranks.sum(rows.masked_fill(outside[..., None], 0))
-
-
-@cache
-def _vocabulary_parallel(own: Any) -> type[nn.Module]:
-    return type(
-        own.__name__, (_VocabularyParallel, own), {"__module__": own.__module__, "__doc__": own.__doc__}
-    )
 
 
 def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
@@ -186,7 +179,7 @@ def shard_vocabulary(
         padding = embedding.padding_idx
         if padding is not None:
             embedding.padding_idx = padding - shard.first if shard.first <= padding < shard.end else None
-        embedding.__class__ = cast(Any, _vocabulary_parallel(cast(Any, type(embedding))))
+        embedding.__class__ = cast(Any, mixed(cast(Any, type(embedding)), _VocabularyParallel))
         cast(Any, embedding).shard = shard
     if isinstance(head, nn.Linear):
         _local(head).enter = ranks.copy

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from dilatant.plan.replay.replay import (
     COPYING,
@@ -21,9 +19,8 @@ from dilatant.plan.replay.replay import (
     RecoveryCosts,
     Replay,
 )
-from dilatant.report.pages.page import render, write_page
+from dilatant.report.pages.page import render
 from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, legend, number, summary
-from dilatant.report.printed_parts import print_parts
 from dilatant.report.text.wording import (
     bytes_text,
     count_text,
@@ -137,16 +134,6 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def print_replays(replays: Sequence[Replay], console: Console, setting: ReplaySetting) -> None:
-    """Print what the page says."""
-    print_parts(console, _parts(replays, setting))
-
-
-def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: ReplaySetting) -> Path:
-    """Write the page to `path` and return the path."""
-    return write_page(path, render_replay_page(replays, setting))
-
-
 def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:
     """Return the page as text: the first replay against the others over time, and lost time by cause."""
     trace = replays[0].trace
@@ -154,12 +141,13 @@ def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str
         f"{setting.title}, through {trace} · Dilatant replay",
         setting.title,
         f"Training while nodes come and go as trace {trace} says, simulated",
-        _parts(replays, setting),
+        replay_parts(replays, setting),
         "Simulated, not measured.",
     )
 
 
-def _parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part]:
+def replay_parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part]:
+    """Return all that the page and the terminal show, in order."""
     tones = {cause: TONES[cause] for cause in _causes(replays)}
     rows = []
     for order, one in enumerate(replays):

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import base64
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from rich.console import Console
 
 from dilatant.data.index.stats import DataStats, JointHistogram, UnitStats
 from dilatant.data.sample import Example, ExampleSpan
 from dilatant.report.pages.charts import HEIGHT, LEFT, TOP, WIDTH, frame, histogram, scale, span_text, ticks
-from dilatant.report.pages.page import render, write_page
+from dilatant.report.pages.page import render
 from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, number, plain_bar, summary, tiles
-from dilatant.report.printed_parts import print_parts
 from dilatant.report.text.stats_summary import StatsReport, constant_text, summarize_stats
 from dilatant.report.text.wording import count_text, counted, percent_text, unbroken
 
 _LONGEST_TEXT = 1_600
 """Maximum characters shown of one run of text."""
 _MEDIA_SHOWN = 6
-
-
-def write_stats_page(path: str | Path, report: StatsReport) -> Path:
-    """Write the page to `path` and return the path."""
-    return write_page(path, render_stats_page(report))
 
 
 def render_stats_page(report: StatsReport) -> str:
@@ -38,11 +30,6 @@ def render_stats_page(report: StatsReport) -> str:
         stats_parts(report),
         "Measured from headers and text; the training data alone, without what is held out.",
     )
-
-
-def print_stats(report: StatsReport, console: Console) -> None:
-    """Print what the page says."""
-    print_parts(console, stats_parts(report))
 
 
 def stats_parts(report: StatsReport) -> list[Part]:

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from dilatant.plan import Plan
 from dilatant.report.gantt import measured_chart, predicted_chart
-from dilatant.report.pages.page import pack_chart, render, write_page
+from dilatant.report.pages.page import pack_chart, render
 from dilatant.report.parts import summary
 from dilatant.report.step_comparison import Prediction, comparison_section
 from dilatant.report.text.gantt_summary import data_waits, losses, measurement, pace
 from dilatant.report.text.gantt_tables import cause_tones, idle_section, timeline_parts
 from dilatant.report.text.wording import counted, seconds_text, unbroken
 from dilatant.schedule.measured import DataWait, MeasuredAction
-
-
-def write_step_page(
-    path: str | Path,
-    actions: Sequence[MeasuredAction],
-    plan: Plan,
-    title: str,
-    prediction: Prediction | None = None,
-    waits: Sequence[DataWait] = (),
-) -> Path:
-    """Write the page of one step to `path` and return the path. Raises ValueError without actions."""
-    return write_page(path, render_step_page(actions, plan, title, prediction, waits))
 
 
 def render_step_page(

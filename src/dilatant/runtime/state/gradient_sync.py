@@ -129,9 +129,7 @@ class GradientSync:
         self._unpacked = {name: len(numbers) for name, numbers in self._shares_of.items()}
         self._started, self._crossed = [], 0
         self._failed = None
-        self._kept = {}
-        if self.exact is not None:
-            self.exact.totals = {}
+        self.forget()
         for name, gradient in self._to_begin_with.items():
             self._set_own(name, gradient)
         self._to_begin_with = {}

@@ -12,8 +12,8 @@ import torch
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
-from dilatant.models.core.graph import ModelGraph
 from dilatant.models.core.stage import StepData
+from dilatant.models.core.unit import ModelGraph
 from dilatant.plan.costs.step_costs import TOKENS
 from dilatant.plan.plan import Plan
 from dilatant.runtime.state.exact_sums import square_sums, squares_of

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.sample import EncodedSample
-from dilatant.models.core.graph import ModelGraph
+from dilatant.models.core.unit import ModelGraph
 from dilatant.plan.costs.step_costs import TOKENS
 from dilatant.plan.plan import Plan
 from dilatant.runtime.routes import Routes, derive_routes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dilatant.config import UserError
+from dilatant.config.errors import UserError, one_line
 from dilatant.plan.boxes import Box
 from dilatant.training.checkpoints.boxes import (
     BoxPiece,
@@ -226,8 +226,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{str(path)!r} cannot be read: {reason}") from None
+        raise UserError(f"{str(path)!r} cannot be read: {one_line(error)}") from None
 
 
 def _may_round(stored: torch.dtype, wanted: torch.dtype) -> bool:

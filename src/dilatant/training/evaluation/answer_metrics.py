@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dilatant.config import UserError
+from dilatant.config.errors import UserError, type_and_text
 from dilatant.config.signatures import is_metric, require_call
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
@@ -78,7 +78,7 @@ def find_metric(name: str) -> Metric:
     except BaseException as error:  # SystemExit, too
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise UserError(f"evaluation.metrics: {name!r} cannot be imported: {_in_a_line(error)}") from None
+        raise UserError(f"evaluation.metrics: {name!r} cannot be imported: {type_and_text(error)}") from None
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
@@ -99,14 +99,9 @@ def measure(name: str, expected: Sequence[str], written: Sequence[str]) -> float
         if isinstance(error, KeyboardInterrupt):
             raise
         raise UserError(
-            f"evaluation.metrics: {name!r} failed: {_in_a_line(error)}; it is given two lists of texts, expected and "
-            "written, and returns a number"
+            f"evaluation.metrics: {name!r} failed: {type_and_text(error)}; it is given two lists of texts, expected "
+            "and written, and returns a number"
         ) from None
     if math.isnan(value):
         raise UserError(f"evaluation.metrics: {name!r} returned nan for {len(expected)} answers")
     return value
-
-
-def _in_a_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

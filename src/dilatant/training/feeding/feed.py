@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from dilatant.comm.comm import Comm
@@ -79,12 +78,12 @@ class Prefetcher(Generic[T]):
     An exception of `source` is raised in the consumer at its position; the iterator is then exhausted.
     """
 
-    def __init__(self, source: Generator[T], name: str) -> None:
+    def __init__(self, source: Generator[T]) -> None:
         self._source = source
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
         self._closing = threading.Event()
         self._over = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dilatant-feed", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Prefetcher[T]:
@@ -158,7 +157,7 @@ class StepPrefetcher(Generic[Step]):
         """Seconds that the consumer has waited for samples so far."""
         self._counted_seconds = 0.0
         self._oldest = 0  # the lowest index of a stream that may still be due
-        self._ahead = Prefetcher(self._collect_all(), "dilatant-feed")
+        self._ahead = Prefetcher(self._collect_all())
 
     def __iter__(self) -> Self:
         return self
@@ -222,9 +221,7 @@ class StepPrefetcher(Generic[Step]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _fetch(self) -> _DecodedStep[Step] | None:
