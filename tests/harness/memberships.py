@@ -15,7 +15,7 @@ def planner_like(
     fault_tolerance: int = 1,
     num_microbatches: int = 8,
     seconds: Mapping[str, Sequence[float]] | None = None,
-    capacity: float | None = None,
+    capacity: float = float("inf"),
     devices: int = 1,
     bytes_per_second: float = float("inf"),
 ) -> MembershipPlanner:
@@ -27,18 +27,15 @@ def planner_like(
         own[placed.unit][len(placed.stage.ranks)] = placed.stage.degrees
     widths = {width: one.without_experts for each in own.values() for width, one in each.items()}
     chain = [second for name, count in layers.items() for second in (seconds or {}).get(name, [1.0] * count)]
-    memory = None
-    if capacity is not None:
-        state = {width: [1.0 / width] * len(chain) for width in widths}
-        kept = {width: [0.1 / width] * len(chain) for width in widths}
-        memory = LayerMemory(state, kept, capacity, len(layers) - 1)
+    state = {width: [1.0 / width] * len(chain) for width in widths}
+    kept = {width: [0.1 / width] * len(chain) for width in widths}
     costs = ChainCosts(
         layers=layers,
         feeds={unit.name: unit.feeds for unit in plan.units},
         recompute={unit.name: unit.recompute for unit in plan.units},
         degrees={name: {**widths, **each} for name, each in own.items()},
         seconds={width: [second / width for second in chain] for width in widths},
-        memory=memory,
+        memory=LayerMemory(state, kept, capacity, len(layers) - 1),
         layer_bytes=[1] * len(chain),
         devices=devices,
         num_microbatches=num_microbatches,

@@ -6,12 +6,14 @@ import itertools
 import json
 import random
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilatant.config import UserError
 from dilatant.config.degrees import Degrees
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.errors import PlanError
@@ -23,7 +25,9 @@ from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import MembershipPlanner, pipelines_of, ranks_of
 from dilatant.plan.validate import plan_problems
 from dilatant.planning.layout import TrainingPlan
-from dilatant.resilience.worker.generation_plan import next_plan
+from dilatant.resilience.protocol.agent import Rebuild
+from dilatant.resilience.protocol.values import Task
+from dilatant.resilience.worker.generation_plan import TOO_LARGE, GenerationPlans, NothingFits, next_plan
 from harness.memberships import planner_like
 
 LAYERS = {"vision": 3, "language": 6}
@@ -170,17 +174,82 @@ def test_pipelines_do_not_shrink_below_what_memory_asks_for() -> None:
         planner.next(plan, {0: 0}, range(1))
 
 
+def test_pipelines_that_share_a_node_are_lost_together() -> None:
+    """No pipeline uses all 16 devices of a node, so two of 8 share each."""
+    planner = planner_like(PLANS["copies"], fault_tolerance=3, devices=16)
+    found = planner.first(2)
+    assert len(pipelines_of(found.plan)) > 2
+    assert found.tolerance == 1
+
+
+@pytest.mark.parametrize("capacity", [float("inf"), 12.0])
+def test_after_out_of_memory_no_rank_is_as_full_again(capacity: float) -> None:
+    """Whatever the costs say: a few rounds end in a plan that fits, or in none."""
+    planner = planner_like(PLANS["copies"], capacity=capacity)
+    plan = planner.first(4).plan
+    everyone = {rank: rank for rank in plan.ranks}
+    for _ in range(2):
+        smaller = planner.below(plan, 0)
+        assert smaller.below(plan, 0) is smaller  # with its templates
+        assert smaller.costs.memory.capacity_bytes <= 0.95 * planner.costs.memory.capacity_bytes
+        planner, before = smaller, plan
+        plan = planner.next(plan, everyone, range(4)).plan
+        assert plan != before
+        require_fit(plan, planner)
+
+
+def test_another_rank_than_the_fullest_may_run_out_of_memory() -> None:
+    plan = plan_of(ParallelSpec(), ParallelSpec(pp=3, cuts=(0, 4, 5)), colocated=True)
+    planner = planner_like(plan, capacity=20.0)
+    limits = [planner.below(plan, rank).costs.memory.capacity_bytes for rank in plan.ranks]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[2] < limits[0] < 20.0
+
+
+class Entries(dict[str, bytes]):
+    """A store of one process."""
+
+    def check(self, keys: list[str]) -> bool:
+        return self.keys() >= {*keys}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self[key] = value.encode() if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_where_nothing_fits_only_lost_nodes_are_worth_a_restart(nodes: int) -> None:
+    """With all its nodes a run would run out of memory again: it ends with what the user may do."""
+    planner, store = planner_like(PLANS["copies"], capacity=6.0), Entries()
+    units = {name: SimpleNamespace(family=f"{name}-family") for name in LAYERS}
+    prepared: Any = SimpleNamespace(model=SimpleNamespace(units=units))
+    initial = TrainingPlan(planner.first(2).plan, 4, "1f1b", "balanced", chain=planner.costs)
+    config: Any = None
+    plans, link, stored = GenerationPlans(config, prepared, initial), cast("Any", None), cast("Any", store)
+    members = ("n0", "n1")
+    first = Rebuild("n0", 1, 1, Task.REBUILD, 1, members, (1, 1))
+    assert plans.of(first, 0, stored, link) is initial
+    store.set(TOO_LARGE, "1:0 ")
+    order = Rebuild("n0", 1, 2, Task.REBUILD, 2, members[:nodes], (1,) * nodes, base=1)
+    error, says = (
+        (
+            UserError,
+            r"vision: vision-family, language: language-family\) .* B, for a rank ran .* more memory,",
+        )
+        if nodes == 2
+        else (NothingFits, "1 node is left of the number that the model needs")
+    )
+    with pytest.raises(error, match=says):
+        plans.of(order, 0, stored, link)
+
+
 def require_fit(plan: Plan, planner: MembershipPlanner) -> None:
     """Check that the layers of every rank, counted one by one, fit memory."""
-    memory = planner.costs.memory
-    if memory is None:
-        return
     held: dict[int, float] = {}
     for placed in plan.stages():
         for rank in placed.stage.ranks:
             layers = placed.stage.end - placed.stage.first
             held[rank] = held.get(rank, 0.0) + layers * (1.0 + 0.1) / len(placed.stage.ranks)
-    assert max(held.values()) <= memory.capacity_bytes
+    assert max(held.values()) <= planner.costs.memory.capacity_bytes
 
 
 def published(planned: TrainingPlan, members: list[str], devices: int = 1) -> str:
@@ -202,7 +271,7 @@ def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
         draw.choice((0, 1, 2)),
         draw.randint(1, 24),
         {name: [draw.choice((0.5, 1.0, 2.0)) for _ in range(count)] for name, count in layers.items()},
-        draw.choice((None, 1.2 * total / draw.randint(1, 4) + 0.3)),
+        draw.choice((float("inf"), 1.2 * total / draw.randint(1, 4) + 0.3)),
         devices,
         draw.choice((float("inf"), 1.0)),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from cases.engine_case import PLAN
 from dilatant.comm.store.server import StoreServer
@@ -17,13 +20,17 @@ from dilatant.comm.store.token import fresh_token
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
 from dilatant.config.environment import LaunchPlace
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.planning import auto_plan
-from dilatant.planning.auto_plan import Devices, devices_at_hand, is_planned_here, share_plan
+from dilatant.planning.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
 from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.planning_process import ChosenPlan
+from dilatant.report.run_folder import RunFolder
 from harness.patience import HANG_SECONDS
 
 LAID_OUT = {"units": {"vision": {}, "language": {}}}
 PLANNED = TrainingPlan(PLAN, 3, "1f1b", "balanced", 0.5)
+LARGER = Plan((PLAN.units[0], UnitPlan("language", (Replica((Stage(0, 2, (2,)), Stage(2, 4, (3,)))),))))
 
 
 def config(parallel: Any) -> Config:
@@ -81,6 +88,29 @@ def test_launcher_devices_override_the_configured_cluster() -> None:
         elsewhere.cluster.model_copy(update={"nodes": 128, "gpus_per_node": 8})
     )
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "devices", "kept"),
+    [(PLAN, 4, True), (PLAN, 3, False), (LARGER, 4, False), (LARGER, 3, True)],
+    ids=["one stays idle", "fewer", "after a loss", "as many as were left"],
+)
+def test_a_resumed_run_plans_anew_for_other_devices_than_its_last_plan_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: Plan, devices: int, kept: bool
+) -> None:
+    """The first plan was for 4 devices; the last, of 3 ranks, is it (and leaves one idle) or followed a loss."""
+    run, said = RunFolder(tmp_path / "run"), io.StringIO()
+    before = config("auto")
+    before = before.model_copy(update={"cluster": before.cluster.model_copy(update={"gpus_per_node": 4})})
+    for folder, plan in ((run, PLANNED), (RunFolder(run.path / "plan"), replace(PLANNED, plan=first))):
+        folder.write_config(before)
+        folder.write_text("plan.json", plan.to_json())
+    anew = ChosenPlan(replace(PLANNED, num_microbatches=7).to_json(), ())
+    monkeypatch.setattr(auto_plan, "plan_in_process", lambda job, progress: anew)
+    found = choose_plan(before, Devices(1, devices), run, True, Console(file=said, width=200))
+    assert found is not None
+    assert found.num_microbatches == (3 if kept else 7)
+    assert ("as it was planned before" if kept else "planned anew: the run had") in said.getvalue()
 
 
 def shared(

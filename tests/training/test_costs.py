@@ -12,17 +12,21 @@ from hypothesis import given, settings
 
 from cases.drawn_steps import cases
 from cases.engine_case import CASE, PLAN, Case, build_model
+from cases.planned_project import config as project_config
+from cases.planned_project import write_samples
 from dilatant.config import Config, parse_config
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import save_costs
+from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.trainability import trainability_of
+from dilatant.training.prepare import prepare
 from dilatant.training.run_costs import costs_of_run
 
 
@@ -143,3 +147,18 @@ def test_a_cluster_that_is_only_planned_for_does_not_stop_a_run() -> None:
     assert "H100" not in found.origin
     assert found.cluster is not None
     assert found.cluster.num_devices == len(PLAN.ranks)
+
+
+def test_a_layout_brings_the_costs_of_the_memberships_that_follow_it(tmp_path: Path) -> None:
+    """The launcher adds them to the plan: ranks that joined later must not count with measurements of their own."""
+    write_samples(tmp_path, 32)
+    layout = {"units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}, "microbatches": 4}
+    first = prepare(project_config(tmp_path, parallel=layout, resilience={"enabled": True}))
+    chain = first.planned.chain
+    assert chain is not None
+    assert chain.keeps_layout
+    assert (chain.num_microbatches, chain.fault_tolerance) == (8, 1)
+    read = TrainingPlan.from_json(first.planned.to_json())
+    assert read.chain == chain
+    assert prepare(project_config(tmp_path, resilience={"enabled": True}), read).planned.chain == chain
+    assert prepare(project_config(tmp_path, parallel=layout)).planned.chain is None

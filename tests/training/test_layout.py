@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
+from harness.memberships import planner_like
 
 STEP = {"num_microbatches": 3, "schedule": "zb-h1", "assignment": "searched", "predicted_seconds": 0.5}
 
@@ -44,6 +46,26 @@ def test_a_plan_file_says_all_that_the_config_does_not(tmp_path: Path) -> None:
     assert TrainingPlan.from_json(planned.to_json()) == planned
     otherwise = config(tmp_path, parallel={"microbatches": 5}, plan={"assignment": "random"})
     assert plan_from_config(otherwise, model) == TrainingPlan(PLAN, 5, "zb-h1", "random", 0.5)
+
+
+def test_the_config_corrects_the_costs_of_later_memberships(tmp_path: Path) -> None:
+    model, costs = build_model(CASE, "meta"), planner_like(PLAN, fault_tolerance=2, num_microbatches=8).costs
+    step = {**STEP, "num_microbatches": 5, "chain": costs.to_document()}  # unlike pipelines: 5 + 3
+
+    def planned(microbatches: int | None, step: Any = step, **resilience: Any) -> TrainingPlan:
+        sections = {"parallel": {"microbatches": microbatches}, "resilience": resilience}
+        return plan_from_config(config(tmp_path, step, **sections), model)
+
+    for least in (None, 4, 5):
+        kept = planned(least)
+        assert (kept.num_microbatches, kept.chain) == (5, costs)
+    more = planned(6)
+    assert (more.num_microbatches, more.chain) == (6, None)
+    layout = planned(4, {**step, "chain": replace(costs, keeps_layout=True).to_document()})
+    assert (layout.num_microbatches, layout.chain) == (4, None)
+    with pytest.warns(UserWarning, match=r"loss of 2 nodes .* resilience\.fault_tolerance 1"):
+        corrected = planned(None, enabled=True)
+    assert corrected.chain == replace(costs, fault_tolerance=1)
 
 
 def test_state_sharing_follows_config_then_plan_then_default(tmp_path: Path) -> None:

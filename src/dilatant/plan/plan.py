@@ -161,6 +161,15 @@ class Plan:
         """Every rank the plan uses, ascending."""
         return tuple(sorted({rank for placed in self.stages() for rank in placed.stage.ranks}))
 
+    @property
+    def is_interleaved(self) -> bool:
+        """True if a rank holds several stages of a replica."""
+        return any(
+            len({stage.ranks for stage in replica.stages}) < len(replica.stages)
+            for unit in self.units
+            for replica in unit.replicas
+        )
+
     @cached_property
     def stages_of_rank(self) -> Mapping[int, tuple[PlacedStage, ...]]:
         """The stages that each rank holds, in the order of `stages`."""

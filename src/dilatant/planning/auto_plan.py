@@ -16,6 +16,7 @@ from dilatant.comm.store.store import Store
 from dilatant.config import Config, UserError, load_config
 from dilatant.config.environment import LaunchPlace
 from dilatant.config.plan import ClusterConfig
+from dilatant.plan.plan import Plan
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.planning_process import PlanningJob, plan_in_process
 from dilatant.planning.problem.planned_hardware import devices_per_node
@@ -132,10 +133,13 @@ def _previous_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None
 
 
 def _planned_devices(folder: RunFolder, plan: TrainingPlan) -> int:
-    """Return the number of devices that the plan was made for, of which it may leave some idle."""
-    with suppress(OSError, UserError):
-        cluster = load_config(folder.path / "plan" / "config.yaml", trust_remote_code=True).cluster
-        return cluster.num_devices or cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
+    """Return the number of devices that the plan was made for, of which a first plan may leave some idle."""
+    first = folder.path / "plan"
+    with suppress(OSError, UserError, ValueError):
+        planned = Plan.from_json((first / "plan.json").read_text(encoding="utf-8"))
+        if len(planned.ranks) == len(plan.plan.ranks):  # else recovery made the plan
+            cluster = load_config(first / "config.yaml", trust_remote_code=True).cluster
+            return cluster.num_devices or cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
     return len(plan.plan.ranks)
 
 

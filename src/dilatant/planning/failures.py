@@ -43,7 +43,7 @@ class FailureReplay:
             nodes_asked=cluster.num_devices // costs.devices,
             templates=tuple(sorted(self.planner.templates(costs.devices, self.nodes))),
             microbatches=costs.num_microbatches,
-            microbatch_size=problem.global_batch // costs.num_microbatches,
+            microbatch_size=max(1, problem.global_batch // costs.num_microbatches),
             costs=origin_text(problem.measured.origin),
             fault_tolerance=costs.fault_tolerance,
             recovery=self.recovery,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from dilatant.planning.assemble import recompute_by_unit
 from dilatant.report.text.wording import ranks_text
 from dilatant.runtime.layouts import layout_problems
 from dilatant.runtime.state.holders import holdings_of, trainable_layers
+from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
@@ -38,7 +40,7 @@ MICROBATCHES = 4
 MOST_MICROBATCHES = 1 << 20
 """Limit in plan files, above what any step has; a larger number would fill the memory."""
 SCHEDULE = "eager"
-INTERLEAVED, FRUGAL = "interleaved", "1f1b"
+INTERLEAVED, FRUGAL = "interleaved", plan_scorer.FRUGAL
 ASSIGNMENT: NamedPolicy = "balanced"
 """Default of a run over several ranks if neither its config nor its plan file says otherwise."""
 
@@ -194,17 +196,37 @@ def plan_from_config(
         planned = replace(planned, plan=plan_from_specs(layers, specs, graph.feeds, parallel.colocated))
     own = _recomputed(config, planned.plan, model)
     is_as_planned = own == planned.plan and zero in (None, planned.zero)
+    count, chain = parallel.microbatches or planned.num_microbatches, planned.chain
+    if chain is not None and chain.keeps_layout:
+        chain = None  # of an earlier start; a run finds its own
+    elif chain is not None:  # the config has a minimum, and unlike pipelines share what was planned for all
+        count = max(count, planned.num_microbatches)
+        is_kept = is_as_planned and count == planned.num_microbatches
+        chain = _tolerating(config, chain) if is_kept else None
     return replace(
         planned,
         plan=own,
         costs=planned.costs if is_as_planned else None,
-        chain=planned.chain if is_as_planned else None,
-        num_microbatches=parallel.microbatches or planned.num_microbatches,
+        chain=chain,
+        num_microbatches=count,
         row_tokens=None if parallel.microbatches else planned.row_tokens,
         schedule=parallel.schedule or planned.schedule,
         assignment=config.plan.assignment or planned.assignment,
         zero=zero or planned.zero,
     )
+
+
+def _tolerating(config: Config, chain: ChainCosts) -> ChainCosts:
+    """Return the costs with the fault tolerance of the config, which applies to plans after a loss."""
+    asked = config.resilience.fault_tolerance
+    if not config.resilience.enabled or asked == chain.fault_tolerance:
+        return chain
+    warnings.warn(
+        f"this plan was made to survive the loss of {chain.fault_tolerance} nodes at once; plans after a loss keep to "
+        f"resilience.fault_tolerance {asked}",
+        stacklevel=2,
+    )
+    return replace(chain, fault_tolerance=asked)
 
 
 def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:

@@ -14,6 +14,7 @@ from dilatant.config.recompute import Recompute
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.unit_layers import LEVELS, MeanCosts, UnitLayers
 from dilatant.plan.errors import PlanError
+from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, Membership, MembershipPlanner
 from dilatant.plan.templates.templates import LayerMemory
 from dilatant.planning.planning import (
@@ -24,6 +25,7 @@ from dilatant.planning.planning import (
     searched_sizes,
     time_plan,
 )
+from dilatant.report.text.wording import counted
 
 CORRECTIONS = 4
 """Number of times that the memory for templates is lowered: simulated microbatches may exceed templates' mean ones."""
@@ -56,13 +58,13 @@ def plan_resiliently(
     return replace(run, notes=notes, chain=planner.costs)
 
 
-def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[int, float | None]:
-    """Return the seconds of a step by the number of nodes that may be lost at once; None if no plan allows that."""
-    found: dict[int, float | None] = {}
-    for tolerance in range(most + 1):
+def seconds_by_fault_tolerance(problem: PlanningProblem) -> dict[int, float | None]:
+    """Return the seconds of a step if 0 to 3 nodes may be lost at once; None if no plan allows that."""
+    devices, found = node_devices(problem, on_one_machine=True), dict[int, float | None]()
+    for tolerance in range(4):
         try:
             run = plan_resiliently(problem, fault_tolerance=tolerance)
-            enough = tolerance < min(len(unit.replicas) for unit in run.result.winner.plan.units)
+            enough = tolerance < min(copies_on_nodes(run.result.winner.plan, devices).values())
             found[tolerance] = run.result.seconds if enough else None
         except PlanError:
             found[tolerance] = None
@@ -81,7 +83,8 @@ def plan_memberships(
     problem: PlanningProblem, nodes: int, fault_tolerance: int, devices: int | None = None
 ) -> tuple[MembershipPlanner, Membership]:
     """Return the planner of memberships of up to `nodes` nodes like the problem's, and its first plan. Microbatch size
-    and recomputation are those whose first plan survives the most losses, up to `fault_tolerance`, and then is fastest.
+    and recomputation are those whose first plan survives the most losses, up to `fault_tolerance`, then has at least
+    `parallel.microbatches`, and then is fastest.
 
     Raises PlanError if the nodes cannot hold the model, and for unlike devices.
     """
@@ -98,7 +101,8 @@ def plan_memberships(
     widths = {one.tp: one for one in units.degrees(names) if one.copies == 1 and one.tp <= devices}
     if not widths:
         raise PlanError("templates need layer costs without context parallelism; the cost file has none")
-    found: list[tuple[tuple[int, float], ChainCosts]] = []
+    least = problem.config.parallel.microbatches or 1
+    found: list[tuple[tuple[int, bool, float], MembershipPlanner]] = []
     problems: dict[str, None] = {}
     for size in searched_sizes(problem.config, problem.target):
         count = problem.global_batch // size
@@ -109,17 +113,18 @@ def plan_memberships(
             costs = chain_costs(
                 units, cluster, (devices, fault_tolerance), dict.fromkeys(names, widths), again, size, count
             )
+            planner = MembershipPlanner(costs)
             try:
-                first = MembershipPlanner(costs).first(nodes)
+                first = planner.first(nodes)
             except PlanError as error:
                 problems[str(error)] = None
                 continue
-            found.append(((-first.tolerance, first.seconds), costs))
+            found.append(((-first.tolerance, first.num_microbatches < least, first.seconds), planner))
             if first.tolerance >= fault_tolerance:
                 break  # recomputing more is slower
-    for _, costs in sorted(found, key=lambda one: one[0]):
+    for _, planner in sorted(found, key=lambda one: one[0]):
         try:
-            return _corrected(problem, costs, nodes)
+            return _corrected(problem, planner, nodes)
         except PlanError as error:
             problems[str(error)] = None
     raise PlanError("; ".join(problems))
@@ -185,12 +190,11 @@ def _columns(
 
 
 def _corrected(
-    problem: PlanningProblem, costs: ChainCosts, nodes: int
+    problem: PlanningProblem, planner: MembershipPlanner, nodes: int
 ) -> tuple[MembershipPlanner, Membership]:
     """Return the planner whose first plan also fits memory when simulated on measured batches, and that plan."""
     score, cluster = scorer_of(problem), problem.target.cluster
     for _ in range(CORRECTIONS):
-        planner = MembershipPlanner(costs)
         first = planner.first(nodes)
         if len(first.plan.ranks) > cluster.num_devices:  # a trace has more nodes
             return planner, first
@@ -198,15 +202,18 @@ def _corrected(
         excess = cluster.overflow(first.plan.ranks, peaks)
         if excess <= 0.0:
             return planner, first
-        assert costs.memory is not None
-        less = replace(costs.memory, capacity_bytes=costs.memory.capacity_bytes - excess)
-        costs = replace(costs, memory=less)
+        memory = planner.costs.memory
+        less = replace(memory, capacity_bytes=memory.capacity_bytes - excess)
+        planner = MembershipPlanner(replace(planner.costs, memory=less))
     raise PlanError(f"pipelines on {nodes} nodes do not fit memory when simulated")
 
 
 def _too_few(planner: MembershipPlanner, wanted: int, tolerance: int) -> str:
-    smallest = min(planner.templates(planner.costs.devices, sum(planner.costs.layers.values())))
-    return (
-        f"{wanted} lost at once cannot be survived: the smallest pipeline takes {smallest} nodes of "
-        f"{planner.costs.devices} devices, so {(wanted + 1) * smallest} are needed; this plan survives {tolerance}"
+    devices = planner.costs.devices
+    smallest = planner.smallest(devices)
+    return f"{wanted} lost at once cannot be survived: " + (
+        f"the smallest pipeline takes {counted(smallest, 'node')} of {counted(devices, 'device')}, so "
+        f"{(wanted + 1) * smallest} are needed; this plan survives {tolerance}"
+        if smallest
+        else f"pipelines share nodes of {devices} devices; this plan survives {tolerance}"
     )

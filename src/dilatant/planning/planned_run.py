@@ -14,6 +14,7 @@ from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.roles import roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.why_not import AskedLayout
+from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.measuring.layer_costs import degrees_of
@@ -117,10 +118,14 @@ def plan_report(
 
 def _members(planned: PlannedRun, chain: ChainCosts) -> str:
     """Describe the pipelines of a plan that was made from chain costs, which recovery continues."""
-    sizes = [len(ranks_of(one)) // chain.devices for one in pipelines_of(planned.result.winner.plan)]
+    plan, devices = planned.result.winner.plan, chain.devices
+    sizes = [len(ranks_of(one)) for one in pipelines_of(plan)]
+    share_nodes = any(size % devices for size in sizes)
+    each = [counted(*((size, "device") if share_nodes else (size // devices, "node"))) for size in sizes]
+    copies = min(copies_on_nodes(plan, devices).values())
     return (
-        f"Pipelines of {listed([counted(size, 'node') for size in sizes])} run all units in a row and fit memory; "
-        f"{min(chain.fault_tolerance, len(sizes) - 1)} may be lost at once. After a loss the run adopts the plans that "
+        f"Pipelines of {listed(each)} run all units in a row and fit memory; "
+        f"{min(chain.fault_tolerance, copies - 1)} may be lost at once. After a loss the run adopts the plans that "
         "`dilatant simulate --failures` predicts."
     )
 

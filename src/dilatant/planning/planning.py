@@ -274,7 +274,8 @@ def _search_problem(
         all_devices=all_devices,
         copies=fault_tolerance + 1,
         ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
-        fills_idle=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
+        # Recovery keeps no pipeline whose units have unlike shares of their replicas.
+        fills_idle=not (config.resilience.enabled or fault_tolerance),
         fills_microbatches=problem.policy in QUICK,
     )
     known = problem.costs, target.cluster, problem.simulated(), problem.global_batch, target.rules

@@ -53,12 +53,9 @@ FIRST, FRUGAL = "eager", "1f1b"
 
 def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily]:
     """Return the candidate families for a plan; `splits` includes those that split the backward."""
-    goes_round = any(
-        len({stage.ranks for stage in replica.stages}) < len(replica.stages)
-        for unit in plan.units
-        for replica in unit.replicas
-    )
-    return INTERLEAVED_FAMILIES if goes_round else CANDIDATE_FAMILIES if splits else WHOLE_BACKWARD_FAMILIES
+    if plan.is_interleaved:
+        return INTERLEAVED_FAMILIES
+    return CANDIDATE_FAMILIES if splits else WHOLE_BACKWARD_FAMILIES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import Config, UserError
+from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
 from dilatant.data.order.blend import Blend
@@ -17,8 +18,10 @@ from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.score import PlanScore
+from dilatant.plan.templates.membership import ChainCosts
 from dilatant.planning.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.planning.layout import TrainingPlan, plan_from_config
+from dilatant.planning.memberships import chain_costs
 from dilatant.planning.planning import PlanningProblem
 from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.planned_samples import planned_samples
@@ -80,6 +83,8 @@ def prepare(
                 config, reason = found[0].config, found[2]
                 planned = replace(planned, row_tokens=config.row_tokens)
             planned = with_costs(config, samples, model, planned)
+            if config.resilience.enabled and planned.chain is None:
+                planned = replace(planned, chain=_chain_of_layout(config, samples, model, planned))
         for unit in planned.plan.units:
             if unit.recompute:
                 model.units[unit.name].recompute(unit.recompute)
@@ -121,6 +126,32 @@ def row_length_of_run(
     sampled = replace(sampled, workload=replace(sampled.workload, dense=dense))
     problem = PlanningProblem(config, here.target, here.model, here.measured, here.costs, sampled)
     return row_length(problem, planned.plan, "1f1b" if planned.schedule == "serial" else planned.schedule)
+
+
+def _chain_of_layout(
+    config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
+) -> ChainCosts:
+    """Return the costs from which memberships that follow this layout are planned: those that assign samples."""
+    plan, anchor = planned.plan, model.graph.anchor
+    own: dict[str, dict[int, Degrees]] = {unit.name: {1: ONE} for unit in plan.units}
+    for placed in plan.stages():
+        own[placed.unit].setdefault(len(placed.stage.ranks), placed.stage.degrees)
+    others = {
+        width: one.without_experts for each in (*own.values(), own[anchor]) for width, one in each.items()
+    }
+    degrees = {name: {**others, **each} for name, each in own.items()}
+    here = local_costs(config, model, plan, target_share(samples), planned.zero, others.values())
+    units, tokens = here.unit_layers(known_tokens(samples, model), config.row_tokens)
+    count = planned.num_microbatches * len(plan.unit(anchor).replicas)
+    size = min(
+        config.train.global_batch_size / count,
+        max(1.0, config.row_tokens / max(1.0, float(tokens[anchor].mean()))),
+    )
+    limits = config.resilience
+    lost = limits.ranks_per_node, limits.fault_tolerance
+    recompute = {unit.name: unit.recompute for unit in plan.units}
+    found = chain_costs(units, here.target.cluster, lost, degrees, recompute, size, count)
+    return replace(found, keeps_layout=True)
 
 
 def _about_routers(model: MultimodalModel) -> tuple[str, ...]:

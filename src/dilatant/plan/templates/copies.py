@@ -12,7 +12,7 @@ def copies_on_nodes(plan: Plan, ranks_per_node: int) -> dict[str, int]:
     """
     return {
         unit.name: min(
-            _disjoint(
+            disjoint(
                 [
                     frozenset(rank // ranks_per_node for rank in stage.ranks)
                     for replica in unit.replicas
@@ -26,7 +26,7 @@ def copies_on_nodes(plan: Plan, ranks_per_node: int) -> dict[str, int]:
     }
 
 
-def _disjoint(places: list[frozenset[int]]) -> int:
+def disjoint(places: list[frozenset[int]]) -> int:
     """Return how many of these node sets are disjoint, found greedily, smallest first."""
     taken: set[int] = set()
     count = 0

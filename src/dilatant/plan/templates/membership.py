@@ -14,12 +14,16 @@ from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.templates.copies import disjoint
 from dilatant.plan.templates.next_pipelines import PipelineChooser, RunningPipeline
 from dilatant.plan.templates.reinstantiate import LayerSpan, node_layers
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 
 Pipeline = Mapping[str, tuple[Replica, ...]]
 """Unit → its replicas in one pipeline: exactly one replica if the pipeline is an instance of a template."""
+
+LESS_MEMORY = 0.95
+"""Share of the bytes of a rank that ran out of memory that later plans may use: a run ends after a few such plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,8 @@ class ChainCosts:
     layers: unit → its number of layers, in the order of the chain. feeds, recompute: as in `UnitPlan`. degrees: unit →
     devices of a stage → degrees of the stage. seconds: devices of a stage → forward plus backward of each layer of the
     chain for one microbatch; a step has `num_microbatches` over all pipelines. layer_bytes: bytes of state of each
-    layer that a new holder receives, at `bytes_per_second` per node.
+    layer that a new holder receives, at `bytes_per_second` per node. keeps_layout: the run's first plan was not made
+    from these costs, and its layout is kept where possible.
     """
 
     layers: dict[str, int]
@@ -37,12 +42,13 @@ class ChainCosts:
     recompute: dict[str, tuple[Recompute, ...]]
     degrees: dict[str, dict[int, Degrees]]
     seconds: dict[int, list[float]]
-    memory: LayerMemory | None
+    memory: LayerMemory
     layer_bytes: list[int]
     devices: int
     num_microbatches: int
     fault_tolerance: int
     bytes_per_second: float = math.inf
+    keeps_layout: bool = False
 
     def to_document(self) -> dict[str, Any]:
         """Return a document that can be written as JSON; `from_document` reads it."""
@@ -58,8 +64,7 @@ class ChainCosts:
             raise ValueError(str(error)) from None
         count = sum(costs.layers.values())
         tables: list[Sequence[float]] = [*costs.seconds.values(), costs.layer_bytes]
-        if costs.memory is not None:
-            tables += [*costs.memory.state_bytes.values(), *costs.memory.activation_bytes.values()]
+        tables += [*costs.memory.state_bytes.values(), *costs.memory.activation_bytes.values()]
         if not costs.seconds or any(len(table) != count for table in tables):
             raise ValueError(f"the tables of layers do not have {count} entries each")
         return costs
@@ -114,9 +119,8 @@ class MembershipPlanner:
             for one in pipelines
             if survivors.keys() >= {*ranks_of(one)}
         ]
-        memory = self.costs.memory
-        if self.is_strict and memory is not None:
-            whole = [one for one in whole if self._fullest(one) <= memory.capacity_bytes]
+        if self.is_strict:
+            whole = [one for one in whole if self._fits(one)]
         held = self._held(pipelines, survivors)
         widest = max((len(stage.ranks) for one in pipelines for stage in _stages(one)), default=1)
         failure: PlanError | None = None
@@ -130,19 +134,24 @@ class MembershipPlanner:
             if nodes is None:
                 continue
             try:
-                return self._on_nodes(whole, held, nodes, devices)
+                return self._on_nodes(whole, held, nodes, devices, node_of)
             except PlanError as error:
                 failure = failure or error
         raise failure or PlanError("there are no ranks to train on")
 
-    def below(self, plan: Plan) -> MembershipPlanner:
-        """Return a planner with less memory: the fullest stage of `plan`, which ran out of memory, no longer fits."""
-        memory = self.costs.memory
-        if memory is None:
+    def below(self, plan: Plan, rank: int) -> MembershipPlanner:
+        """Return a planner for which a stage as full as that of `rank` in `plan`, which ran out of memory, does not
+        fit; this planner if that is so already."""
+        memory, held = self.costs.memory, [self._bytes(one) for one in pipelines_of(plan)]
+        used = max(used for each in held for ranks, used in each.items() if rank in ranks)
+        if self.is_strict and memory.capacity_bytes <= used * LESS_MEMORY:
             return self
-        least = min(memory.capacity_bytes, max(self._fullest(one) for one in pipelines_of(plan)))
-        less = replace(memory, capacity_bytes=least * (1.0 - 1e-6))
+        less = replace(memory, capacity_bytes=min(memory.capacity_bytes, used * LESS_MEMORY))
         return MembershipPlanner(replace(self.costs, memory=less), is_strict=True)
+
+    def smallest(self, devices: int) -> int | None:
+        """Return the number of nodes of `devices` devices in the smallest pipeline that fits memory; None if none."""
+        return min(self.templates(devices, len(self.costs.layer_bytes)), default=None)
 
     def holds_all(self, before: Plan, survivors: Mapping[int, int]) -> bool:
         """Return True if the survivors together hold every layer."""
@@ -174,11 +183,12 @@ class MembershipPlanner:
         held: Mapping[int, Sequence[LayerSpan]],
         nodes: Sequence[tuple[int, ...]],
         devices: int,
+        node_of: Sequence[int],
     ) -> Membership:
         """Return the plan of `nodes`, groups of `devices` ranks; the first groups are those of `whole` pipelines."""
-        costs, memory, templates = self.costs, self.costs.memory, self.templates(devices, len(nodes))
+        costs, templates = self.costs, self.templates(devices, len(nodes))
         if not templates:
-            smallest = min(self.templates(devices, len(costs.layer_bytes)), default=None)
+            smallest = self.smallest(devices)
             raise PlanError(
                 f"no pipeline of 1 to {len(nodes)} nodes of {devices} devices holds the model, "
                 + (f"the smallest takes {smallest}" if smallest else "nor does a longer one")
@@ -210,6 +220,7 @@ class MembershipPlanner:
         new = [(templates[len(group)], [nodes[node] for node in group]) for group in groups]
         pipelines = [*(whole[number] for number in found.kept), *(self._pipeline(*one) for one in new)]
         pipelines.sort(key=lambda one: min(ranks_of(one)))
+        places = [frozenset(node_of[rank] for rank in ranks_of(one)) for one in pipelines]
         return Membership(
             Plan(
                 tuple(
@@ -227,11 +238,10 @@ class MembershipPlanner:
             max(
                 times.seconds for times in [*(running[k].times for k in found.kept), *(one for one, _ in new)]
             ),
-            found.tolerance,
+            min(found.tolerance, disjoint(places) - 1),
             found.moved_bytes,
             sum(one in whole for one in pipelines),
-            memory is None
-            or all(self._fullest(self._pipeline(*one), eager=True) <= memory.capacity_bytes for one in new),
+            all(self._fits(self._pipeline(*one), eager=True) for one in new),
         )
 
     def _pipeline(self, template: Template, nodes: Sequence[tuple[int, ...]]) -> Pipeline:
@@ -264,19 +274,21 @@ class MembershipPlanner:
             busy[stage.ranks] = busy.get(stage.ranks, 0.0) + seconds
         return Template((), sum(busy.values()), max(busy.values()), 1)
 
-    def _fullest(self, pipeline: Pipeline, eager: bool = False) -> float:
-        """Return the bytes of the fullest rank of a pipeline, as if its units ran one after another in (eager) 1F1B."""
+    def _fits(self, pipeline: Pipeline, eager: bool = False) -> bool:
+        return max(self._bytes(pipeline, eager).values()) <= self.costs.memory.capacity_bytes
+
+    def _bytes(self, pipeline: Pipeline, eager: bool = False) -> dict[tuple[int, ...], float]:
+        """Return ranks of a stage → bytes of each, as if the units ran one after another in (eager) 1F1B."""
         memory, held = self.costs.memory, dict[tuple[int, ...], list[float]]()
-        assert memory is not None
         for stage, layers, width, _ in self._layers(pipeline):
             own = held.setdefault(stage.ranks, [0.0, 0.0])
             own[0] += sum(memory.state_bytes[width][layers])
             own[1] += sum(memory.activation_bytes[width][layers])
         depths = range(len(held) + memory.early, memory.early, -1)
-        return max(
-            state + min(2 * depth - 1 if eager else depth, self.costs.num_microbatches) * kept
-            for (state, kept), depth in zip(held.values(), depths)
-        )
+        return {
+            ranks: state + min(2 * depth - 1 if eager else depth, self.costs.num_microbatches) * kept
+            for (ranks, (state, kept)), depth in zip(held.items(), depths)
+        }
 
     def _held(
         self, pipelines: Iterable[Pipeline], survivors: Mapping[int, int]

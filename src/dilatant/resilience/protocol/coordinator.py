@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dilatant.resilience.protocol.values import (
     FINISHED,
     NO_STATE,
-    TOO_FEW,
     Effect,
     Order,
     Persist,
@@ -17,6 +16,7 @@ from dilatant.resilience.protocol.values import (
     Settings,
     Status,
     Task,
+    too_few,
 )
 
 HEEDING_LEASES = 2
@@ -268,7 +268,7 @@ class Coordinator:
         return [Persist(self._record()), *self._orders()]
 
     def _too_few(self, left: int, reason: str) -> str:
-        return f"{left} {TOO_FEW} {self.settings.fewest} that are needed ({reason})"
+        return too_few(left, f"{self.settings.fewest} that are needed ({reason})")
 
     def _rebuild(self, own: list[Status], now: float) -> list[Effect]:
         """Decide the state to continue from, once all members have stopped and reported what they hold.

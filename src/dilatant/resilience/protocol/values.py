@@ -16,10 +16,15 @@ ASKED = "it was asked to stop"
 """Reason to save and end a run after a stop request."""
 FINISHED = "finished"
 """Reason to stop a run whose nodes have all finished."""
-TOO_FEW = "nodes are left of the"
-"""Part of the reason to stop a run that has too few nodes."""
+TOO_FEW = "left of the"
+"""Part of the reason to stop a run that has too few nodes (see `too_few`)."""
 DRAIN_SHARE = 0.75
 """Fraction of a leaving node's time for which it waits for the end of the step; the rest is for exporting gradients."""
+
+
+def too_few(left: int, needed: str) -> str:
+    """Return the reason to stop a run that has `left` nodes and needs the number of nodes described by `needed`."""
+    return f"{left} {'node is' if left == 1 else 'nodes are'} {TOO_FEW} {needed}"
 
 
 class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):

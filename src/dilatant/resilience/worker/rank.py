@@ -412,7 +412,7 @@ class _ResilientRank:
         accuses = nodes.pop() if len(nodes) == 1 else None
         if isinstance(error, torch.OutOfMemoryError) and self._generation_now is not None:
             with contextlib.suppress(Exception):
-                self._store.append(TOO_LARGE, f"{self._generation_now} ")
+                self._store.append(TOO_LARGE, f"{self._generation_now}:{self._rank} ")
         fatal = isinstance(error, UserError | NothingFits)
         named = str(error) if isinstance(error, NothingFits) else f"{type(error).__name__}: {error}"
         self._link.broken(named, fatal, accuses)
