@@ -122,6 +122,12 @@ def test_hard_families_are_run_where_they_are_right(family: str) -> None:
     assert found(opened(family).language) == KNOWN[family]
 
 
+def test_a_family_with_a_loss_of_its_routers_is_proven_by_its_targets() -> None:
+    language = opened("mixtral", output_router_logits=True, router_aux_loss_coef=0.1).language
+    assert "language.router" in language.losses
+    assert found(language) == ("right", "right", PLANS)
+
+
 @pytest.mark.parametrize(
     "family",
     ["bert", pytest.param("falcon_h1", marks=pytest.mark.slow), "gemma3n_text", "prophetnet", "xlnet"],

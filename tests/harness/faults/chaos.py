@@ -114,7 +114,9 @@ def losses(run: Path) -> list[float]:
 
 
 def _command(folder: Path, log: Path, arguments: tuple[str, ...]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # which the fork server blocks
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM}
+    )  # which the fork server blocks
     os.chdir(folder)
     with log.open("w") as output:
         for stream in (1, 2):
