@@ -72,7 +72,7 @@ def test_every_rank_gets_ordered_samples_while_workers_die(pool) -> None:
 
 
 def test_a_hang_in_c_code_is_refused_and_other_samples_arrive(pool) -> None:
-    _, join_pool = pool(Numbered(hangs=frozenset({5})), decode_seconds=3.0)
+    _, join_pool = pool(Numbered(hangs=frozenset({5})), decode_seconds=2.0)
     source = join_pool()
     source.ask(requests(range(40)))
     for number in range(40):
@@ -82,7 +82,7 @@ def test_a_hang_in_c_code_is_refused_and_other_samples_arrive(pool) -> None:
             assert str(sample).startswith(
                 "sample 5 of 'train' (counted from 0 through all sources): decoding took "
             )
-            assert "longer than 3 s; look at its media" in str(sample)
+            assert "longer than 2 s; look at its media" in str(sample)
         else:
             assert sample.id == f"file:{number}"
 
@@ -290,7 +290,7 @@ if __name__ == "__main__":
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """An idle worker and one that hangs in C code (until its deadline) both end, and their folders are removed."""
-    (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 3.0)"))
+    (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 1.0)"))
     tests = str(Path(__file__).parents[1])
     command = subprocess.Popen(
         [sys.executable, tmp_path / "owner.py", tests], stdout=subprocess.PIPE, text=True

@@ -28,9 +28,9 @@ ROUNDING = 1 + 1e-9
 
 
 def often(test):
-    """Run a test with two seeds by default and with 60 as a slow test."""
+    """Run a test with one seed by default and with 60 as a slow test."""
     return pytest.mark.parametrize(
-        "cases", [2, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"]
+        "cases", [1, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"]
     )(test)
 
 

@@ -104,7 +104,9 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
         Fault(5, "worker:3"),
         Fault(5, "coordinator"),
         Fault(5, "worker:1", later=0.1),
-        arguments=changes(f"resilience.fault_tolerance={copies}", f"train.steps={steps}"),
+        arguments=changes(
+            f"resilience.fault_tolerance={copies}", f"train.steps={steps}", "resilience.lease_seconds=5"
+        ),
     )
     assert ended.injected == 4
     require_equal(ended, undisturbed, steps)

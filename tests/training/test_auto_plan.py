@@ -169,16 +169,16 @@ def test_a_failure_of_rank_0_ends_all_ranks() -> None:
 def test_ranks_wait_for_a_plan_while_rank_0_gives_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_plan, "_LOOK_SECONDS", 0.2)
 
-    def choose(signs: int) -> Callable[[Callable[[], None]], TrainingPlan]:
+    def choose(parts: int, has_signs: bool) -> Callable[[Callable[[], None]], TrainingPlan]:
         def work(sign: Callable[[], None]) -> TrainingPlan:
-            for number in range(15):
-                if number < signs:
+            for _ in range(parts):
+                if has_signs:
                     sign()
                 threading.Event().wait(0.2)
             return PLANNED
 
         return work
 
-    assert shared(choose(15), timeout_seconds=2.0) == [PLANNED] * 3
-    _, *others = shared(choose(0), timeout_seconds=1.0)
+    assert shared(choose(12, True), timeout_seconds=2.0) == [PLANNED] * 3
+    _, *others = shared(choose(4, False), timeout_seconds=0.3)
     assert all("without a sign" in other for other in others)
