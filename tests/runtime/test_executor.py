@@ -90,6 +90,25 @@ def test_failing_action_is_named_with_its_samples_on_every_rank(workers: WorkerP
     workers.run(_one_sample_is_broken, 3)
 
 
+def _memory_runs_out(worker: Worker) -> None:
+    runtime, comm = _runtime(worker)
+
+    def run(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for stage in runtime._executor._stages.values():
+        if stage.placed.unit == "vision":
+            stage.module.run = run
+    with pytest.raises((ActionFailed, CommAborted), match=r"CUDA out of memory; a smaller train\.row_tokens"):
+        _execute(runtime, build_samples(CASE), CASE.assignment, _schedule(runtime))
+    runtime.close()
+    comm.close()
+
+
+def test_where_memory_runs_out_the_remedies_are_named(workers: WorkerPool) -> None:
+    workers.run(_memory_runs_out, 3)
+
+
 def _loss_is_infinite(worker: Worker) -> None:
     runtime, comm = _runtime(worker)
     if "language.head.lm_head.weight" in runtime.parameters:

@@ -371,10 +371,15 @@ class Executor:
         names = ", ".join(repr(data.samples[sample].id) for sample in samples[:8])
         more = f" and {len(samples) - 8} more" if len(samples) > 8 else ""
         placed = stage.placed
+        remedy = (
+            "; a smaller train.row_tokens, train.recompute: block or model.lora need less (docs/memory.md)"
+            if isinstance(error, torch.OutOfMemoryError)
+            else ""
+        )
         return (
             f"rank {self._rank}, {placed.unit} replica {placed.replica} stage {placed.position} (layers "
             f"{placed.stage.first} to {placed.stage.end - 1}), {action.kind} of microbatch {action.microbatch} with "
-            f"samples {names}{more}: {type(error).__name__}: {error}"
+            f"samples {names}{more}: {type(error).__name__}: {error}{remedy}"
         )
 
 
