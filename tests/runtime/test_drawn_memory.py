@@ -230,6 +230,7 @@ def check(workers: WorkerPool, seed: int) -> np.ndarray:
     return np.asarray(np.abs(said / held - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [7])
 def test_peak_memory_of_random_step_matches_planner_on_each_rank(workers: WorkerPool, seed: int) -> None:
     check(workers, seed)

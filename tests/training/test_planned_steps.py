@@ -74,7 +74,7 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
     ("policy", "row_tokens", "devices", "dense"),
     [
         pytest.param("random", None, 4, False, marks=pytest.mark.slow),
-        ("entrain", None, 4, False),
+        pytest.param("entrain", None, 4, False, marks=pytest.mark.slow),
         pytest.param("balanced", 100, 4, False, marks=pytest.mark.slow),
         ("searched", 100, 4, False),
         (
