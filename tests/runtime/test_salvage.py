@@ -273,7 +273,7 @@ def _plain(case: Case) -> bool:
 LOSSES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), min_size=1, max_size=2)
 
 
-@settings(max_examples=2, **COMMON)
+@settings(max_examples=1, **COMMON)
 @given(
     case=cases().filter(_several),
     lost=LOSSES,
