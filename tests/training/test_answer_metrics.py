@@ -54,12 +54,15 @@ def test_best_metric_improves_by_min_delta_and_is_never_nan() -> None:
     for step, (value, of) in enumerate(
         [(float("nan"), None), (3.0, 2), (2.95, 2), (2.8, 4), (float("nan"), 4), (2.75, 4)], 1
     ):
-        best = best.after(step, value, how)
+        best = best.after(step, {"loss": value}, how)
         assert best.step == of
     assert best.ends(how)
     assert BestEvaluation.from_json(best.to_json()) == best
     up = EvaluationConfig(steps=1, keep_best="exact_match", metrics=("exact_match",))
-    assert BestEvaluation().after(1, 0.2, up).after(2, 0.3, up).after(3, 0.1, up) == BestEvaluation(2, 0.3, 1)
+    best = BestEvaluation()
+    for step, value in enumerate((0.2, 0.3, 0.1), 1):
+        best = best.after(step, {"exact_match": value}, up)
+    assert best == BestEvaluation(2, 0.3, 1, counted=3)
 
 
 @pytest.mark.parametrize("takes", ["one", "one, two, three, four", "*, expected", ""])

@@ -14,7 +14,7 @@ def after(values: list[float], **settings: object) -> BestEvaluation:
     how = EvaluationConfig(steps=1, **{"keep_best": "loss", **settings})
     best = BestEvaluation()
     for step, value in enumerate(values, 1):
-        best = best.after(step, value, how)
+        best = best.after(step, {str(how.keep_best): value}, how)
     return best
 
 
@@ -43,6 +43,14 @@ def test_patience_ends_on_a_plateau_and_not_before() -> None:
     ends = [after([1.0] * count, patience=3).ends(how) for count in range(6)]
     assert ends == [False, False, False, False, True, True]
     assert not after([1.0] * 9).ends(EvaluationConfig(steps=1, keep_best="loss"))
+
+
+def test_an_evaluation_that_another_generation_repeats_counts_once() -> None:
+    how, figures = EvaluationConfig(steps=1, keep_best="loss", patience=2), {"loss": 3.0}
+    best = after([1.0, 2.0])
+    assert best.after(3, figures, how).after(3, figures, how) == best.after(3, figures, how)
+    unkept = BestEvaluation().after(3, figures, EvaluationConfig(steps=1))
+    assert (unkept.step, unkept.counted) == (None, 3)
 
 
 def test_nothing_before_the_first_evaluation_is_the_best() -> None:

@@ -1,44 +1,23 @@
-"""A trainer that takes over the part of the one before goes on as if nothing had been tried in between."""
+"""A trainer that takes over the part of the one before continues as if nothing had been tried in between."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cases.tiny_project import tiny_config, write_images
 from dilatant.comm.launch import local_worker
+from dilatant.config import Config
 from dilatant.config.config import parse_config
+from dilatant.resilience.partial_step.exchange import inherit_state
+from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
+from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import prepare
 from dilatant.training.trainer import Trainer
-
-
-class Refused(Exception):
-    pass
-
-
-@dataclass
-class Gate:
-    """Commits every step before `refuses`, and not that one."""
-
-    refuses: int
-    proposed: int = -1
-
-    def begin(self, step: int, limit_seconds: float) -> None:
-        pass
-
-    def slow(self, times: float) -> None:
-        pass
-
-    def propose(self, step: int, hashes: Mapping[str, int]) -> None:
-        self.proposed = step
-
-    def await_commit(self) -> None:
-        if self.proposed == self.refuses:
-            raise Refused
+from harness.refusing_gate import Gate, Refused
 
 
 def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) -> None:
@@ -75,3 +54,114 @@ def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) ->
     again.state.go_on_from(first.state.values(), stays=True)
     again.runtime.clear_gradients()
     assert [*begun, *trained(again)] == undisturbed
+
+
+class Generations:
+    """A run of one rank, whose every generation takes over from the one before."""
+
+    def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
+        tree = tiny_config(steps=6, save_steps=None, keep_checkpoints=9, logging_steps=1)
+        data = write_images(folder, 12)
+        tree["data"] |= {"train": [{"path": str(data)}], "val_size": 4}
+        for section, values in changes.items():
+            tree[section] = {**tree.get(section, {}), **values}
+        self.config: Config = parse_config(tree, base=folder)
+        self.folder = folder / "checkpoints"
+        self.history: dict[int, float] = {}
+        self.last: Trainer | None = None
+        self.begun = 0
+
+    def next(self, refuses: int = 99) -> Trainer:
+        """Open the next generation, which does not commit step number `refuses`."""
+        prepared, before = prepare(self.config), self.last
+        self.begun += 1
+        one = Trainer(
+            self.config,
+            prepared.samples,
+            prepared.model if before is None else before.runtime.model,
+            prepared.planned,
+            local_worker(),
+            self.folder,
+            RunMembership(self.begun, weights_follow=before is not None, gate=Gate(refuses)),
+            before,
+        )
+        if before is not None:
+            inherit_state(one, before, self.folder)
+            one.runtime.clear_gradients()
+        self.last = one
+        return one
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self.history[step] = evaluation.figures["loss"]
+
+    @property
+    def saved(self) -> list[int]:
+        return sorted(each.step for each in list_checkpoints(self.folder))
+
+
+def ended(one: Trainer, *observers: Any) -> bool:
+    """Train to the end, or until something refuses; return True in the first case."""
+    try:
+        one.run(lambda metrics: None, lambda: False, *observers)
+    except Refused:
+        return False
+    finally:
+        one.close()
+    return True
+
+
+KEEPS_BEST = {"steps": 2, "keep_best": "loss", "patience": 2, "min_delta": 100.0}
+"""Nothing is ever better than the first evaluation, so that the second one after it ends the run."""
+
+
+def test_evaluations_that_a_loss_interrupts_count_as_if_undisturbed(tmp_path: Path) -> None:
+    alone = Generations(tmp_path / "alone", evaluation=KEEPS_BEST, train={"steps": 9})
+    assert ended(alone.next(), alone.evaluated)
+    assert alone.last is not None
+    assert list(alone.history) == [2, 4, 6]
+    run = Generations(tmp_path / "run", evaluation=KEEPS_BEST, train={"steps": 9})
+
+    tried = set[int]()
+
+    def interrupted(step: int, evaluation: Evaluation) -> None:
+        is_first = step not in tried
+        tried.add(step)
+        if not is_first or step == 4:  # interrupted before its record, and once behind it
+            run.evaluated(step, evaluation)
+        if is_first:
+            raise Refused
+
+    while not ended(run.next(), interrupted):
+        assert run.begun < 9
+    assert run.begun == 4
+    assert run.history == alone.history
+    assert run.last is not None
+    assert run.last.state.best == alone.last.state.best
+    assert 2 in run.saved
+
+
+def test_losses_faster_than_saves_do_not_starve_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No save of a generation is published before its loss: the next one begins with what is owed."""
+    run = Generations(tmp_path, train={"save_steps": 2})
+    found = []
+    for refuses in (3, 4, 5):
+        one = run.next(refuses)
+        if run.begun == 1:
+            monkeypatch.setattr(one.saving, "publish_if_written", lambda: None)
+        assert not ended(one)
+        found.append(run.saved)
+    assert found == [[], [3], [3, 4]]
+    assert ended(run.next())
+    assert run.saved == [3, 4, 6]
+
+
+def test_a_checkpoint_that_was_due_at_the_lost_step_is_written_for_it(tmp_path: Path) -> None:
+    run = Generations(tmp_path, train={"save_steps": 2})
+    first = run.next(refuses=2)
+    assert not ended(first)
+    assert first.step == 2
+    assert run.saved == []
+    assert not ended(run.next(refuses=2))
+    assert run.saved == [2]

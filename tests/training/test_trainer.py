@@ -55,6 +55,7 @@ class _Book:
             _config=config,
             _skipped_updates=0,
             _half_updated=False,
+            is_torn=False,
             _gate=None,
             _voted=None,
             _began=0.0,
@@ -79,6 +80,23 @@ def test_gradients_are_clipped_before_update_and_cleared_after(limit: float | No
     assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "zero", "gather"]
     trainer = book.trainer
     assert (trainer.step, trainer.state.position, trainer._skipped_updates) == (5, "after", 0)
+
+
+def test_a_state_in_which_an_update_was_interrupted_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by an out-of-memory error where the optimizer allocates its moments: some weights are updated by then."""
+    book = _Book()
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(book.state.optimizer, "step", fails)
+    assert not book.trainer.is_torn
+    with pytest.raises(torch.OutOfMemoryError):
+        book.apply(1.0, 0.1)
+    assert (book.trainer.is_torn, book.trainer.step) == (True, 4)
+    monkeypatch.setattr(book.state.optimizer, "step", lambda: None)
+    book.apply(1.0, 0.1)
+    assert (book.trainer.is_torn, book.trainer.step) == (False, 5)
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,10 @@ class Observer:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Record the evaluation after `step`."""
-        self._history = [*self._history, {"step": step, **evaluation.figures}]
+        before = [
+            entry for entry in self._history if entry["step"] != step
+        ]  # another generation may repeat it
+        self._history = [*before, {"step": step, **evaluation.figures}]
         record = {"step": step, **evaluation.to_record(), "history": self._history}
         self._folder.write_json("eval.json", record)
         scalars = {f"eval/{name}": value for name, value in evaluation.figures.items()}

@@ -29,19 +29,23 @@ from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_t
 @dataclass(frozen=True, slots=True)
 class BestEvaluation:
     """Best evaluation so far, the same on all ranks and stored with the run's position. step, value: of its figure;
-    None before any evaluation. since: evaluations after it."""
+    None before any evaluation. since: evaluations after it. counted: step of the last evaluation."""
 
     step: int | None = None
     value: float | None = None
     since: int = 0
+    counted: int | None = None
 
-    def after(self, step: int, value: float, how: EvaluationConfig) -> BestEvaluation:
-        """Return the record after the evaluation at `step`. A figure that is not finite is never better."""
-        sign = -1.0 if how.smaller_is_better else 1.0
+    def after(self, step: int, figures: Mapping[str, float], how: EvaluationConfig) -> BestEvaluation:
+        """Return the record after the evaluation at `step`, which counts once even if it is repeated by another
+        generation. A figure that is not finite is never better."""
+        if self.counted == step or how.keep_best is None:
+            return replace(self, counted=step)
+        value, sign = figures[how.keep_best], -1.0 if how.smaller_is_better else 1.0
         gain = math.inf if self.value is None else sign * (value - self.value)
         if math.isfinite(value) and gain > how.min_delta:
-            return BestEvaluation(step, value)
-        return replace(self, since=self.since + 1)
+            return BestEvaluation(step, value, counted=step)
+        return replace(self, since=self.since + 1, counted=step)
 
     def ends(self, how: EvaluationConfig) -> bool:
         """Return True if training stops early."""

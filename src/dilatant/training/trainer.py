@@ -61,8 +61,10 @@ class Trainer:
     the previous generation, whose stages this rank keeps. Its weights, and its optimizer if the same parts are owned,
     are shared with this trainer, which changes none of them before `Runtime.clear_gradients`; `model` is then the
     previous trainer's model.
-    state: what checkpoints store and the next generation inherits. done: the steps that count. recovery: costs of the
-    recovery that led to this generation, for the first step's metrics.
+    state: what checkpoints store and the next generation inherits. is_torn: an update was interrupted, so that `state`
+    is that of no step. done: the steps that count. recovery: costs of the recovery that led to this generation, for the
+    first step's metrics. owes_evaluation, owes_save: the previous generation ended before the evaluation after the
+    current step was recorded everywhere, or before a due checkpoint was published; `run` begins with these.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Trainer:
         self.rank = worker.rank
         self.membership = membership
         self.recovery: Mapping[str, float] = {}
+        self.owes_evaluation = self.owes_save = False
         self._config = config
         self._gate = membership.gate
         place = worker.store, worker.rank, worker.size
@@ -108,7 +111,7 @@ class Trainer:
         units = model.units.values()
         self._layer_of = {weight.name: weight.layer for unit in units for weight in unit.weights}
         self._skipped_updates = 0
-        self._half_updated = False
+        self._half_updated = self.is_torn = False
         self._reported_slowness = 0.0
         self._voted: tuple[StepResult, GlobalBatch] | None = None
         self._data_wait: DataWait | None = None
@@ -123,6 +126,12 @@ class Trainer:
     def is_finished(self) -> bool:
         """True after the last step, or if evaluations stopped improving."""
         return self.step >= self.state.total_steps or self.evaluator.ends_early
+
+    @property
+    def is_save_overdue(self) -> bool:
+        """True if a checkpoint was due after the last save that was published."""
+        every = self._config.train.save_steps
+        return every is not None and self.step // every * every > self.saving.step
 
     def restore(self, checkpoint: Path) -> None:
         """Resume from `checkpoint`, written under any layout; called by all ranks. Raises UserError."""
@@ -168,6 +177,10 @@ class Trainer:
                 steps = self._begin_steps()
                 if self._config.data.on_error == "skip":
                     steps.leave_out(gather_bad_samples(self.comm, steps.found()))
+                if self.owes_evaluation:
+                    evaluation = self.evaluator.judge(on_evaluation)
+                if (self.owes_save or self.evaluator.keeps) and self.saving.step != self.step:
+                    self._save(waits=True)
                 while not stop and not self.is_finished:
                     with self._profiler.step(self.step + 1):
                         metrics, stop = self._train_step(steps, should_stop)
@@ -177,7 +190,7 @@ class Trainer:
                         self.done.catch_up()
                     evaluation = self.evaluator.judge(on_evaluation)
                     if saves or self.evaluator.keeps:
-                        self.saving.save()
+                        self._save(waits=False)
                     else:
                         self.saving.publish_if_written()
                 self.done.catch_up()
@@ -193,6 +206,13 @@ class Trainer:
         self.saving.complete()
         any_rank(self.comm, False, "the checkpoint's publication")
         return evaluation
+
+    def _save(self, waits: bool) -> None:
+        """Save a checkpoint in the background, or wait for it: where ranks may be lost, checkpoints that are owed, and
+        those of the best evaluation, which no later one replaces."""
+        self.saving.save()
+        if waits or (self._gate is not None and self.evaluator.keeps):
+            self.saving.complete()
 
     def plan_ahead(self) -> None:
         """Start planning and decoding the next steps in the background before `run` needs them. Call this once the
@@ -298,6 +318,7 @@ class Trainer:
         """Update what this rank owns, without communication."""
         state, self._voted = self.state, None
         self.runtime.unfinished.forget()
+        self.is_torn = True
         if is_finite(result):
             limit = self._config.train.max_grad_norm
             if limit is not None:
@@ -310,6 +331,7 @@ class Trainer:
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.position = batch.position
+        self.is_torn = False
 
     def _metrics(self, batch: GlobalBatch, result: StepResult, seconds: float, waited: float) -> StepMetrics:
         return replace(

@@ -22,8 +22,8 @@ from dilatant.training.trainer import Trainer
 
 
 def inherit_state(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
-    """Transfer the last generation's state to the ranks that hold it in this one; returns the bytes received. Raises
-    Lost on all ranks."""
+    """Transfer the last generation's state to the ranks that hold it in this one, with the evaluation and the
+    checkpoint that it still owes; returns the bytes received. Raises StateLost on all ranks."""
     newest = list_checkpoints(checkpoints)[:1] if trainer.rank == 0 else []
     own = None if old is None else [old.state.values(), sorted(old.state.names_with_moments())]
     gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0, trainer.state.stays])
@@ -37,6 +37,9 @@ def inherit_state(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> i
         copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.state.shapes)))
     trainer.state.go_on_from(states[0][0], stays)
     trainer.saving.continue_from(gathered[0][1], newest[0].path if newest else None)
+    counted = {values["best"]["counted"] for values, _ in states}
+    trainer.owes_evaluation = trainer.evaluator.is_due and counted != {trainer.step}
+    trainer.owes_save = trainer.is_save_overdue
     return copied
 
 

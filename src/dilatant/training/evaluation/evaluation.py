@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dilatant.comm.gather import all_gather_object
+from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.config.train import LOSS, EvaluationConfig
 from dilatant.data.order.blend import Blend
 from dilatant.planning.assemble import Samples
@@ -112,13 +112,18 @@ class Evaluator:
         return every is not None and (state.step % every == 0 or state.step == state.total_steps)
 
     def judge(self, on_evaluation: Callable[[int, Evaluation], None]) -> Evaluation | None:
-        """Evaluate after the last step if that is due, and pass the result to the callback `on_evaluation`."""
-        how, state = self._how, self._state
+        """Evaluate after the last step if that is due, and pass the result to the callback `on_evaluation`. The
+        evaluation counts once the callback of rank 0 has returned."""
+        state, before = self._state, self._state.best
         evaluation = self.evaluate() if self.is_due else None
         if evaluation is not None:
-            if how.keep_best is not None:
-                state.best = state.best.after(state.step, evaluation.figures[how.keep_best], how)
-            on_evaluation(state.step, evaluation)
+            state.best = before.after(state.step, evaluation.figures, self._how)
+            try:
+                on_evaluation(state.step, evaluation)
+                any_rank(state.runtime.comm, False, "the evaluation's record")
+            except BaseException:
+                state.best = before
+                raise
         return evaluation
 
     @property
