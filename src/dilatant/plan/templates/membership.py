@@ -14,7 +14,7 @@ from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.templates.copies import disjoint
+from dilatant.plan.templates.copies import copies_on_unlike_nodes, disjoint
 from dilatant.plan.templates.next_pipelines import PipelineChooser, RunningPipeline
 from dilatant.plan.templates.reinstantiate import LayerSpan, node_layers
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
@@ -220,25 +220,28 @@ class MembershipPlanner:
         new = [(templates[len(group)], [nodes[node] for node in group]) for group in groups]
         pipelines = [*(whole[number] for number in found.kept), *(self._pipeline(*one) for one in new)]
         pipelines.sort(key=lambda one: min(ranks_of(one)))
-        places = [frozenset(node_of[rank] for rank in ranks_of(one)) for one in pipelines]
-        return Membership(
-            Plan(
-                tuple(
-                    UnitPlan(
-                        name,
-                        tuple(replica for one in pipelines for replica in one[name]),
-                        costs.feeds[name],
-                        costs.recompute[name],
-                    )
-                    for name in costs.layers
+        plan = Plan(
+            tuple(
+                UnitPlan(
+                    name,
+                    tuple(replica for one in pipelines for replica in one[name]),
+                    costs.feeds[name],
+                    costs.recompute[name],
                 )
-            ),
+                for name in costs.layers
+            )
+        )
+        tolerance = found.tolerance
+        if disjoint([frozenset(node_of[rank] for rank in ranks_of(one)) for one in pipelines]) <= tolerance:
+            tolerance = min(tolerance, min(copies_on_unlike_nodes(plan, node_of).values()) - 1)
+        return Membership(
+            plan,
             max(found.microbatches),
             found.seconds,
             max(
                 times.seconds for times in [*(running[k].times for k in found.kept), *(one for one, _ in new)]
             ),
-            min(found.tolerance, disjoint(places) - 1),
+            tolerance,
             found.moved_bytes,
             sum(one in whole for one in pipelines),
             all(self._fits(self._pipeline(*one), eager=True) for one in new),
