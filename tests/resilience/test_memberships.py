@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -182,6 +183,13 @@ def test_pipelines_that_share_a_node_are_lost_together() -> None:
     assert found.tolerance == 1
 
 
+def test_pipelines_that_share_a_node_but_no_layer_there_survive_its_loss() -> None:
+    """Every layer needs a device of its own: two pipelines of nine fill nine nodes of two, and share the fifth."""
+    found = planner_like(PLANS["chain"], capacity=2.0, devices=2).first(9)
+    assert [len(ranks_of(one)) for one in pipelines_of(found.plan)] == [9, 9]
+    assert found.tolerance == 1
+
+
 @pytest.mark.parametrize("capacity", [float("inf"), 12.0])
 def test_after_out_of_memory_no_rank_is_as_full_again(capacity: float) -> None:
     """Whatever the costs say: a few rounds end in a plan that fits, or in none."""
@@ -212,22 +220,43 @@ class Entries(dict[str, bytes]):
     def check(self, keys: list[str]) -> bool:
         return self.keys() >= {*keys}
 
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        assert self.check(keys)
+
     def set(self, key: str, value: str | bytes) -> None:
         self[key] = value.encode() if isinstance(value, str) else value
+
+
+def begun(planner: MembershipPlanner, nodes: int) -> tuple[GenerationPlans, Any, tuple[str, ...]]:
+    """Return the plans of a run whose first generation has published its plan, its store and its members."""
+    store, units = Entries(), {name: SimpleNamespace(family=f"{name}-family") for name in LAYERS}
+    prepared: Any = SimpleNamespace(model=SimpleNamespace(units=units))
+    initial = TrainingPlan(planner.first(nodes).plan, 4, "1f1b", "balanced", chain=planner.costs)
+    config: Any = None
+    plans, stored = GenerationPlans(config, prepared, initial), cast("Any", store)
+    members = tuple(f"n{node}" for node in range(nodes))
+    first = Rebuild("n0", 1, 1, Task.REBUILD, 1, members, (1,) * nodes)
+    assert plans.of(first, 0, stored, cast("Any", None)) is initial
+    return plans, stored, members
+
+
+def test_a_number_of_nodes_that_no_pipelines_fill_is_no_mistake() -> None:
+    """Every layer needs a node of its own, and a tenth node comes. All ranks learn that there is no plan."""
+    plans, store, members = begun(planner_like(PLANS["copies"], capacity=2.0), 9)
+    order = Rebuild("n0", 1, 2, Task.REBUILD, 2, (*members, "n9"), (1,) * 10, base=1)
+    link = cast("Any", SimpleNamespace(is_fenced=False))
+    for rank in (0, 4):
+        with pytest.raises(
+            NothingFits, match=r"10 nodes are left of the .* nearest usable cluster has 9 nodes"
+        ):
+            plans.of(order, rank, store, link)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_where_nothing_fits_only_lost_nodes_are_worth_a_restart(nodes: int) -> None:
     """With all its nodes a run would run out of memory again: it ends with what the user may do."""
-    planner, store = planner_like(PLANS["copies"], capacity=6.0), Entries()
-    units = {name: SimpleNamespace(family=f"{name}-family") for name in LAYERS}
-    prepared: Any = SimpleNamespace(model=SimpleNamespace(units=units))
-    initial = TrainingPlan(planner.first(2).plan, 4, "1f1b", "balanced", chain=planner.costs)
-    config: Any = None
-    plans, link, stored = GenerationPlans(config, prepared, initial), cast("Any", None), cast("Any", store)
-    members = ("n0", "n1")
-    first = Rebuild("n0", 1, 1, Task.REBUILD, 1, members, (1, 1))
-    assert plans.of(first, 0, stored, link) is initial
+    plans, store, members = begun(planner_like(PLANS["copies"], capacity=6.0), 2)
+    link = cast("Any", SimpleNamespace(is_fenced=False))
     store.set(TOO_LARGE, "1:0 ")
     order = Rebuild("n0", 1, 2, Task.REBUILD, 2, members[:nodes], (1,) * nodes, base=1)
     error, says = (
@@ -238,8 +267,9 @@ def test_where_nothing_fits_only_lost_nodes_are_worth_a_restart(nodes: int) -> N
         if nodes == 2
         else (NothingFits, "1 node is left of the number that the model needs")
     )
-    with pytest.raises(error, match=says):
-        plans.of(order, 0, stored, link)
+    for rank in (0, 1):
+        with pytest.raises(error, match=says):
+            plans.of(order, rank, store, link)
 
 
 def require_fit(plan: Plan, planner: MembershipPlanner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from cases.tiny_project import tiny_config, write_images
 from dilatant.config import Config
 from dilatant.config.config import parse_config
+from dilatant.resilience.protocol.values import TOO_FEW
 from dilatant.resilience.status import read_rebuilds
+from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.run import train
 from harness.faults.chaos import losses
 from harness.faults.ranks import DYING_STEP, Held, Leaves, Ranks
@@ -79,6 +82,29 @@ def test_reconfigured_run_has_losses_of_one_process_to_the_bit(
     found = losses(tmp_path / "run")
     train(alone(tmp_path, config, len(found)))
     assert found == losses(tmp_path / "alone")
+
+
+def test_out_of_memory_excludes_a_plan_and_what_is_finished_is_saved(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """The plan of the one node that is left needs more memory than it has, and there is no other."""
+    ranks = Ranks(tmp_path, config, 2, dying={"node0": "out of memory"})
+    try:
+        ranks.await_steps(2)
+        ranks.lose("node1")
+        stopped = ranks.await_end()
+        reasons = ranks.reasons()[1:]
+    finally:
+        ranks.close()
+    assert [reason.partition(": ")[2] for reason in reasons] == [
+        "its worker 0 is gone",
+        "OutOfMemoryError: the device is full",
+    ]
+    said = re.match(rf"1 node is {TOO_FEW} number .*; step (\d+) is saved", stopped)
+    assert said is not None, stopped
+    step = int(said[1])
+    assert [each.step for each in list_checkpoints(tmp_path / "run" / "checkpoints")] == [step]
+    assert step - steps(tmp_path / "run")[-1] in (0, 1)  # one may be committed, and not logged yet
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece]) -
     for text in {text for two in gathered for text in two} - read.keys():
         read[text] = msgspec.json.decode(text, type=list[Box])
     copies = plan_copies([read[has] for has, _ in gathered], [read[wants] for _, wants in gathered])
-    source_of, target_of = _finder(held), _finder(wanted)
+    source_of, target_of = finder(held), finder(wanted)
 
     outgoing: dict[int, list[Box]] = defaultdict(list)
     incoming: dict[int, list[Box]] = defaultdict(list)
@@ -172,7 +172,7 @@ def _cut(cell: Box, hole: Box) -> list[Box]:
     return pieces
 
 
-def _finder(pieces: Sequence[BoxPiece]) -> Callable[[Box], Tensor]:
+def finder(pieces: Sequence[BoxPiece]) -> Callable[[Box], Tensor]:
     """Return a function that returns the part of the pieces' tensors that a cell covers."""
     by_name: dict[str, list[BoxPiece]] = defaultdict(list)
     for piece in pieces:

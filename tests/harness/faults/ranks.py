@@ -29,7 +29,7 @@ from dilatant.comm.store.store import connect as connect_store
 from dilatant.config.config import load_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import last_step
-from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS
+from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, known_record
 from dilatant.resilience.processes.messages import Seat, connect
 from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, ProcessStart
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
@@ -39,6 +39,7 @@ from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.prepare import prepare
 from dilatant.training.rank import Observer
+from dilatant.training.trainer import Trainer
 from harness.patience import HANG_SECONDS
 
 TOKEN = b"of ranks under test, and no other"
@@ -47,9 +48,10 @@ LATER_SECONDS = 0.3
 """Value of `rank.LATER_SECONDS` in these ranks."""
 Leaves = Literal["fenced", "rebuilding", "joined"]
 """Point at which a visitor leaves: fenced, ordered to rebuild, or joined while ranks build their groups."""
-Dies = Literal["with its vote out", "before it catches up"]
+Dies = Literal["with its vote out", "before it catches up", "out of memory"]
 """Point at which a rank kills itself: after its vote, when others commit the step but neither this step nor the one
-before is logged; or before it logs the steps that another rank did not."""
+before is logged; or before it logs the steps that another rank did not. "out of memory": it does not, but has no memory
+for its part in any generation after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,11 @@ class Ranks:
             pids |= {f"agent of {name}": agent.process.pid, f"rank of {name}": process.pid}
         return {name: _least(pid) for name, pid in pids.items()}
 
+    def await_end(self) -> str:
+        """Wait until the run has stopped; return why."""
+        self._await(lambda: len(known_record(self._folder).stopped) or None)
+        return known_record(self._folder).stopped
+
     def reasons(self) -> list[str]:
         """Return the reasons of all new generations."""
         return [event["reason"] for event in self._events() if event["task"] == Task.FENCE]
@@ -266,7 +273,15 @@ def _die(where: Dies) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         catch_up(observer, recent)
 
-    if where == "with its vote out":
+    class OutOfMemory(Trainer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if self.membership.generation > 1:
+                raise torch.OutOfMemoryError("the device is full")
+
+    if where == "out of memory":
+        rank_module.Trainer = OutOfMemory  # type: ignore[misc]
+    elif where == "with its vote out":
         WorkerLink.propose = proposes  # type: ignore[method-assign]
     else:
         Observer.catch_up = catches_up  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from datetime import timedelta
 from dilatant.comm.store.store import Store
 from dilatant.config import Config, UserError
 from dilatant.plan.errors import PlanError
+from dilatant.plan.templates.copies import Redundancy, copies_on_nodes, copies_on_unlike_nodes
 from dilatant.plan.templates.membership import MembershipPlanner
 from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.report.text.wording import bytes_text
@@ -31,6 +32,10 @@ class NothingFits(RuntimeError):
     """The nodes of this generation cannot hold the model; the run may go on with more."""
 
 
+_FAILURES: dict[type[Exception], str] = {NothingFits: "nothing_fits", UserError: "mistake"}
+"""Errors of planning → the key that has their text in the store, in place of the plan's document."""
+
+
 class GenerationPlans:
     """Plan the generations of a run. initial: the run's first plan, whose settings later plans keep if possible."""
 
@@ -49,10 +54,17 @@ class GenerationPlans:
             self._planner.next(plan, survivors, [rank // devices for rank in survivors])
 
     def of(self, order: Rebuild, rank: int, store: Store, link: WorkerLink) -> TrainingPlan:
-        """Return the plan of the generation and its costs; rank 0 makes it, others wait for it. Raises Fenced."""
+        """Return the plan of the generation and its costs; rank 0 makes it, others wait for it.
+
+        Raises, on all ranks, NothingFits, or UserError if a restart would not help; Fenced.
+        """
         key = _plan_key(order.generation)
         if rank == 0:
-            planned = self._replan(order, store)
+            try:
+                planned = self._replan(order, store)
+            except (NothingFits, UserError) as error:
+                store.set(key, json.dumps({_FAILURES[type(error)]: str(error)}))
+                raise
             publish_plan(store, order, planned)
             return planned
         while True:
@@ -60,7 +72,26 @@ class GenerationPlans:
                 raise Fenced
             with contextlib.suppress(TimeoutError):
                 store.wait([key], LOOK)
-                return TrainingPlan.from_json(json.loads(store.get(key))["plan"])
+                break
+        document = json.loads(store.get(key))
+        for kind, name in _FAILURES.items():
+            if name in document:
+                raise kind(document[name])
+        return TrainingPlan.from_json(document["plan"])
+
+    def redundancy(self, order: Rebuild, planned: TrainingPlan, store: Store) -> Redundancy:
+        """Return the copies of layers in the generation, and in the one whose state continues."""
+        wanted = self._config.resilience.fault_tolerance + 1
+        copies = copies_on_unlike_nodes(planned.plan, nodes_of(order.workers))
+        if min(copies.values()) >= wanted:
+            return Redundancy(copies, wanted, wanted)
+        if order.base == NO_STATE:
+            before = copies_on_nodes(self._initial.plan, self._config.resilience.ranks_per_node)
+        else:
+            document = json.loads(store.get(_plan_key(order.base)))
+            plan = TrainingPlan.from_json(document["plan"]).plan
+            before = copies_on_unlike_nodes(plan, nodes_of(document["workers"]))
+        return Redundancy(copies, wanted, min(before.values()))
 
     def _replan(self, order: Rebuild, store: Store) -> TrainingPlan:
         initial, size = self._initial, sum(order.workers)
@@ -70,14 +101,17 @@ class GenerationPlans:
         published = None if order.base == NO_STATE else store.get(_plan_key(order.base)).decode()
         for generation, _, rank in (entry.partition(":") for entry in too_large):
             key = _plan_key(int(generation))
-            if store.check([key]):  # the store of a new leader has only the plan of the state that goes on
-                document = json.loads(store.get(key))
+            # The store of a new leader has only the plan of the state that goes on.
+            document = json.loads(store.get(key)) if store.check([key]) else {}
+            if "plan" in document:
                 plan = TrainingPlan.from_json(document["plan"]).plan
                 self._planner = self._planner.below(plan, int(rank))
         try:
             planned = next_plan(self._planner, initial, published, order.members, order.workers)
         except PlanError as error:
-            if size >= len(initial.plan.ranks):  # a start with as many would end here again
+            smallest = self._planner.smallest(self._planner.costs.devices)
+            is_too_large = smallest is None or smallest > len(order.members)
+            if is_too_large and size >= len(initial.plan.ranks):  # a start with as many would end here again
                 raise UserError(f"{self._what_fits()}: {error}") from None
             needed = f"number that the model needs ({error})"
             raise NothingFits(too_few(len(order.members), needed)) from None
@@ -110,7 +144,7 @@ def next_plan(
         old = {rank: now[seat] for seat, rank in was.items() if seat in now}
     elif planner.costs.keeps_layout:
         old = {rank: rank for rank in range(min(size, len(initial.plan.ranks)))}
-    found = planner.next(before.plan, old, [node for node, count in enumerate(workers) for _ in range(count)])
+    found = planner.next(before.plan, old, nodes_of(workers))
     schedule, count = initial.schedule, found.num_microbatches
     if found.kept and planner.costs.keeps_layout:  # its memory was not planned for less
         count = max(count, initial.num_microbatches)
@@ -128,6 +162,11 @@ def next_plan(
         costs=None,
         predicted_seconds=found.seconds,
     )
+
+
+def nodes_of(workers: Sequence[int]) -> list[int]:
+    """Return the node of each rank. workers: of each node."""
+    return [node for node, count in enumerate(workers) for _ in range(count)]
 
 
 def publish_plan(store: Store, order: Rebuild, planned: TrainingPlan) -> None:

@@ -37,6 +37,7 @@ from dilatant.resilience.worker.generation_plan import (
     NothingFits,
     publish_plan,
 )
+from dilatant.resilience.worker.save_holdings import save_holdings
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
@@ -207,7 +208,10 @@ class _ResilientRank:
             self._folder.write_text("plan.json", planned.to_json())
 
     def _await_rebuild(self) -> Rebuild:
-        """Wait for the next generation, keeping the state; apply the last step if it turns out to be committed."""
+        """Wait for the next generation, keeping the state; apply the last step if it turns out to be committed. A
+        state in which an update was interrupted, for example by an out-of-memory error, counts as none."""
+        if self._held is not None and self._held.trainer.is_torn:
+            self._held = None
         held = self._held
         if held is None:
             order = self._link.await_rebuild(NO_STATE, 0, None)
@@ -251,7 +255,12 @@ class _ResilientRank:
         self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
         watch, began = Stopwatch(), time.process_time()
-        planned = self._plans.of(order, self._rank, self._store, self._link)
+        try:
+            planned = self._plans.of(order, self._rank, self._store, self._link)
+        except (NothingFits, UserError) as error:
+            if order.base == NO_STATE:
+                raise
+            raise type(error)(f"{error}; {self._saved(order, held)}") from None
         watch.lap("plan")
         trainer = self._trainer(
             order, planned, order.base != NO_STATE, None if held is None else held.trainer
@@ -306,6 +315,19 @@ class _ResilientRank:
             with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
         return HeldState(order, trainer, planned)
+
+    def _saved(self, order: Rebuild, held: HeldState | None) -> str:
+        """Save what this generation's ranks hold, since none of their plans can go on with it; return what is saved."""
+        self._is_joining = True
+        worker, seconds = self._worker, self._config.parallel.timeout_seconds
+        size = sum(order.workers)
+        comm = Comm(worker.store, self._rank, size, order.generation, worker.device, seconds)
+        self._joined(comm)
+        old, keep = None if held is None else held.trainer, self._config.train.keep_checkpoints
+        try:
+            return f"step {save_holdings(comm, old, self._folder.checkpoints, keep)} is saved"
+        except StateLost as lost:
+            return f"what came after the newest checkpoint is lost, for no rank holds {lost}"
 
     def _trainer(
         self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
@@ -402,7 +424,11 @@ class _ResilientRank:
                 end_generation(store, generation, self._rank, "this generation is over")
 
     def _explain(self, error: Exception) -> None:
-        """Report why this rank cannot continue, unless its generation is over already."""
+        """Report why this rank cannot continue, unless its generation is over already. A plan that needed too much
+        memory is recorded in either case."""
+        if isinstance(error, torch.OutOfMemoryError) and self._generation_now is not None:
+            with contextlib.suppress(Exception):
+                self._store.append(TOO_LARGE, f"{self._generation_now}:{self._rank} ")
         if self._link.is_fenced:
             return
         if isinstance(error, UserError):
@@ -410,9 +436,6 @@ class _ResilientRank:
         culprits = error.culprits if isinstance(error, CommTimeout) else ()
         nodes = {self._node_of[rank] for rank in culprits} - {self._seat.node}
         accuses = nodes.pop() if len(nodes) == 1 else None
-        if isinstance(error, torch.OutOfMemoryError) and self._generation_now is not None:
-            with contextlib.suppress(Exception):
-                self._store.append(TOO_LARGE, f"{self._generation_now}:{self._rank} ")
         fatal = isinstance(error, UserError | NothingFits)
         named = str(error) if isinstance(error, NothingFits) else f"{type(error).__name__}: {error}"
         self._link.broken(named, fatal, accuses)
