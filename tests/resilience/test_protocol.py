@@ -14,6 +14,7 @@ from dilatant.resilience.protocol.agent import (
     Broken,
     Computing,
     Died,
+    Done,
     End,
     Fence,
     HandOver,
@@ -185,6 +186,25 @@ def test_generations_without_a_step_end_the_run_in_the_end() -> None:
         say(coordinator, nodes, "n0", broken="no link")
         say(coordinator, nodes, *nodes, generation=generation, phase=Phase.FENCED, broken="")
     assert "came to nothing" in coordinator.stopped
+
+
+@pytest.mark.parametrize(
+    ("early", "stopped"), [(("", ""), "finished"), (("", "it was asked to stop"), "it was asked to stop")]
+)
+def test_a_run_that_ended_before_its_last_step_is_not_finished(early: tuple[str, str], stopped: str) -> None:
+    """Nobody but its workers was asked to stop, as by SIGTERM on one machine."""
+    coordinator, nodes = running(2)
+    for node, why in zip(nodes, early):
+        agent = Agent(node, SETTINGS)
+        agent.obey(Order(node, 1, 1, Task.FENCE, 1), 0.0)
+        agent.on_event(0, Stopped(1, -1, 0))
+        agent.obey(Order(node, 1, 2, Task.REBUILD, 1, tuple(nodes), (1, 1)), 0.0)
+        agent.on_event(0, Made(1, 0))
+        agent.obey(Order(node, 1, 3, Task.RUN, 1), 0.0)
+        agent.on_event(0, Done(1, why))
+        said = agent.status()
+        say(coordinator, nodes, node, done=said.done, early=said.early)
+    assert coordinator.stopped == stopped
 
 
 def test_run_with_too_few_nodes_saves_before_it_stops() -> None:

@@ -12,8 +12,10 @@ import yaml
 
 from cases.tiny_project import tiny_config, write_images
 from dilatant.config import load_config
+from dilatant.resilience.protocol.values import ASKED
 from dilatant.resilience.status import read_status
 from dilatant.schedule.measured import MeasuredStep
+from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.run import train
 from harness.faults.chaos import Ended, Fault, losses, run_with_faults, slowed
 
@@ -125,11 +127,33 @@ def test_layers_held_by_no_rank_come_from_newest_checkpoint(tmp_path: Path, undi
 
 
 @pytest.mark.slow
-def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (("fewest_nodes=4",), "3 nodes are left of the 4 that are needed"),
+        (("fault_tolerance=3", "when_thin=stop"), "3 copies of layers of vision and language left of the 4"),
+    ],
+)
+def test_too_few_nodes_or_copies_end_the_run_with_a_code_for_schedulers(
+    tmp_path: Path, limits: tuple[str, ...], says: str
+) -> None:
     project = make_project(tmp_path, COPIES)
-    ended = run_with_faults(project, Fault(3, "worker:2"), arguments=("--set", "resilience.fewest_nodes=4"))
+    arguments = changes(*(f"resilience.{limit}" for limit in limits))
+    ended = run_with_faults(project, Fault(3, "worker:2"), arguments=arguments)
     assert ended.exit_code == 75, ended.output
-    assert "3 nodes are left of the 4 that are needed" in ended.output
+    assert says in ended.output
+    found = read_status(project / "run")
+    assert (found.exit_code, found.step) == (75, len(ended.losses))
+    assert [each.step for each in list_checkpoints(project / "run" / "checkpoints")] == [found.step]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_asked_to_stop_is_not_recorded_as_finished(tmp_path: Path) -> None:
+    ended = run_with_faults(make_project(tmp_path, COPIES), Fault(3, "command", signal.SIGTERM))
+    assert ended.exit_code == 143, ended.output
+    found = read_status(tmp_path / "run")
+    assert (found.stopped, found.exit_code) == (ASKED, 75)
+    assert f"stopped after step {found.step} of {STEPS}, saved" in ended.output
 
 
 @pytest.mark.slow

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +16,24 @@ import typer
 from dilatant.cli.status import status
 from dilatant.config import UserError
 from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
+from dilatant.plan.templates.copies import Redundancy
+from dilatant.report.pages.generations_page import render_generations_page
 from dilatant.report.pages.replay_page import TONES
+from dilatant.resilience.launch import of_whole_run
 from dilatant.resilience.processes.coordinator_process import EVENTS, STATE
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Record
 from dilatant.resilience.status import (
+    KILLED,
     PAGE,
     REBUILDS,
     TRACE,
+    RebuildRecord,
     generations,
     read_rebuilds,
     read_status,
     write_history,
 )
+from dilatant.training.rank import RunResult
 
 EVENT = {"time": 5.0, "task": "run", "generation": 1, "step": 3, "members": ["node0"], "reason": ""}
 AGENT = {"node": "node0", "pid": 2**22 + 1, "workers": {"0": 2**22 + 2}}
@@ -117,6 +126,76 @@ def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None
     assert of_recovery[:2] == [("fence", 10e6), ("plan", 10.5e6)]
     (last,) = (each for each in slices if each["name"] == "generation 3: 2 nodes")
     assert last["args"]["pairs kept"] == 30
+
+
+def dead_process() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    ("lock", "standby", "is_killed"),
+    [
+        ("process {dead} on {here}", None, True),
+        ("process {own} on {here}", None, False),
+        ("process {dead} on elsewhere", None, False),
+        ("process {dead} on {here}", "other:29400", False),  # it may lead the member that is on another host
+        ("", None, False),
+    ],
+)
+def test_a_run_whose_command_was_killed_is_said_to_be_over(
+    tmp_path: Path, lock: str, standby: str | None, is_killed: bool
+) -> None:
+    write(tmp_path, json.dumps(EVENT), json.dumps({**AGENT, "host": "elsewhere"}))
+    here = {"dead": dead_process(), "own": os.getpid(), "here": socket.gethostname()}
+    (tmp_path / ".lock").write_text(lock.format(**here) + "\n")
+    (tmp_path / "config.yaml").write_text(json.dumps({"resilience": {"standby": standby}}))
+    found = read_status(tmp_path)
+    assert (found.stopped, found.exit_code) == (KILLED if is_killed else "", 75)
+
+
+def test_a_node_says_which_part_it_has_in_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [{**EVENT, "members": ["node0", "node1"]}, {**EVENT, "generation": 2}]
+    write(tmp_path, "\n".join(map(json.dumps, events)), json.dumps(AGENT))
+    for name, pid in (("node1", 2**22 + 1), ("node2", os.getpid()), ("node3", 2**22 + 1)):
+        file = tmp_path / "resilience" / f"{name}.json"
+        file.write_text(json.dumps({**AGENT, "node": name, "pid": pid}))
+    states = ["member, gone", "left, gone", "waits to join", "never joined, gone"]
+    assert [node.state(False) for node in read_status(tmp_path).nodes] == states
+    (tmp_path / "resilience" / STATE).write_bytes(
+        msgspec.json.encode(Record(1, 1, ("node0",), stopped=FINISHED))
+    )
+    status(tmp_path)
+    assert capsys.readouterr().out.count("came too late") == 2
+
+
+def test_too_few_copies_of_layers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, json.dumps(EVENT), json.dumps(AGENT))
+    few = Redundancy({"vision": 2, "language": 1}, wanted=2, before=2)
+    record = RebuildRecord(1, 3, {}, copies=dict(few.by_unit), shortage=few.shortage, has_sunk=few.has_sunk)
+    (tmp_path / "resilience" / REBUILDS).write_bytes(msgspec.json.encode(record))
+    found = read_status(tmp_path)
+    assert (found.copies, found.shortage) == ({"vision": 2, "language": 1}, few.shortage)
+    status(tmp_path)
+    assert "2 of vision, 1 of language; 1 copy of layers of language" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    (one,) = generations(found.events, read_rebuilds(tmp_path))
+    assert "may send the run back" in render_generations_page([one, one], "run")
+
+
+def test_the_result_of_a_run_counts_all_generations(tmp_path: Path) -> None:
+    """From the first step that this start trained to the end, whichever generation returned the result."""
+    (tmp_path / "resilience").mkdir()
+    times = [("fence", 10.0, 4), ("run", 12.0, 4), ("fence", 15.0, 9), ("run", 16.0, 9), ("stop", 20.5, 12)]
+    events = [{**EVENT, "task": task, "time": at, "step": step} for task, at, step in times]
+    write_events = "\n".join(map(json.dumps, events))
+    (tmp_path / "resilience" / EVENTS).write_text(write_events)
+    last = RunResult(tmp_path, 12, 12, 1.5, 0, began_at=9)
+    whole = of_whole_run(last, tmp_path / "resilience")
+    assert (whole.began_at, whole.seconds, whole.step) == (4, 8.5, 12)
 
 
 @pytest.mark.parametrize(

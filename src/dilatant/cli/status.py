@@ -67,7 +67,7 @@ def _shown(found: RunStatus) -> Group:
     for title in ("node", "host", "", "agent", "workers"):
         nodes.add_column(title)
     for node in found.nodes:
-        state = ("member" if node.is_member else "left") + ("" if node.is_alive else ", gone")
+        state = node.state(bool(found.stopped))
         workers = " ".join(map(str, node.workers))
         nodes.add_row(Text(node.name), Text(node.host), state, str(node.agent), workers)
     history = Table(box=None, pad_edge=False, header_style="bold")
@@ -82,4 +82,6 @@ def _shown(found: RunStatus) -> Group:
             f"{one.seconds:.2f} s" if one.lost else "",
             Text(one.reason),
         )
-    return Group(headline, nodes, history)
+    copies = ", ".join(f"{count} of {unit}" for unit, count in found.copies.items())
+    shown = [Text(f"copies on different nodes: {copies}" + (f"; {found.shortage}" if found.shortage else ""))]
+    return Group(headline, *(shown if copies else ()), nodes, history)

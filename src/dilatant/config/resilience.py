@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -45,9 +45,13 @@ class ResilienceConfig(Section):
     salvage: bool = True
     """Repeat only the missing part of the current step after a loss, and reuse the gradients of the other processes.
     For this, each process keeps its local gradients until the step commits: 4 bytes per trained weight."""
+    when_thin: Literal["go_on", "save", "stop"] = "go_on"
+    """Reaction when a change of members leaves a layer with fewer copies than `fault_tolerance` + 1, or still fewer.
+    Each time the run prints a line, and `dilatant status` and generations.html show it. `save` also saves a checkpoint
+    at once; `stop` saves one and ends the run with code 75."""
     fewest_nodes: int = Field(1, ge=1)
-    """With fewer nodes, the run saves a checkpoint and exits with code 75; start it again when there are more. It exits
-    with the same code, but without saving, if the remaining nodes cannot hold the model."""
+    """With fewer nodes, the run saves a checkpoint and exits with code 75; start it again when there are more. It does
+    the same if the remaining nodes cannot hold the model; what none of them holds is then not saved."""
 
     @property
     def keeps_gradients(self) -> bool:

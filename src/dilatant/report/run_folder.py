@@ -173,6 +173,17 @@ class RunFolder:
             raise UserError(f"output_dir {str(self.path)!r} cannot be written: {error.strerror}") from None
 
 
+def is_deserted(path: Path) -> bool:
+    """Return True if the last command that trained in the run folder at `path` ran on this machine and is gone."""
+    try:
+        with open_regular(path / ".lock") as lock:
+            _, process, _, host = lock.read(1000).decode().split()
+    except (OSError, ValueError):
+        return False
+    is_here = host == socket.gethostname() and os.path.isdir("/proc")
+    return is_here and process.isdecimal() and not os.path.isdir(f"/proc/{process}")
+
+
 def last_step(path: Path) -> int:
     """Return the last step in a metrics.jsonl that others may be writing to; 0 before the first. Reads only its end."""
     try:

@@ -38,8 +38,8 @@ from dilatant.resilience.processes.coordinator_process import STATE, known_recor
 from dilatant.resilience.processes.messages import Job, Seat, TrainingStart, is_loopback
 from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart, end_process
 from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
-from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
-from dilatant.resilience.status import PAGE, TRACE, write_history
+from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings, Task
+from dilatant.resilience.status import PAGE, TRACE, read_events, write_history
 from dilatant.resilience.worker.rank import FOLDER, train_rank_resiliently
 from dilatant.resilience.worker.worker_process import RESULT
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
@@ -144,7 +144,7 @@ def launch_resiliently(
     if TOO_FEW in record.stopped:
         raise stopped_error(record)
     finished = [result for result in results if result is not None]
-    return next((result for result in finished if result.is_first), finished[0])
+    return of_whole_run(next((result for result in finished if result.is_first), finished[0]), folder)
 
 
 def run_leader(
@@ -207,7 +207,7 @@ def run_leader(
     if result is None or TOO_FEW in record.stopped:
         mistake = record.stopped.partition("UserError: ")[2]
         raise UserError(mistake) if mistake else stopped_error(record)
-    return result
+    return of_whole_run(result, folder)
 
 
 def _read_result(folder: Path) -> RunResult | None:
@@ -229,6 +229,17 @@ def _local_agent(leading: LeaderAddresses, stack: ExitStack) -> subprocess.Popen
     )
     stack.callback(end_process, agent, LEADER_LAST_SECONDS)
     return agent
+
+
+def of_whole_run(result: RunResult, folder: Path) -> RunResult:
+    """Return the result of the last generation with the steps and seconds of all generations."""
+    events = tuple(read_events(folder.parent))
+    began = next((event for event in events if event.task == Task.RUN), None)
+    if began is None:
+        return result
+    seconds = max(0.0, events[-1].time - began.time)
+    since = time.monotonic() - max(0.0, time.time() - began.time)
+    return replace(result, began_at=began.step, seconds=seconds, training_began=since)
 
 
 def stopped_error(record: Record) -> WorkerFailed:

@@ -6,19 +6,21 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import yaml
 
 from dilatant.config.errors import UserError
-from dilatant.config.files.own_files import MOST_TEXT, open_regular
+from dilatant.config.files.own_files import MOST_TEXT, open_regular, read_text
+from dilatant.config.files.yaml_text import read_yaml
 from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.pages.generations_page import Generation, write_generations_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_generations_trace
-from dilatant.report.run_folder import last_step
+from dilatant.report.run_folder import is_deserted, last_step
 from dilatant.resilience.processes.agent_process import NodeProcesses
 from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, RunEvent, read_record
 from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE
@@ -27,6 +29,8 @@ from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Task
 Line = TypeVar("Line")
 REBUILDS = "rebuilds.jsonl"
 """File in the run's recovery folder: how long the first rank took to rebuild each generation."""
+KILLED = "its command was killed; `dilatant resume` goes on from the newest checkpoint"
+"""Reason shown for a run that ended without a record of it."""
 PAGE = "generations.html"
 TRACE = "generations.json"
 """The history's files in the run folder."""
@@ -35,7 +39,8 @@ TRACE = "generations.json"
 class RebuildRecord(msgspec.Struct, frozen=True):
     """A rebuild as its first rank saw it. step: to continue from. seconds: of each phase. bytes_to_first_rank: copied
     state. salvaged_pairs, missing_pairs: (layer, sample) pairs of the unfinished step, reused and to be repeated.
-    ranks_handed_over: departed ranks whose exported gradients are reused. stays: no rank's part has changed."""
+    ranks_handed_over: departed ranks whose exported gradients are reused. stays: no rank's part has changed. copies,
+    shortage, has_sunk: see `Redundancy`."""
 
     generation: int
     step: int
@@ -47,25 +52,41 @@ class RebuildRecord(msgspec.Struct, frozen=True):
     missing_pairs: int | None = None
     ranks_handed_over: int = 0
     stays: bool = False
+    copies: dict[str, int] = {}
+    shortage: str = ""
+    has_sunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a run. is_member: of the generation; is_alive: its agent runs or, on another host, the run continues
-    with it."""
+    """A node of a run. is_member: of the generation; was_member: of any; is_alive: its agent runs or, on another host,
+    the run continues with it."""
 
     name: str
     host: str
     agent: int
     workers: tuple[int, ...]
     is_member: bool
+    was_member: bool
     is_alive: bool
+
+    def state(self, has_ended: bool) -> str:
+        """Return the node's part in the run in words."""
+        if self.is_member:
+            return "member" if self.is_alive else "member, gone"
+        if self.was_member:
+            return "left" if self.is_alive else "left, gone"
+        if self.is_alive and not has_ended:
+            return "waits to join"
+        return "came too late" if has_ended else "never joined, gone"
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
     """The state of a run. step: the last in metrics.jsonl, None before the first. stopped: why the run ended, if it
-    did. events: the generations' history, as the coordinator wrote it."""
+    did; KILLED if its command is gone and nobody else leads the run. events: the generations' history, as the
+    coordinator wrote it. copies: unit → copies of its scarcest layer on different nodes. shortage: why these are too
+    few, if they are."""
 
     generation: int
     task: str
@@ -73,13 +94,15 @@ class RunStatus:
     stopped: str
     nodes: tuple[Node, ...]
     events: tuple[RunEvent, ...]
+    copies: dict[str, int] = field(default_factory=dict)
+    shortage: str = ""
 
     @property
     def exit_code(self) -> int:
         """0: the run is finished. 1: a mistake ended it. 75: it is running, or can be resumed."""
         if self.stopped == FINISHED:
             return 0
-        return TOO_FEW_EXIT_CODE if self.stopped in ("", ASKED) or TOO_FEW in self.stopped else 1
+        return TOO_FEW_EXIT_CODE if self.stopped in ("", ASKED, KILLED) or TOO_FEW in self.stopped else 1
 
 
 def read_status(run: Path) -> RunStatus:
@@ -91,7 +114,8 @@ def read_status(run: Path) -> RunStatus:
         raise UserError(f"{str(run)!r} cannot be read: {error}") from None
     if record is None:
         raise UserError(f"{str(run)!r} is no run with resilience.enabled, or has not begun")
-    events = tuple(_lines(folder / EVENTS, RunEvent))
+    events = tuple(read_events(run))
+    members = {node for event in events for node in event.members}
     nodes = []
     for file in sorted(folder.glob("node*.json")):
         for node in _lines(file, NodeProcesses):
@@ -99,17 +123,36 @@ def read_status(run: Path) -> RunStatus:
             is_here = node.host == socket.gethostname() and os.path.isdir("/proc")
             is_alive = Path(f"/proc/{node.pid}").exists() if is_here else is_member and not record.stopped
             workers = tuple(node.workers.values())
-            nodes.append(Node(node.node, node.host, node.pid, workers, is_member, is_alive))
+            was_member = is_member or node.node in members
+            nodes.append(Node(node.node, node.host, node.pid, workers, is_member, was_member, is_alive))
+    is_led = any(node.is_alive for node in nodes) and _has_standby(run)
+    is_killed = is_deserted(run) and not is_led
+    redundancy = next((one for one in read_rebuilds(run) if one.generation == record.generation), None)
     task = events[-1].task if events else Task.WAIT.value
     task = Task.RUN.value if task == COMMIT else task
     return RunStatus(
         record.generation,
         task,
         last_step(run / "metrics.jsonl") or None,
-        record.stopped,
+        record.stopped or (KILLED if is_killed else ""),
         tuple(nodes),
         events,
+        {} if redundancy is None else redundancy.copies,
+        "" if redundancy is None else redundancy.shortage,
     )
+
+
+def _has_standby(run: Path) -> bool:
+    try:
+        config = read_yaml(read_text(run / "config.yaml"))
+        return bool(config["resilience"].get("standby"))
+    except (OSError, ValueError, yaml.YAMLError, LookupError, AttributeError, TypeError):
+        return True
+
+
+def read_events(run: Path) -> Iterator[RunEvent]:
+    """Yield the run's history; other lines are skipped."""
+    return _lines(run / "resilience" / EVENTS, RunEvent)
 
 
 def read_rebuilds(run: Path) -> Iterator[RebuildRecord]:
@@ -172,6 +215,8 @@ def generations(events: Iterable[RunEvent], rebuilds: Iterable[RebuildRecord] = 
                 phases=phases,
                 kept=rebuild.salvaged_pairs,
                 missing=rebuild.missing_pairs,
+                copies=min(rebuild.copies.values(), default=None),
+                shortage=rebuild.shortage,
             )
         )
         before = members

@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal to a process after a step. victim: "worker:1", "agent:1" (of node 1) or "coordinator"."""
+    """A signal to a process after a step. victim: "worker:1", "agent:1" (of node 1), "coordinator" or "command"."""
 
     after_step: int
     victim: str
@@ -61,7 +61,7 @@ def run_with_faults(
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.005)
             time.sleep(fault.later)
-            pid = _pid(run / "resilience", fault.victim)
+            pid = command.pid if fault.victim == "command" else _pid(run / "resilience", fault.victim)
             if pid is not None and command.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, fault.signal)

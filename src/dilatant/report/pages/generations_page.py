@@ -19,7 +19,8 @@ class Generation:
     time: when its change was noticed, in seconds since 1970. step: the last step before it. left, joined: nodes,
     compared with the previous membership. lost: cause (as in `plan.replay`) → seconds until the next committed step, as
     far as known; empty for the first generation. phases: the same time by phase, in order. kept, missing: (layer,
-    sample) pairs of the interrupted step whose gradients were reused or computed again; None if unknown."""
+    sample) pairs of the interrupted step whose gradients were reused or computed again; None if unknown. copies: of the
+    scarcest layer, on different nodes; shortage: why they are too few, if they are."""
 
     number: int
     time: float
@@ -32,6 +33,8 @@ class Generation:
     phases: Mapping[str, float] = field(default_factory=dict)
     kept: int | None = None
     missing: int | None = None
+    copies: int | None = None
+    shortage: str = ""
 
     @property
     def seconds(self) -> float:
@@ -51,8 +54,8 @@ def render_generations_page(generations: Sequence[Generation], title: str, stopp
     causes = list(dict.fromkeys(cause for one in generations for cause in one.lost))
     columns = (
         number("Generation", ""), Column("Noticed", label="noticed"), number("After step", "after step"),
-        number("Nodes", "nodes"), Column("What happened", label="what happened"), Column("Time lost", "wide"),
-        Column("", "number", "lost"),
+        number("Nodes", "nodes"), number("Copies", "copies"), Column("What happened", label="what happened"),
+        Column("Time lost", "wide"), Column("", "number", "lost"),
     )  # fmt: skip
     entries = legend({cause: TONES[cause] for cause in causes})
     return render(
@@ -67,8 +70,9 @@ def render_generations_page(generations: Sequence[Generation], title: str, stopp
                     "generations",
                     "Generations",
                     "A generation is one membership of the run. The bar is the time from when a change was noticed to "
-                    "the next step that all committed; below it are its phases. Perfetto (ui.perfetto.dev) opens "
-                    "generations.json, which lies beside this page.",
+                    "the next step that all committed; below it are its phases. Copies are those of the scarcest "
+                    "layer on different nodes: as many nodes must be lost at once to lose it. Perfetto "
+                    "(ui.perfetto.dev) opens generations.json, which lies beside this page.",
                     [("table", Table(columns, [_row(one, longest) for one in generations], legend=entries))],
                 ),
             ),
@@ -119,7 +123,8 @@ def _row(one: Generation, longest: float) -> tuple[str | Cell, ...]:
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.time)),
         str(one.step),
         str(one.members),
-        Cell("; ".join(happened), notes=[one.reason] if one.reason else []),
+        "" if one.copies is None else str(one.copies),
+        Cell("; ".join(happened), notes=[note for note in (one.reason, one.shortage) if note]),
         Cell(parts=parts, notes=[note for note in (phases, _salvaged(one)) if note]),
         seconds_text(one.seconds) if one.lost else "",
     )

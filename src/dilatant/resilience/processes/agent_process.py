@@ -105,6 +105,11 @@ class AgentService:
         self.ended, self.is_out = self._agent.ended or self.ended or NO_COORDINATOR, self._agent.is_out
         self._end_workers()
 
+    @property
+    def was_member(self) -> bool:
+        """True if this node was a member of any generation."""
+        return self._agent.generation > 0
+
     def leave(self) -> None:
         """Let this node leave at the end of the step; may be called from any thread or a signal handler."""
         self.leaves = True

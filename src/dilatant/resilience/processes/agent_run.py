@@ -105,6 +105,8 @@ def _rejoin_until_over(options: AgentOptions, token: bytes, stack: ExitStack) ->
         # A unique name: a lost node that returns is treated as a new node.
         service = _serve_as_node(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
         if service.ended in (FINISHED, ASKED) or service.leaves:
+            if not (service.was_member or service.leaves):
+                print("this machine came too late: the run has ended", file=sys.stderr, flush=True)
             return 0
         if service.ended == NO_COORDINATOR:
             print(

@@ -105,7 +105,9 @@ class Broken(GenerationMessage, frozen=True):
 
 
 class Done(GenerationMessage, frozen=True):
-    """A worker has finished."""
+    """A worker has finished. early: why it ended before the run's last step; empty if it did not."""
+
+    early: str = ""
 
 
 class Died(ProtocolMessage, frozen=True):
@@ -271,7 +273,7 @@ class Agent:
         elif isinstance(event, Done) and own.phase is Phase.RUNNING:
             self._done.add(worker)
             if len(self._done) == own.workers:
-                self._set(done=True)
+                self._set(done=True, early=event.early)
         return []
 
     def tick(self, now: float) -> None:

@@ -186,7 +186,7 @@ class Coordinator:
         if not all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
             return []
         if all(s.done for s in own):
-            return self.stop(self.ending or FINISHED, now)
+            return self.stop(self.ending or next((s.early for s in own if s.early), FINISHED), now)
         leaving = {s.node for s in own if s.leaving}
         if leaving and not self.ending and len(own) - len(leaving) < self.settings.fewest:
             return self.end(

@@ -71,8 +71,8 @@ class Status(ProtocolMessage, frozen=True):
     prepared: the step of which all its workers have the gradients; hashes: layer → hash of these gradients. accuses:
     the unresponsive node that its workers wait for. broken: why they cannot continue in this generation. failed: why
     this node cannot continue at all. fatal: why no node can (a mistake of the user). leaving: it leaves at the end of
-    the step; overdue: it cannot wait for that any longer. slow: how many times slower than others it is, if above the
-    limit.
+    the step; overdue: it cannot wait for that any longer. done: its workers have finished; early: why they ended before
+    the last step, if they did. slow: how many times slower than others it is, if above the limit.
     """
 
     node: str
@@ -93,6 +93,7 @@ class Status(ProtocolMessage, frozen=True):
     done: bool = False
     workers: int = 1
     slow: float = 0.0
+    early: str = ""
 
 
 class Order(ProtocolMessage, frozen=True):

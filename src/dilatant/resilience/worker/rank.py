@@ -22,19 +22,22 @@ from dilatant.comm.store.store import Store, connect
 from dilatant.config import Config, UserError
 from dilatant.config.files.own_files import open_in_place
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.templates.copies import Redundancy
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
 from dilatant.resilience.partial_step.exchange import adopt_gradients, inherit_state
 from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
 from dilatant.resilience.processes.messages import Seat, StoreAt
 from dilatant.resilience.protocol.agent import Rebuild
-from dilatant.resilience.protocol.values import NO_STATE
+from dilatant.resilience.protocol.values import ASKED, NO_STATE
 from dilatant.resilience.state_transfer import StateLost
 from dilatant.resilience.status import REBUILDS, RebuildRecord, write_history
 from dilatant.resilience.worker.generation_plan import (
     TOO_LARGE,
     GenerationPlans,
     NothingFits,
+    nodes_of,
     publish_plan,
 )
 from dilatant.resilience.worker.save_holdings import save_holdings
@@ -44,7 +47,7 @@ from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_c
 from dilatant.training.commit import RunMembership
 from dilatant.training.feeding.decoding import PersistentPool, decoding_of, warm_up_next_owner
 from dilatant.training.prepare import PreparedRun, prepare
-from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
+from dilatant.training.rank import RunResult, Show, begin_folder, console_for, train_to_end
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
@@ -59,11 +62,13 @@ _BEGUN = "resilience/begun"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldState:
-    """The state of the generation of `order`: its plan, and a trainer that no longer communicates once it is over."""
+    """The state of the generation of `order`: its plan, and a trainer that no longer communicates once it is over.
+    redundancy: copies of layers that the generation began with."""
 
     order: Rebuild
     trainer: Trainer
     planned: TrainingPlan
+    redundancy: Redundancy
 
     @property
     def generation(self) -> int:
@@ -139,6 +144,7 @@ class _ResilientRank:
         self._spare: MultimodalModel | None = None
         self._is_torn = False
         self._mistake: UserError | None = None
+        self._thin = ""
         self._node_of: list[str] = []
         self._generation_now: int | None = None
         self._plans = GenerationPlans(config, self._prepared, initial)
@@ -153,7 +159,7 @@ class _ResilientRank:
                     order = self._await_rebuild()
                     try:
                         result = self._generation(order, stop)
-                        self._link.await_end()
+                        self._link.await_end("" if result.finished else self._thin or ASKED)
                         return result
                     except RunEnded:
                         raise
@@ -179,10 +185,24 @@ class _ResilientRank:
         self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.comm,))
         self._later.daemon = True
         self._later.start()
+        self._heed(made, stop)
         result = train_to_end(self._config, made.trainer, self._folder, self._show, stop)
         if made.trainer.rank == 0:
             self._show_plan()
         return result
+
+    def _heed(self, made: HeldState, stop: StopSignal) -> None:
+        """Do what the config asks for if some layers have fewer copies now."""
+        if not made.redundancy.has_sunk:
+            return
+        shortage, then = made.redundancy.shortage, self._config.resilience.when_thin
+        if made.trainer.rank == 0:
+            warn(console_for(self._show), shortage)
+        if then != "go_on":
+            made.trainer.owes_save = True
+        if then == "stop":
+            self._thin = f"{shortage}; `dilatant resume` goes on with what is saved"
+            stop.request()
 
     def _activate(self, made: HeldState) -> None:
         if self._held is not None:
@@ -252,7 +272,7 @@ class _ResilientRank:
         """Build this rank's trainer for the generation, and fill it with the state that other ranks hold."""
         self._rank = order.first_rank + self._seat.index
         self._generation_now = order.generation
-        self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
+        self._node_of = [order.members[node] for node in nodes_of(order.workers)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
         watch, began = Stopwatch(), time.process_time()
         try:
@@ -284,6 +304,7 @@ class _ResilientRank:
                 trainer = self._trainer(order, planned, weights_follow=False, before=None)
                 self._begin(trainer, planned)
                 watch.lap("copy")
+        redundancy = self._plans.redundancy(order, planned, self._store)
         kept, again = pairs
         record = RebuildRecord(
             order.generation,
@@ -296,6 +317,9 @@ class _ResilientRank:
             again,
             given,
             trainer.state.stays,
+            dict(redundancy.by_unit),
+            redundancy.shortage,
+            redundancy.has_sunk,
         )
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
@@ -314,7 +338,7 @@ class _ResilientRank:
         if trainer.rank == 0:
             with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
-        return HeldState(order, trainer, planned)
+        return HeldState(order, trainer, planned, redundancy)
 
     def _saved(self, order: Rebuild, held: HeldState | None) -> str:
         """Save what this generation's ranks hold, since none of their plans can go on with it; return what is saved."""
@@ -338,7 +362,7 @@ class _ResilientRank:
         self._is_joining = True
         if self._link.is_fenced:
             raise Fenced
-        places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
+        places = tuple(nodes_of(order.workers))
         membership = RunMembership(
             order.generation,
             places,

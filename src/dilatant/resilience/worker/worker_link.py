@@ -135,9 +135,9 @@ class WorkerLink:
         """Report that this worker is `times` slower than the others, which exceeds the limit; 0: no longer."""
         self._send(Slow(self._generation, times))
 
-    def await_end(self) -> None:
-        """Report that this worker has finished, and return when all have. Raises Fenced."""
-        self._send(Done(self._generation))
+    def await_end(self, early: str = "") -> None:
+        """Report that this worker has finished, and return when all have. early: see `Done`. Raises Fenced."""
+        self._send(Done(self._generation, early))
         try:
             self._await(End)
         except RunEnded:
