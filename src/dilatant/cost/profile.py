@@ -156,7 +156,7 @@ def _measured(
 def _dense_seconds(
     layer: nn.Module, probe: LayerProbe, repeats: int, ends: tuple[float, float]
 ) -> tuple[tuple[int, float], ...]:
-    if probe.packed is None or probe.blocks is None:
+    if not probe.dense or probe.packed is None or probe.blocks is None:
         return ()
     (block,) = probe.blocks(layer)
     found: list[tuple[int, float]] = []
