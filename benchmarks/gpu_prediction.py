@@ -6,27 +6,39 @@ sheet, or measured first as `dilatant plan` does. For each of these, one row hol
     python benchmarks/gpu_prediction.py --size 1b --json gpu_prediction.json         # 0.8 B parameters, 80 GB
     python benchmarks/gpu_prediction.py --size tiny --precision fp32 --steps 2       # also without a GPU
 
-`compute_seconds` is what is predicted: the time from the start of a step's first action to the end of its last one.
-`step_seconds` also includes the wait for data and the update. Without a GPU there are no peak bytes and no MFU.
+`compute_seconds` lasts from the start of a step's first action to the end of its last one; `step_seconds` also
+includes the wait for data and the update. Both have a prediction. `actions` has the seconds of a step by unit and kind:
+as predicted (the device's and the host's, of which an action takes the longer), as measured, and, from a trace of one
+more step, those in which kernels ran and in which the host issued them (longer than without a trace). `kernels` are
+those that took most of that step; `layers` the predicted seconds of one layer of each type on a microbatch's mean row.
+Without a GPU there are no peak bytes, no MFU and no kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import gzip
 import io
 import json
 import os
 import statistics
 import tempfile
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from machine import machine
 from one_device_trainer import SIZES, save_model, tree
 
+if TYPE_CHECKING:
+    from dilatant.schedule.measured import MeasuredAction
+    from dilatant.schedule.simulator.predict import TimedStep
+
 COSTS = ("modelled", "measured")
+MOST_KERNELS = 25
 
 
 def write_charts(folder: Path, count: int) -> None:
@@ -47,6 +59,62 @@ def write_charts(folder: Path, count: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), folder / "charts.parquet")
 
 
+def predicted_actions(timed: TimedStep) -> dict[str, dict[str, float]]:
+    """Return the predicted seconds of a step by unit and kind of action: what it takes, the device's and the host's."""
+    graph, stages = timed.graph, timed.costs.stages
+    device = np.einsum("ij,ij->i", stages.seconds[graph.stage, graph.kind], timed.sums)
+    host = stages.host_seconds[graph.stage, graph.kind] * timed.sums[:, 2]
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for op in range(graph.num_ops):
+        action = graph.action(op)
+        own = found[f"{graph.arrays.placed[action.stage].unit} {action.kind}"]
+        own["predicted"] += float(timed.durations[op])
+        own["predicted_device"] += float(device[op])
+        own["predicted_host"] += float(host[op])
+    return found
+
+
+def measured_actions(actions: tuple[MeasuredAction, ...]) -> dict[str, float]:
+    """Return the measured seconds of a step by unit and kind of action."""
+    found: dict[str, float] = defaultdict(float)
+    for one in actions:
+        found[f"{one.unit} {one.action.kind}"] += one.seconds
+    return found
+
+
+def read_trace(folder: Path) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return, of the trace of a step in `folder`, the seconds in which kernels ran and the host issued them by unit and
+    kind of action, and the seconds by kernel."""
+    (path,) = folder.glob("step-*/*.json.gz")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events = [event for event in json.load(file)["traceEvents"] if "dur" in event]
+    ranges = sorted(
+        (event["ts"], event["ts"] + event["dur"], " ".join(words[0::3][:2]))
+        for event in events
+        if event.get("cat") == "user_annotation"
+        and len(words := event["name"].split()) == 6  # "language stage 1 F microbatch 0"
+        and words[1] == "stage"
+    )
+    starts = [begin for begin, _, _ in ranges]
+    found: dict[str, dict[str, float]] = defaultdict(lambda: {"kernels": 0.0, "issuing": 0.0})
+    for begin, end, name in ranges:
+        found[name]["issuing"] += (end - begin) / 1e6
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    kernels: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels[event["name"]] += event["dur"] / 1e6
+            at = launched.get(event.get("args", {}).get("correlation"), -1.0)
+            place = bisect.bisect_right(starts, at) - 1
+            if place >= 0 and at <= ranges[place][1]:
+                found[ranges[place][2]]["kernels"] += event["dur"] / 1e6
+    return found, kernels
+
+
 def predict(
     costs: str, model: Path, data: Path, scratch: Path, settings: argparse.Namespace
 ) -> dict[str, Any]:
@@ -60,6 +128,8 @@ def predict(
 
     whole = tree(model, data, scratch / "run", settings)
     whole["cluster"] = {"gpus_per_node": 1}
+    whole["train"]["steps"] += 1  # the last one is traced and not timed
+    whole["train"]["profile"] = {"steps": [whole["train"]["steps"]] * 2}
     if costs == "modelled":
         whole["plan"] = {"measure_seconds": 0}
     config = parse_config(whole, scratch)
@@ -71,11 +141,21 @@ def predict(
     problem = problem.sharing(planned.zero).with_row_tokens(tokens)
     score = scorer_of(problem, "1f1b")(planned.plan, planned.num_microbatches, tokens)
     steps: list[StepMetrics] = []
-    seconds: list[float] = []
+    seconds: list[tuple[float, float]] = []  # measured and predicted, of the actions
+    by_action: list[tuple[dict[str, float], dict[str, dict[str, float]]]] = []
+    rows: dict[str, list[float]] = defaultdict(list)
 
     def observe(metrics: StepMetrics) -> None:
-        actions = trainer.runtime.measured()
-        seconds.append(max(one.end for one in actions) - min(one.start for one in actions))
+        actions, step = trainer.runtime.measured(), trainer.runtime.last_step
+        assert step is not None
+        timed = step.prediction.timed
+        seconds.append(
+            (max(one.end for one in actions) - min(one.start for one in actions), float(timed.seconds))
+        )
+        by_action.append((measured_actions(actions), predicted_actions(timed)))
+        for one in actions:
+            if one.action.kind == "F":
+                rows[one.unit].append(float(sum(step.tokens[one.unit][sample] for sample in one.samples)))
         steps.append(metrics)
 
     trainer = Trainer(config, samples, run.model, planned, local_worker(), scratch / "checkpoints")
@@ -84,9 +164,36 @@ def predict(
         trainer.run(observe)
     finally:
         trainer.close()
-    timed = steps[settings.warm_up :]
-    compute = statistics.median(seconds[settings.warm_up :])
-    predicted = statistics.median(metrics.predicted_seconds or float("nan") for metrics in timed)
+    timed = steps[settings.warm_up : -1]
+    compute, predicted = (statistics.median(own) for own in zip(*seconds[settings.warm_up : -1], strict=True))
+    taken = statistics.median(metrics.step_seconds - metrics.data_wait_seconds for metrics in timed)
+    whole_step = statistics.median(metrics.predicted_seconds or float("nan") for metrics in timed)
+    traced, kernels = read_trace(scratch / "run" / "traces")
+    actions = {
+        name: {
+            **{
+                key: statistics.median(known[name][key] for _, known in by_action[settings.warm_up : -1])
+                for key in ("predicted", "predicted_device", "predicted_host")
+            },
+            "measured": statistics.median(own[name] for own, _ in by_action[settings.warm_up : -1]),
+            **traced.get(name, {}),
+        }
+        for name in by_action[-1][0]
+    }
+    layers = {}
+    for unit in problem.model.spec.units:
+        row = statistics.fmean(rows[unit.name])
+        sample = row * len(rows[unit.name]) / (len(steps) * settings.batch)
+        for kind in dict.fromkeys(layer.kind for layer in unit.layers):
+            cost = problem.costs.layer(kind)
+            parts = cost.forward, cost.input_gradient, cost.weight_gradient
+            layers[kind] = {
+                "count": sum(layer.kind == kind for layer in unit.layers),
+                "row_tokens": row,
+                "device": [part.a * sample * row + part.b * row + part.c for part in parts],
+                "host": cost.host,
+                "fit_error": cost.fit_error,
+            }
     peak = max((metrics.peak_bytes for metrics in steps if metrics.peak_bytes is not None), default=None)
     utilization = [metrics.mfu for metrics in timed if metrics.mfu is not None]
     return {
@@ -101,6 +208,8 @@ def predict(
         "compute_seconds": compute,
         "predicted_seconds": predicted,
         "predicted_over_measured": predicted / compute,
+        "predicted_step_seconds": whole_step,
+        "predicted_step_over_measured": whole_step / taken,
         "step_seconds": statistics.median(metrics.step_seconds for metrics in timed),
         "data_wait_seconds": statistics.median(metrics.data_wait_seconds for metrics in timed),
         "teraflops": statistics.median(metrics.teraflops for metrics in timed),
@@ -108,7 +217,28 @@ def predict(
         "predicted_peak_bytes": max(score.peak_bytes),
         "peak_bytes": peak,
         "predicted_over_measured_bytes": max(score.peak_bytes) / peak if peak else None,
+        "seconds_of_steps": [own for own, _ in seconds],
+        "actions": actions,
+        "kernels": dict(sorted(kernels.items(), key=lambda one: -one[1])[:MOST_KERNELS]),
+        "kernel_seconds": sum(kernels.values()),
+        "layers": layers,
     }
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a row: one line of totals, one for each unit and kind of action, and one for each layer type."""
+    plain = {key: value for key, value in row.items() if not isinstance(value, dict | list)}
+    print(json.dumps(plain), flush=True)
+    for name, own in row["actions"].items():
+        texts = (f"{key} {1e3 * value:.1f}" for key, value in own.items())
+        print(f"  {name}, ms: {', '.join(texts)}", flush=True)
+    for kind, own in row["layers"].items():
+        device = " + ".join(f"{1e3 * value:.3f}" for value in own["device"])
+        print(
+            f"  {own['count']} x {kind}, {own['row_tokens']:.0f} tokens, ms: device {device}, host "
+            f"{1e3 * own['host']:.3f}, fit error {own['fit_error']}",
+            flush=True,
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -142,7 +272,7 @@ def main() -> None:
             report["rows"].append(row)
             if settings.json:
                 settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            print(json.dumps(row), flush=True)
+            show(row)
 
 
 if __name__ == "__main__":

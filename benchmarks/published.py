@@ -270,13 +270,16 @@ def predicted_seconds(run: Measured) -> float:
     return max(score.seconds, moved)
 
 
-def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> None:
-    """Print the distance of predictions from measurements, for fitted and held-out sources and by kinds of runs."""
+def corpus_report(
+    runs: Sequence[Measured], seconds: Sequence[float], console: Console
+) -> list[dict[str, Any]]:
+    """Print and return the distance of predictions from measurements, for fitted and held-out sources and by kinds of
+    runs."""
     ratios = np.asarray(seconds) / [run.seconds for run in runs]
     groups: dict[tuple[str, str], list[int]] = {}
     for number, run in enumerate(runs):
         part = "held out" if run.held_out else "fitted on"
-        precision = ", FP8" if run.runner.products else ""
+        precision = (f", {run.group}" if run.group else "") + (", FP8" if run.runner.products else "")
         context = next(size for size in (2048, 4096, 8192, 1 << 30) if run.tokens <= size)
         for kind in (
             "all" + precision,
@@ -287,19 +290,33 @@ def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: C
         ):
             groups.setdefault((part, kind), []).append(number)
     table = Table(
-        "part", "runs", "number", "median ratio", "mean ratio", "mean distance", "95 % within", box=None
+        "part",
+        "runs",
+        "number",
+        "median ratio",
+        "mean ratio",
+        "mean distance",
+        "95 % within",
+        "worst",
+        box=None,
     )
+    found = []
     for (part, kind), numbers in sorted(groups.items()):
         own = ratios[numbers]
         off = np.abs(own - 1.0)
+        distances = float(off.mean()), float(np.quantile(off, 0.95)), float(off.max())
         table.add_row(
-            part, kind, str(len(own)), f"{np.median(own):.2f}", f"{own.mean():.2f}", f"{off.mean():.1%}",
-            f"{np.quantile(off, 0.95):.1%}",
+            part, kind, str(len(own)), f"{np.median(own):.2f}", f"{own.mean():.2f}",
+            *(f"{one:.1%}" for one in distances),
         )  # fmt: skip
+        figures = (len(own), float(np.median(own)), *distances)
+        names = ("number", "median_ratio", "mean_distance", "95_percent_within", "worst_distance")
+        found.append({"part": part, "runs": kind, **dict(zip(names, figures, strict=True))})
     console.print(table)
+    return found
 
 
-def corpus(path: Path, every: int, console: Console) -> None:
+def corpus(path: Path, every: int, console: Console) -> dict[str, Any]:
     """Predict every `every`-th run of a corpus, in the order of their ids."""
     runs, refused = [], Counter[str]()
     for run in measured_runs(read_lines(path)):
@@ -308,9 +325,10 @@ def corpus(path: Path, every: int, console: Console) -> None:
         else:
             runs.append(run)
     runs = [run for number, run in enumerate(sorted(runs, key=lambda one: one.id)) if number % every == 0]
-    corpus_report(runs, [predicted_seconds(run) for run in runs], console)
+    report = corpus_report(runs, [predicted_seconds(run) for run in runs], console)
     for why, count in refused.items():
         console.print(f"{count} rows are not predicted: {why}")
+    return {"groups": report, "not_predicted": dict(refused)}
 
 
 WORKSPACES = 64.0 * 2**20
@@ -333,7 +351,7 @@ def predicted_bytes(run: MeasuredMemory) -> float:
     return WORKSPACES + score.peak_bytes[-1]
 
 
-def memory(path: Path, every: int, console: Console) -> None:
+def memory(path: Path, every: int, console: Console) -> dict[str, Any]:
     """Predict the bytes of every `every`-th test case of Megatron-LM."""
     found = [*measured_memory(read_lines(path))]
     runs = [run for run in found if not isinstance(run, str)][::every]
@@ -345,6 +363,7 @@ def memory(path: Path, every: int, console: Console) -> None:
     )
     kinds = {"4 GiB and more": large, "smaller": ~large}
     kinds |= {f"smaller, pp {pp}": ~large & np.array([run.pp == pp for run in runs]) for pp in (1, 2, 4)}
+    report = []
     for kind, of in kinds.items():
         if of.any():
             share = np.abs(off[of]) / measured[of]
@@ -352,9 +371,15 @@ def memory(path: Path, every: int, console: Console) -> None:
                 kind, str(of.sum()), f"{np.median(predicted[of] / measured[of]):.2f}", f"{share.mean():.1%}",
                 f"{np.quantile(share, 0.95):.1%}", f"{(np.abs(off[of]) <= 300 * 2**20).mean():.0%}",
             )  # fmt: skip
+            near = float((np.abs(off[of]) <= 300 * 2**20).mean())
+            mean = float(share.mean())
+            report.append(
+                {"runs": kind, "number": int(of.sum()), "mean_distance": mean, "within_300_mib": near}
+            )
     console.print(table)
     for why, count in Counter(run for run in found if isinstance(run, str)).items():
         console.print(f"{count} test cases are not predicted: {why}")
+    return {"groups": report}
 
 
 def rows_of(names: Sequence[str], known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
@@ -430,18 +455,19 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=220)
-    for path, report in ((options.rows, corpus), (options.memory, memory)):
-        if path:
-            report(path, options.every, console)
-    if options.rows or options.memory:
-        return
-    known = []
+    document: dict[str, Any] = {}
     if options.json and options.json.exists():
-        known = json.loads(options.json.read_text(encoding="utf-8"))["tables"][0]["rows"]
-    found = table(tuple(rows_of(options.only, known)))
-    found.show(console)
+        document = json.loads(options.json.read_text(encoding="utf-8"))
+    document |= machine()
+    for path, name, report in ((options.rows, "corpus", corpus), (options.memory, "memory", memory)):
+        if path:
+            document[name] = report(path, options.every, console)
+    if not (options.rows or options.memory):
+        known = document["tables"][0]["rows"] if "tables" in document else []
+        found = table(tuple(rows_of(options.only, known)))
+        found.show(console)
+        document["tables"] = [found.to_plain()]
     if options.json:
-        document = {**machine(), "tables": [found.to_plain()]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -62,6 +62,8 @@ def page(folder: Path = RESULTS) -> str:
         lines += ["", *(f"- {table['name']}: {remark}" for table in tables for remark in table["remarks"])]
         while not lines[-1]:
             lines.pop()
+        if key == "published.json":
+            lines += _corpus(folder / key)
     return "\n".join(lines) + "\n"
 
 
@@ -90,6 +92,40 @@ def _counts(sections: list[tuple[str, str, list[dict[str, Any]]]]) -> list[str]:
         lines.append(
             f"| {TITLES[key]} | {' | '.join(str(count[verdict]) for verdict in VERDICTS)} | {predicted} |"
         )
+    return lines
+
+
+def _corpus(path: Path) -> list[str]:
+    """The distances of predictions from a corpus of measured runs by source, and from measured bytes."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not {"corpus", "memory"} <= document.keys():
+        return []
+    command = (
+        f"python benchmarks/published.py --rows FILE --memory FILE --json benchmarks/results/{path.name}"
+    )
+    lines = ["", "### Measured runs of other programs", "", f"`{command}`", ""]
+    lines += [
+        "| source | constants | runs | median predicted / measured | mean distance | 95 % within | worst |"
+    ]
+    lines += ["|---|---|---:|---:|---:|---:|---:|"]
+    for one in document["corpus"]["groups"]:
+        if one["runs"].startswith("source: "):
+            distances = (one[name] for name in ("mean_distance", "95_percent_within", "worst_distance"))
+            shown = " | ".join(f"{100 * distance:.1f} %" for distance in distances)
+            source = one["runs"].removeprefix("source: ")
+            lines.append(
+                f"| {source} | {one['part']} | {one['number']} | {one['median_ratio']:.2f} | {shown} |"
+            )
+    refused = sorted(document["corpus"]["not_predicted"].items(), key=lambda pair: (-pair[1], pair[0]))
+    lines += ["", f"Not predicted: {'; '.join(f'{why} ({count} rows)' for why, count in refused)}."]
+    lines += [
+        "",
+        "| peak bytes of Megatron-LM's tests | runs | mean distance | within 300 MiB |",
+        "|---|---:|---:|---:|",
+    ]
+    for one in document["memory"]["groups"]:
+        mean, near = 100 * one["mean_distance"], 100 * one["within_300_mib"]
+        lines.append(f"| {one['runs']} | {one['number']} | {mean:.1f} % | {near:.0f} % |")
     return lines
 
 

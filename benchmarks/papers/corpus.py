@@ -15,6 +15,7 @@ from dilatant.config.recompute import Recompute
 from dilatant.cost.analytic import Runner
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
+from papers.corpus_models import parts_of
 from papers.models import Part, llama
 
 HARDWARE = {
@@ -59,7 +60,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. gpus: name of the entry in the hardware file; zero: None if the weights are sharded, too."""
+    """One run. gpus: name of the entry in the hardware file; zero: None if the weights are sharded, too. group: what
+    is trained, besides dense language models."""
 
     id: str
     source: str
@@ -79,6 +81,7 @@ class Measured:
     zero: Zero | None
     seconds: float
     runner: Runner
+    group: str = ""
 
     @property
     def held_out(self) -> bool:
@@ -87,8 +90,16 @@ class Measured:
 
 
 def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]:
-    """Yield each row as a run, or the reason why it cannot be predicted."""
-    for row in rows:
+    """Yield each row as a run, or the reason why it cannot be predicted. A row without its number of heads has that of
+    its source's other rows of the same model, where they agree."""
+    known, heads = [*rows], dict[tuple[str, str], set[int]]()
+    for row in known:
+        if own := row["model"].get("heads"):
+            heads.setdefault((row["source_id"], row["model"]["name"]), set()).add(own)
+    for row in known:
+        found = heads.get((row["source_id"], row["model"]["name"]), set())
+        if not row["model"].get("heads") and len(found) == 1:
+            row = {**row, "model": {**row["model"], "heads": min(found)}}
         try:
             yield _run(row)
         except ValueError as error:
@@ -99,16 +110,21 @@ def _run(row: Mapping[str, Any]) -> Measured:
     model, figures = row["model"], row["measured"]
     if row["quality"] not in ("A", "B"):
         raise ValueError("of lower quality")
-    if row["multimodal"] or "vision" in model:
+    if row["multimodal"] and "vision" not in model:
         raise ValueError("multimodal: the work per sample is not told")
     if "lora" in str(row.get("task")).lower():
         raise ValueError("adapters")
-    if model.get("moe"):
-        raise ValueError("experts across data-parallel ranks")
+    group, experts = "", model.get("moe") or model.get("language", {}).get("moe")
+    if "vision" in model:
+        group = "images and experts" if experts else "images"
+        model = {**model, **model["language"]}
+    elif experts:
+        group = "experts"
     seconds = (
         figures.get("step_seconds") or figures.get("seconds_per_step") or row.get("derived_step_seconds")
     )
-    needed = [model.get(key) for key in ("layers", "hidden", "ffn", "vocab", "seq")]
+    needed = [model.get(key) for key in ("layers", "hidden", "vocab", "seq")]
+    needed += [model.get("ffn") or experts]
     needed += [row.get(key) for key in ("gpus", "tp", "pp", "dp", "mbs", "gbs")] + [seconds]
     name = next((HARDWARE[word] for word in HARDWARE if word in row["hardware"]), None)
     if not all(needed) or name is None or row["gbs"] % (row["dp"] * row["mbs"]):
@@ -127,16 +143,11 @@ def _run(row: Mapping[str, Any]) -> Measured:
     if "500 W" in row["hardware"]:  # of 700: power grows with the cube of the clock; HBM2e
         efficiency = hardware.matmul_efficiency * (5 / 7) ** (1 / 3)
         hardware = replace(hardware, matmul_efficiency=efficiency, bandwidth=2.4e12)
-    hidden = model["hidden"]
-    heads = model.get("heads") or hidden // 128
     low = re.search("fp8|float8|fp4", row["precision"].lower()) is not None
     key = row["source_id"] + (" compiled" if row["source_id"] == "torchtitan" and row.get("compile") else "")
     runner = replace(RUNNERS.get(key, MEGATRON), products="float8" if low else None)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
-    parts = llama(
-        model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"], gated=gated,
-        fused=runner.fused, norms=(6.0 * hidden, 36.0 * hidden) if row["precision"].startswith("amp") else None,
-    )  # fmt: skip
+    parts = parts_of(row, hardware, runner, gated)
     weights = sum(part.count * part.shape.matmul for part in parts)
     peak = (
         hardware.peak_flops[runner.products or "bfloat16"]
@@ -159,7 +170,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero,
-        float(seconds), runner,
+        float(seconds), runner, group,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from dilatant.cost.analytic import (
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import LayerSpec, ModelSpec, UnitSpec
 
 EFFICIENCY = 0.5
@@ -49,13 +50,26 @@ def operations_only(name: str) -> Hardware:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """`count` layers that run with another layer, on `share` tokens for each of its tokens (a vision tower)."""
+
+    shape: LayerShape
+    count: int
+    share: float
+    trains: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """`count` equal layers. `window`: tokens that a token attends to, of rows longer than that."""
+    """`count` equal layers. `window`: tokens that a token attends to, of rows longer than that. sent: seconds of one
+    pass to send a sample's tokens to experts and back. beside: layers that run with this one."""
 
     kind: str
     shape: LayerShape
     count: int
     window: int | None = None
+    sent: Quadratic = ZERO
+    beside: Beside | None = None
 
     @property
     def as_run(self) -> LayerShape:
@@ -218,8 +232,28 @@ def cost_model(units: Sequence[PaperUnit], hardware: Hardware) -> CostModel:
             costs = analytic_costs(
                 {kind: part.as_run}, hardware, [Degrees(*own) for own in unit.degrees], runner=unit.runner
             ).layers[kind]
-            layers[kind] = costs if part.shape.attention_width else {d: _kept(costs[d]) for d in costs}
+            layers[kind] = {
+                degrees: _with_more(cost if part.shape.attention_width else _kept(cost), part, hardware, unit)
+                for degrees, cost in costs.items()
+            }
     return CostModel(hardware.name, "analytic", "bfloat16", layers)
+
+
+_PASSES = ("forward", "input_gradient", "first_trainable")
+
+
+def _with_more(cost: LayerCost, part: Part, hardware: Hardware, unit: PaperUnit) -> LayerCost:
+    """The cost of a layer with what its tokens take to other ranks and back, and with the layers beside it."""
+    names = (*_PASSES, "recompute")
+    cost = replace(cost, **{name: getattr(cost, name) + part.sent for name in names})
+    if part.beside is None:
+        return cost
+    each, share, more = analytic_cost(part.beside.shape, hardware, runner=unit.runner), part.beside.share, {}
+    for name in (*_PASSES, "weight_gradient") if part.beside.trains else ("forward",):
+        own: Quadratic = getattr(each, name)
+        scaled = Quadratic(own.a * share**2, own.b * share, own.c).scaled(part.beside.count)
+        more[name] = getattr(cost, name) + scaled
+    return replace(cost, **more)
 
 
 def _kept(cost: LayerCost) -> LayerCost:

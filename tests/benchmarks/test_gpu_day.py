@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,35 @@ def test_what_a_small_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tm
     assert sections["prediction"].needs(None) is None
 
 
+def test_kernels_belong_to_the_action_that_launched_them(tmp_path: Path) -> None:
+    """Kernels of a backward are launched by a thread of autograd, while the action's range is open elsewhere."""
+
+    def event(category: str, name: str, begin: float, seconds: float, **arguments: int) -> dict[str, Any]:
+        return {"cat": category, "name": name, "ts": begin, "dur": seconds, "args": arguments}
+
+    events = [
+        event("user_annotation", "rows for language stage 1 F microbatch 0", 0, 10),
+        event("user_annotation", "language stage 1 F microbatch 0", 10, 100),
+        event("user_annotation", "language stage 1 B microbatch 0", 110, 50),
+        event("cuda_runtime", "cudaLaunchKernel", 20, 1, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 120, 1, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 170, 1, correlation=3),
+        event("kernel", "product", 300, 1_000_000, correlation=1),
+        event("kernel", "product", 1_000_300, 2_000_000, correlation=2),
+        event("kernel", "update", 3_000_300, 500_000, correlation=3),
+        {"cat": "process", "name": "no duration", "ts": 0},
+    ]
+    (tmp_path / "step-00000001").mkdir()
+    with gzip.open(tmp_path / "step-00000001" / "rank-0-of-1.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    actions, kernels = gpu_prediction.read_trace(tmp_path)
+    assert actions == {
+        "language F": {"kernels": 1.0, "issuing": pytest.approx(1e-4)},
+        "language B": {"kernels": 2.0, "issuing": pytest.approx(5e-5)},
+    }
+    assert kernels == {"product": 3.0, "update": 0.5}
+
+
 @pytest.mark.slow
 def test_prediction_is_compared_with_a_step(tmp_path: Path) -> None:
     command = "--size tiny --precision fp32 --steps 1 --warm-up 1 --batch 4 --workers 0"
@@ -58,3 +89,8 @@ def test_prediction_is_compared_with_a_step(tmp_path: Path) -> None:
     assert row["predicted_peak_bytes"] > 16 * row["parameters"]
     assert row["step_seconds"] >= row["compute_seconds"]
     assert (row["peak_bytes"], row["mfu"]) == (None, None)
+    assert {*row["actions"]} == {"vision F", "vision B", "language F", "language B"}
+    predicted = sum(own["predicted"] for own in row["actions"].values())
+    assert predicted == pytest.approx(row["predicted_seconds"])  # of one rank, which never waits
+    assert all(own["measured"] > 0 < own["issuing"] for own in row["actions"].values())
+    gpu_prediction.show(row)

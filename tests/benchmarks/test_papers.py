@@ -20,14 +20,46 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import dflop  # noqa: E402
 import published  # noqa: E402
 import results_page  # noqa: E402
-from papers import cornstarch_partition, entrain_stability, models, oobleck_failures  # noqa: E402
+from papers import cornstarch_partition, corpus_models, entrain_stability, models, oobleck_failures  # noqa: E402
 from papers.planner import even_chain  # noqa: E402
 from papers.tables import in_range, judged  # noqa: E402
+
+from dilatant.cost.analytic import DILATANT  # noqa: E402
+from dilatant.cost.hardware import load_hardware  # noqa: E402
 
 needs_sizes = pytest.mark.skipif(
     not (SHARED / "data/workload_stats").exists(),
     reason="the size statistics are absent: their tables were not rerun",
 )
+
+
+MIXTURES = {
+    "Qwen3 30B": {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 151_936,
+                  "moe": {"experts": 128, "top_k": 8, "ffn": 768}},
+    "DeepSeek V3": {"layers": 61, "hidden": 7168, "heads": 128, "ffn": 18_432, "vocab": 129_280, "note": "MLA: q_lora",
+                    "moe": {"experts": 256, "top_k": 8, "shared": 1, "ffn": 2048, "dense_layers": 3}},
+}  # fmt: skip
+"""Models as a corpus of measured runs describes them."""
+
+
+def mixture(name: str, ep: int = 1) -> tuple[models.Part, ...]:
+    model = {"seq": 4096, "name": name, **MIXTURES[name]}
+    row = {"model": model, "tp": 1, "cp": 1, "ep": ep, "hardware": "H100", "precision": "bf16"}
+    return corpus_models.parts_of(row, load_hardware("H100"), DILATANT, gated=True)
+
+
+def test_experts_on_other_ranks_keep_work_and_leave_weights():
+    alone, shared = (mixture("Qwen3 30B", ep)[1] for ep in (1, 8))
+    assert alone.shape.matmul == shared.shape.matmul
+    # 16 of 128 experts of three matrices remain.
+    assert alone.shape.parameters - shared.shape.parameters == 112 * 3 * 2048 * 768
+    assert alone.sent.b == 0.0
+    # A row of two bytes a number goes to each other rank with one of eight experts, and back. Drawn independently:
+    drawn = np.random.default_rng(0).integers(0, 8, (100_000, 8))
+    others = np.mean([len({*own.tolist()} - {0}) for own in drawn])
+    bytes_moved = 2 * 2048 * 2 * others
+    # 100,000 draws of a number with a deviation of 1 are this near to the mean.
+    assert shared.sent.b == pytest.approx(bytes_moved / load_hardware("H100").inside.bandwidth, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +73,8 @@ needs_sizes = pytest.mark.skipif(
         (models.qwen_vision(2048)[2:], 36.7e6),
         (models.gpt(96, 12288, 96, 51_200), 175e9),
         (next(published.llama_3()).parts, 405e9),
+        (mixture("Qwen3 30B"), 30.5e9),
+        (mixture("DeepSeek V3"), 671e9),
     ],
 )
 def test_models_have_their_public_number_of_parameters(parts, parameters):

@@ -13,8 +13,9 @@ from torch import nn
 from dilatant.config.degrees import Degrees
 from dilatant.config.errors import UserError
 from dilatant.cost import clock as clock_module
-from dilatant.cost.dense_probe import DenseProbe
-from dilatant.cost.layer import LayerCost
+from dilatant.cost import profile as profile_module
+from dilatant.cost.clock import Clock
+from dilatant.cost.layer import LayerCost, frozen_work
 from dilatant.cost.model import CostModel
 from dilatant.cost.profile import LayerProbe, fit_layer, measure, profile_layers
 from dilatant.cost.quadratic import Quadratic
@@ -65,7 +66,7 @@ def test_forward_and_both_gradients_are_timed_separately(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     probe = LayerProbe("counted", lambda: Counted(clock, 1.0, 4.0, 16.0), rows)
-    found = measure(probe.build(), probe, tokens=8, repeats=3)
+    found = measure(probe.build(), probe, row=(8,), repeats=3)
     assert (found["forward"], found["input_gradient"], found["weight_gradient"]) == (1.0, 4.0, 16.0)
     assert found["first_trainable"] == 16.0
     assert found["recompute"] == 1.0
@@ -75,7 +76,7 @@ def test_kept_bytes_are_what_autograd_saves_without_parameters():
     probe = LayerProbe(
         "mlp", lambda: nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)), rows
     )
-    found = measure(probe.build(), probe, tokens=100, repeats=1)
+    found = measure(probe.build(), probe, row=(100,), repeats=1)
     # The input, the first linear's output and the activation's; four bytes each.
     assert found["activation_bytes"] == 4 * 100 * (WIDTH + 256 + 256)
     assert found["checkpoint_bytes"] == found["output_bytes"] == 4 * 100 * WIDTH
@@ -114,7 +115,8 @@ def test_a_dense_row_costs_the_extra_time_of_several_samples(monkeypatch):
         lambda: layer,
         lambda tokens: ((torch.randn(tokens, WIDTH),), {"samples": 1}),
         blocks=lambda layer: [layer.block],
-        dense=DenseProbe((8, 32), lambda tokens: ((torch.randn(tokens, WIDTH),), {"samples": 2})),
+        packed=lambda lengths: ((torch.randn(sum(lengths), WIDTH),), {"samples": len(lengths)}),
+        dense=(8, 32),
     )
     costs = profile_layers([probe], "CPU", "float32", tokens=(4, 16), repeats=2)
     # Forward and backward, in a row of two samples 9 a token instead of 3; without masks and weight gradients.
@@ -137,7 +139,7 @@ class _Experts(nn.Module):
 def test_expert_weight_halves_keep_as_much_as_linear_ones():
     linear = nn.Sequential(nn.Linear(WIDTH, 256, bias=False), nn.GELU(), nn.Linear(256, WIDTH, bias=False))
     kept = [
-        measure(probe.build(), probe, tokens=100, repeats=1)["weight_bytes"]
+        measure(probe.build(), probe, row=(100,), repeats=1)["weight_bytes"]
         for part in (linear, _Experts())
         for probe in [LayerProbe("layer", lambda part=part: nn.Sequential(nn.LayerNorm(WIDTH), part), rows)]
     ]
@@ -149,7 +151,7 @@ def test_a_layer_of_integers_has_no_input_gradient():
     probe = LayerProbe(
         "embedding", lambda: nn.Embedding(10, WIDTH), lambda n: ((torch.zeros(n, dtype=torch.long),), {})
     )
-    found = measure(probe.build(), probe, tokens=50, repeats=3)
+    found = measure(probe.build(), probe, row=(50,), repeats=3)
     assert found["input_gradient"] == 0
     assert found["weight_gradient"] > 0
     cost = fit_layer([found], parameters=640)
@@ -159,7 +161,7 @@ def test_a_layer_of_integers_has_no_input_gradient():
 
 def test_parameters_are_trainable_again_after_measuring():
     layer = nn.Linear(WIDTH, WIDTH)
-    measure(layer, LayerProbe("linear", lambda: layer, rows), tokens=4, repeats=1)
+    measure(layer, LayerProbe("linear", lambda: layer, rows), row=(4,), repeats=1)
     assert all(parameter.requires_grad for parameter in layer.parameters())
     assert all(parameter.grad is None for parameter in layer.parameters())
 
@@ -291,3 +293,109 @@ def test_fewer_repeats_before_fewer_layer_types(monkeypatch):
     costs = profile_layers(probes, "CPU", "float32", (10, 20), 7, seconds=everything / 2)
     assert clock[0] <= everything / 2
     assert costs.unmeasured == []
+
+
+class Device:
+    """A GPU and its host: the host takes `ISSUE` seconds for each of a pass's operations and then runs ahead; the
+    device works on them in order, and waits where the host is late. Times are of one clock of its own."""
+
+    def __init__(self) -> None:
+        self.host = self.free = 0.0
+
+    def run(self, operations: int, seconds: float) -> None:
+        for _ in range(operations):
+            self.host += ISSUE
+            self.free = max(self.free, self.host) + seconds / operations
+
+    def synchronize(self, _: object = None) -> None:
+        self.host = self.free = max(self.host, self.free)
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace()
+
+        def record() -> None:
+            event.at = self.free = max(self.free, self.host)
+
+        event.record = record
+        event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
+        return event
+
+
+ISSUE = 13e-6
+OPERATIONS = 100
+PER_TOKEN, PER_SQUARE = 1e-7, 4e-12
+
+
+class Launched(nn.Module):
+    """A block of so many operations on `device`; short rows are computed faster than the host issues them."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.device = device
+
+    def forward(self, hidden: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+        return _Launch.apply(hidden, self.weight, self.device, lengths)
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, device, lengths):
+        linear, square = PER_TOKEN * sum(lengths), PER_SQUARE * sum(one**2 for one in lengths)
+        device.run(OPERATIONS, linear + square)
+        ctx.device, ctx.halves = device, (linear + 2 * square, linear)
+        return hidden * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        for wanted, seconds in zip(ctx.needs_input_grad, ctx.halves):
+            if wanted:
+                ctx.device.run(OPERATIONS // 2, seconds)
+        return gradient, gradient.new_zeros(4, 4), None, None
+
+
+@pytest.mark.parametrize("samples", [(700,) * 23, (64, 100)], ids=["device bound", "host bound"])
+def test_blocks_measured_alone_add_up_to_a_stage_on_a_gpu(monkeypatch, samples):
+    """A stage runs without waiting between its blocks, so that the host is hidden, or hides the device."""
+    device = Device()
+
+    class OnDevice(Clock):
+        def __init__(self, _: torch.device) -> None:
+            super().__init__(torch.device("cuda"))
+
+        def occupy(self, seconds: float) -> None:
+            device.run(1, seconds)
+
+    monkeypatch.setattr(profile_module, "Clock", OnDevice)
+    monkeypatch.setattr(profile_module, "_most_bytes", lambda _, run: float(run() is not None))
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: device.host))
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    probe = LayerProbe(
+        "block",
+        lambda: Launched(device),
+        lambda tokens: ((torch.randn(tokens, 4),), {"lengths": (tokens,)}),
+        packed=lambda lengths: ((torch.randn(sum(lengths), 4),), {"lengths": lengths}),
+        row=(2048,) * 4,
+    )
+    cost = profile_layers([probe], "GPU", "bfloat16", (256, 512, 1024, 2048), 3).layer("block")
+    work = frozen_work(cost, trainable=True, before=True)
+    blocks = 24
+    squares, tokens = sum(one**2 for one in samples), sum(samples)
+    predicted = [
+        blocks * max(kind.a * squares + kind.b * tokens + kind.c, host)
+        for kind, host in zip((work.forward, work.backward), (work.host[0], sum(work.host[1:])), strict=True)
+    ]
+
+    hidden, measured = torch.randn(tokens, 4, requires_grad=True), list[float]()
+    device.synchronize()
+    began = device.host
+    for _ in range(blocks):
+        hidden = Launched(device)(hidden, samples)
+    device.synchronize()
+    measured.append(device.host - began)
+    hidden.sum().backward()
+    device.synchronize()
+    measured.append(device.host - began - measured[0])
+    # The device begins with the first operation, 13 µs late; costs have six digits.
+    assert predicted == pytest.approx(measured, rel=1e-3)

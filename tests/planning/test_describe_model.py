@@ -135,6 +135,9 @@ def test_each_layer_type_runs_alone_with_all_gradients(tmp_path):
         assert value.grad is None or value.grad.abs().sum() > 0, entry.kind
         trained = [name for name, p in layer.named_parameters() if p.grad is not None]
         assert trained or not parameters[entry.kind], entry.kind
+        if probe.packed is not None:
+            args, kwargs = probe.packed((7, 9, 8))
+            assert layer(*args, **kwargs).shape == args[0].shape == (1, 24, args[0].shape[-1])
 
 
 def test_layer_costs_are_measured_here_and_modelled_elsewhere(tmp_path):

@@ -38,7 +38,8 @@ class LayerCost:
     `splits`: the weight gradient can be computed later. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of at most one chunk at once; `row_bytes` and `row_working_bytes` are the parts of
     `activation_bytes` and `working_bytes` that exist for whole rows even then (a head's norm).
-    `host`: seconds in which the host issues the operations of a forward, and of a backward: neither takes less.
+    `host`: seconds in which the host issues the operations of a forward, and of a backward: neither takes less. 0 if
+    the other seconds include them.
     `fit_error`: largest relative error of the fits, None if nothing was measured.
     """
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.errors import UserError
 from dilatant.cost.clock import Clock, deadlines, now
-from dilatant.cost.dense_probe import CallArguments, DenseProbe, dense_seconds
+from dilatant.cost.dense_probe import CallArguments, dense_seconds
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic, fit
@@ -39,8 +39,10 @@ class LayerProbe:
     the tokens, because more tokens are more images that do not attend to each other. `checkpoint_share`: fraction of
     the input that is kept for recomputation, under tensor parallelism the rank's tokens. `before_chunks(layer)`: the
     part that runs on whole rows while the rest runs in chunks. `blocks(layer)`: the blocks in it that get tensors
-    shared by all blocks of a stage. `dense`: set for a block whose attention computes extra pairs in a row of several
-    samples. `modelled`: modelled cost, which divides the time budget among probes and replaces omitted measurements.
+    shared by all blocks of a stage. `packed(lengths)`: arguments of a block for a row of several samples. `row`:
+    samples of a row to measure besides, which is as long as those of training. `dense`: tokens of rows of two samples
+    to measure if the block's attention computes extra pairs in them. `modelled`: modelled cost, which divides the time
+    budget among probes and replaces omitted measurements.
     """
 
     kind: str
@@ -53,7 +55,9 @@ class LayerProbe:
     checkpoint_share: float = 1.0
     before_chunks: Callable[[nn.Module], Callable[..., Any]] | None = None
     blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None
-    dense: DenseProbe | None = None
+    packed: Callable[[Sequence[int]], CallArguments] | None = None
+    row: tuple[int, ...] = ()
+    dense: tuple[int, ...] = ()
     modelled: LayerCost | None = None
 
     def expected(self, tokens: float) -> float:
@@ -62,7 +66,8 @@ class LayerProbe:
 
 
 Measurement = Mapping[str, float]
-"""Seconds and bytes of one layer at one token count, by their names in `LayerCost`, and `tokens`."""
+"""Seconds and bytes of one layer for one row, by their names in `LayerCost`; the row's `tokens`, and the sum of the
+`squares` of its samples' tokens if it has several."""
 
 PASSES = 14
 """Approximate number of forwards and backwards in the shortest measurement of a layer at one token count."""
@@ -131,15 +136,18 @@ def _measured(
 ) -> LayerCost | None:
     """Return the fitted cost of a layer; None if time runs out before all token counts are measured. ends: end of this
     layer's time, and of all measuring. pairs: measurements are appended to it. ratio: of earlier layers."""
-    layer, counts = probe.build(), sorted(probe.tokens or tokens)
+    layer = probe.build()
+    rows: list[tuple[int, ...]] = [(count,) for count in sorted(probe.tokens or tokens)]
+    rows += [probe.row] if probe.row else []
+    expected = [sum(map(probe.expected, row)) for row in rows]
     measured: list[Measurement] = []
-    for count, end in zip(counts, deadlines(ends[0], [*map(probe.expected, counts)]), strict=True):
-        if now() + PASSES * probe.expected(count) * (_ratio(pairs) or ratio) > ends[1]:
+    for row, modelled, end in zip(rows, expected, deadlines(ends[0], expected), strict=True):
+        if now() + PASSES * modelled * (_ratio(pairs) or ratio) > ends[1]:
             return None
-        measured.append(found := measure(layer, probe, count, repeats, end))
+        measured.append(found := measure(layer, probe, row, repeats, end))
         if probe.modelled is not None:
             seconds = found["forward"] + found["input_gradient"] + found["weight_gradient"]
-            pairs.append((seconds, probe.expected(count)))
+            pairs.append((seconds, modelled))
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     cost = fit_layer(measured, parameters, probe.square)
     return replace(cost, dense_seconds=_dense_seconds(layer, probe, repeats, ends))
@@ -148,22 +156,24 @@ def _measured(
 def _dense_seconds(
     layer: nn.Module, probe: LayerProbe, repeats: int, ends: tuple[float, float]
 ) -> tuple[tuple[int, float], ...]:
-    if probe.dense is None or probe.blocks is None:
+    if not probe.dense or probe.packed is None or probe.blocks is None:
         return ()
-    (block,), rows = probe.blocks(layer), probe.dense
-    return tuple(
-        (count, dense_seconds(layer, block, probe.inputs(count), rows.together(count), repeats, ends[0]))
-        for count in rows.tokens
-        if now() < ends[1]
-    )
+    (block,) = probe.blocks(layer)
+    found: list[tuple[int, float]] = []
+    for count in probe.dense:
+        if now() < ends[1]:
+            calls = probe.inputs(count), probe.packed((count - count // 2, count // 2))
+            found.append((count, dense_seconds(layer, block, *calls, repeats, ends[0])))
+    return tuple(found)
 
 
 def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = True) -> LayerCost:
     """Fit the cost of a layer; `fit_error` is the largest relative error over its forward and backward seconds.
 
-    Weight gradients get no quadratic term: they grow linearly, so the term would be noise that longer rows amplify.
+    Weight gradients get no quadratic term: they grow linearly, so the term would be noise that longer rows amplify. The
+    host's seconds are the least of all rows: they do not depend on tokens, and interruptions only add to them.
     """
-    counts = [entry["tokens"] for entry in measured]
+    rows = [(entry["tokens"], entry.get("squares", entry["tokens"] ** 2)) for entry in measured]
     errors: list[float] = []
 
     def fitted(name: str) -> Quadratic:
@@ -171,32 +181,42 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         curved = square and name != "weight_gradient"
         if min(values) <= 0:
             # A layer without parameters has no weight gradient, one without saved tensors no activations.
-            positive = [(count, value) for count, value in zip(counts, values, strict=True) if value > 0]
+            positive = [(row, value) for row, value in zip(rows, values, strict=True) if value > 0]
             if not positive:
                 return ZERO
-            return fit([at for at, _ in positive], [value for _, value in positive], curved)[0]
-        found, error = fit(counts, values, curved)
+            return fit([row for row, _ in positive], [value for _, value in positive], curved)[0]
+        found, error = fit(rows, values, curved)
         if name in ("forward", "input_gradient", "weight_gradient", "first_trainable"):
             errors.append(error)
         return found
 
-    curves: dict[str, Any] = {name: fitted(name) for name in measured[0] if name != "tokens"}
-    return LayerCost(**curves, parameters=parameters, fit_error=round(max(errors), 4) if errors else None)
+    curves: dict[str, Any] = {
+        name: fitted(name) for name in measured[0] if name not in ("tokens", "squares", "host")
+    }
+    host = min(entry.get("host", 0.0) for entry in measured)
+    error = round(max(errors), 4) if errors else None
+    return LayerCost(**curves, parameters=parameters, host=host, fit_error=error)
 
 
 def measure(
-    layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int, end: float = math.inf
+    layer: nn.Module, probe: LayerProbe, row: Sequence[int], repeats: int, end: float = math.inf
 ) -> Measurement:
-    """Measure one layer at one token count: medians of `repeats` runs, with the variants alternating so that drift
-    affects all equally. Fewer runs, at least one, are made if they would end after `end`, a time of `now`.
+    """Measure one layer on a row of samples of so many tokens: medians of `repeats` runs, with the variants alternating
+    so that drift affects all equally. Fewer runs, at least one, are made if they would end after `end`, a time of
+    `now`.
 
     The weight gradient is the seconds of a full backward minus those of a backward to the input only. The backward of
-    the first trainable layer and the one with recomputation are run as such.
+    the first trainable layer and the one with recomputation are run as such. Of a GPU, these are the device's seconds;
+    the host's are the mean of a forward and a full backward.
     """
     import torch
     from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-    args, kwargs = probe.inputs(tokens)
+    if len(row) == 1:
+        args, kwargs = probe.inputs(row[0])
+    else:
+        assert probe.packed is not None, f"layer type {probe.kind!r} takes no row of several samples"
+        args, kwargs = probe.packed(row)
     source = next(
         (number for number, value in enumerate(args) if torch.is_tensor(value) and value.is_floating_point()),
         None,
@@ -204,6 +224,7 @@ def measure(
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     clock = Clock(next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu")))
     taken: dict[str, list[float]] = {}
+    issued: list[float] = []  # seconds of the host for a forward and a full backward
 
     def forward(
         to_input: bool,
@@ -227,15 +248,26 @@ def measure(
     ) -> None:
         for parameter in parameters:
             parameter.requires_grad_(to_weights)
-        with clock.into(taken.setdefault(f"{name} forward", [])):
+        with clock.into(taken.setdefault(f"{name} forward", []), sum(issued[:1])):
             output, wanted = forward(to_input, recompute)
         wanted += parameters if to_weights else []
         if not (wanted and output.requires_grad):
             taken.setdefault(name, []).append(0.0)
             return
         gradient = torch.ones_like(output)
-        with clock.into(taken.setdefault(name, [])):
+        with clock.into(taken.setdefault(name, []), sum(issued)):
             torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+
+    def issue() -> None:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        with clock.issuing_into(issued):
+            output, wanted = forward(True)
+        wanted += parameters
+        if wanted and output.requires_grad:
+            gradient = torch.ones_like(output)
+            with clock.issuing_into(issued):
+                torch.autograd.grad(output, wanted, gradient, allow_unused=True)
 
     variants: dict[str, tuple[bool, bool, Callable[[], tuple[Any, Any]] | None]] = {
         "input": (True, False, None),
@@ -259,6 +291,8 @@ def measure(
             backward(name, to_input, to_weights, recompute)
         if run == 0:
             taken.clear()  # the first run allocates, compiles and warms up
+            if clock.is_host_apart:
+                issue()
     for parameter in parameters:
         parameter.requires_grad_(True)
     seconds = {name: statistics.median(values) for name, values in taken.items()}
@@ -283,7 +317,9 @@ def measure(
     for parameter in parameters:
         parameter.requires_grad_(True).grad = None
     return {
-        "tokens": tokens,
+        "tokens": sum(row),
+        "squares": sum(tokens**2 for tokens in row),
+        "host": sum(issued) / 2,
         "forward": seconds["both forward"],
         "input_gradient": seconds["input"],
         "weight_gradient": max(0.0, seconds["both"] - seconds["input"]),

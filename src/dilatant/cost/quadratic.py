@@ -39,14 +39,18 @@ class Quadratic(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return Quadratic(self.a * factor, self.b * factor, self.c * factor)
 
 
-def fit(tokens: Sequence[float], values: Sequence[float], square: bool = True) -> tuple[Quadratic, float]:
+def fit(
+    tokens: Sequence[float] | Sequence[tuple[float, float]], values: Sequence[float], square: bool = True
+) -> tuple[Quadratic, float]:
     """Fit the non-negative quadratic that is nearest in relative error. Returns it and its largest relative error.
 
     Absolute errors would let the longest sample decide alone; a negative coefficient would predict nonsense outside the
-    measured range. Each coefficient needs a distinct value of `tokens`: with one value only b is fitted, with two, or
-    without `square`, b and c. Raises ValueError without measurements or for values that are not positive.
+    measured range. tokens: of one sample, or (tokens, sum of the samples' squares) of rows. Each coefficient needs a
+    distinct value of `tokens`: with one value only b is fitted, with two, or without `square`, b and c. Raises
+    ValueError without measurements or for values that are not positive.
     """
-    x, y = np.asarray(tokens, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    given, y = np.asarray(tokens, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    x, squares = (given[:, 0], given[:, 1]) if given.ndim == 2 else (given, given**2)
     if len(x) == 0 or len(x) != len(y) or (x <= 0).any():
         raise ValueError(
             f"a fit needs one value for each positive token count, got {list(tokens)} and {list(values)}"
@@ -56,7 +60,8 @@ def fit(tokens: Sequence[float], values: Sequence[float], square: bool = True) -
     if (y <= 0).any():
         raise ValueError(f"measured values must be positive, got {list(values)}")
     columns = {1: [1], 2: [1, 0]}.get(len(np.unique(x)), [2, 1, 0] if square else [1, 0])
-    matrix = np.stack([x**power / y for power in columns], axis=1)
+    terms = (np.ones_like(x), x, squares)
+    matrix = np.stack([terms[power] / y for power in columns], axis=1)
     scale = matrix.max(axis=0)
     best: tuple[float, dict[int, float]] | None = None
     for chosen in range(1, 2 ** len(columns)):
@@ -69,5 +74,5 @@ def fit(tokens: Sequence[float], values: Sequence[float], square: bool = True) -
             best = residual, {columns[i]: float(v / scale[i]) for i, v in zip(active, solution, strict=True)}
     assert best is not None, "a single positive column always has a non-negative solution"
     found = Quadratic(best[1].get(2, 0.0), best[1].get(1, 0.0), best[1].get(0, 0.0)).rounded()
-    error = max(abs(found(at) / value - 1) for at, value in zip(x.tolist(), y.tolist(), strict=True))
+    error = float(np.abs((found.a * squares + found.b * x + found.c) / y - 1).max())
     return found, error

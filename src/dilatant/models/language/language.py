@@ -175,7 +175,8 @@ class LanguageUnit(Unit, LanguageStage):
         self, layer: int, lengths: Sequence[int], device: torch.device
     ) -> tuple[Tensor, dict[str, Any]]:
         """Make the input of a block like `example`, for a packed row of text samples with these token counts."""
-        ids = [np.arange(length) % self.config.vocab_size for length in lengths]
+        placeholders, count = [*self.text.placeholder_ids.values()], self.config.vocab_size
+        ids = [without_placeholders(torch.arange(n) % count, placeholders).numpy() for n in lengths]
         samples = [EncodedSample("", own, own, sizes={self.unit: len(own)}) for own in ids]
         row = PackedRow.of(samples, self.unit, {}, self.text.positions)
         hidden = torch.randn(1, len(row.ids), self.width + self._behind(layer), device=device)

@@ -59,8 +59,8 @@ def cached_costs(
 
 def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:
     layers = sorted({(layer.kind, layer.parameters) for unit in model.spec.units for layer in unit.layers})
-    # Costs have another name if they come from a version that measured less of a layer, or from layers that attend
-    # in another way.
-    known = [field.name for field in fields(LayerCost)], sorted(model.dense.items())
+    # Costs have another name if they come from a version that measured less of a layer, or whose seconds included the
+    # host's on GPUs, or from layers that attend in another way.
+    known = [field.name for field in fields(LayerCost)], sorted(model.dense.items()), "host apart"
     key = sha256(repr((hardware, dtype, layers, known)).encode()).hexdigest()[:24]
     return cache_folder() / "costs" / f"{key}.yaml"

@@ -27,7 +27,7 @@ from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.parallel.experts import is_fused
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.plan import Plan
-from dilatant.planning.measuring.layer_probes import layer_probe
+from dilatant.planning.measuring.layer_probes import LONG_ROW, layer_probe
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem.dense_rows import dense_rows, dense_tokens
 from dilatant.planning.problem.describe_model import (
@@ -145,7 +145,8 @@ def measure_layers(
     The computation of one tensor-parallel rank alone is measured: the layer with its share of heads, feed-forward and
     vocabulary. Collectives, and the part of a row that context parallelism leaves (`cost.analytic`), are modelled from
     the links of the target's hardware; the cost model's note says so. `tokens`: counts for the language model; encoders
-    are measured at 1 to 8 images or clips, rows of several samples at `dense_tokens`. Within `seconds` those layer
+    are measured at 1 to 8 images or clips (more on a GPU), rows of several samples at `dense_tokens`, and on a GPU at
+    `long_row`, since it computes short ones at another speed. Within `seconds` those layer
     types come first that take most of a step; the others are modelled, see `profile_layers`. `known`: costs that were
     measured before. They are used when time runs out, and what they lack is measured first; without `again` nothing
     else is. Raises UserError like `degrees_by_kind`.
@@ -169,7 +170,9 @@ def measure_layers(
             share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
             modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, Degrees(tp))
             dtype, several = getattr(torch, target.dtype), dense_tokens(model, entry, tokens)
-            probe = layer_probe(share, pick_device(), dtype, several)
+            is_dense = model.dense.get(entry.unit.unit, 1.0) > 1.0
+            row = () if is_dense or pick_device().type != "cuda" else long_row(max(tokens))
+            probe = layer_probe(share, pick_device(), dtype, several, row)
             probe = replace(probe, degrees=Degrees(tp), modelled=modelled)
             seconds_of_all = counts[entry.kind] * probe.expected(max(probe.tokens or tokens))
             probes.append((known is not None and not lacks, -seconds_of_all, probe))
@@ -237,6 +240,13 @@ def measured_tokens(config: Config) -> tuple[int, ...]:
     """Return token counts for the language model: four up to `data.max_length`, each twice the one before."""
     longest = config.data.max_length
     return tuple(sorted({max(1, longest // part) for part in (1, 2, 4, 8)}))
+
+
+def long_row(longest: int) -> tuple[int, ...]:
+    """Return the samples, each of `longest` tokens, of a row that is as long as those of training on GPUs; at most four
+    samples, and none if a sample alone is as long."""
+    count = min(4, LONG_ROW // longest)
+    return (longest,) * count if count > 1 else ()
 
 
 def costs_in_use(

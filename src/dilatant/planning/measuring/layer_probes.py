@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dilatant.attention.context_parallel import PendingRows
 from dilatant.attention.recompute_cache import attention_cache_contexts
-from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.core.dtype import cast_weights, quantize
@@ -28,41 +27,42 @@ from dilatant.planning.problem.describe_model import BLOCK, HEAD, LayerType
 from dilatant.runtime.state.weight_gradients import WeightGradients, replace_linears
 
 _ROWS = (1, 2, 4, 8)
-"""Numbers of images or clips at which layers of encoders and denoisers are measured."""
+"""Numbers of images or clips at which layers of encoders and denoisers are measured; multiples of them on a GPU."""
+LONG_ROW = 16384
+"""Tokens of the longest rows on GPUs, which are measured there."""
 
 
 def layer_probe(
-    entry: LayerType, device: torch.device, dtype: torch.dtype, dense_tokens: Sequence[int] = ()
+    entry: LayerType,
+    device: torch.device,
+    dtype: torch.dtype,
+    dense_tokens: Sequence[int] = (),
+    row: tuple[int, ...] = (),
 ) -> LayerProbe:
     """Return the probe of a layer type on one device. Tokens of an encoder are whole images or clips. dense_tokens:
-    lengths at which a block's rows of several samples are measured."""
-    items = entry.item_tokens
+    lengths at which a block's rows of two samples are measured; row: samples of a longer row of a block."""
+    items, unit = entry.item_tokens, entry.unit
+    times = 1 if device.type != "cuda" or items is None else max(1, LONG_ROW // (_ROWS[-1] * items))
+
+    def packed(lengths: Sequence[int]) -> tuple[tuple[Tensor], dict[str, Any]]:
+        value, keywords = cast(LanguageUnit, unit).packed_example(entry.index, lengths, device)
+        return (value.to(dtype),), keywords
+
+    is_language_block = entry.role == BLOCK and isinstance(unit, LanguageUnit)
     return LayerProbe(
         kind=entry.kind,
         build=lambda: _build(entry, device, dtype),
         keep=attention_cache_contexts,
         checkpoint_share=1 / entry.unit.shared_by if _regions(entry) else 1.0,
         before_chunks=_before_head if entry.role == HEAD else None,
-        dense=_dense(entry, dense_tokens, device, dtype),
-        blocks=_blocks if entry.role == BLOCK and isinstance(entry.unit, LanguageUnit) else None,
+        packed=packed if is_language_block else None,
+        row=row if is_language_block else (),
+        dense=tuple(dense_tokens) if is_language_block else (),
+        blocks=_blocks if is_language_block else None,
         inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
-        tokens=None if items is None else tuple(rows * items for rows in _ROWS),
+        tokens=None if items is None else tuple(times * rows * items for rows in _ROWS),
         square=items is None,
     )
-
-
-def _dense(
-    entry: LayerType, tokens: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> DenseProbe | None:
-    unit = entry.unit
-    if not tokens or entry.role != BLOCK or not isinstance(unit, LanguageUnit):
-        return None
-
-    def together(count: int) -> tuple[tuple[Tensor], dict[str, Any]]:
-        value, keywords = unit.packed_example(entry.index, (count - count // 2, count // 2), device)
-        return (value.to(dtype),), keywords
-
-    return DenseProbe(tuple(tokens), together)
 
 
 class OneLayer(nn.Module):
