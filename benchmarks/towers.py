@@ -8,7 +8,8 @@ gradients are compared. The family's forward (`attn_implementation="sdpa"`) gets
 give them, and calls attention for each image and each window. Ours makes all tables on the host once per row.
 
 Mixes of sizes: `photos` of usual shapes, `thumbnails` of 2 to 8 patches a side, `frames` of one clip, and one `page`.
-Attention calls are counted in the forward, for the whole tower. On a CPU, processor time is measured. Writes benchmarks/results/towers-<device>.json.
+Attention calls are counted in the forward, for the whole tower. On a CPU, processor time is measured. Writes
+benchmarks/results/towers-<device>.json.
 """
 
 from __future__ import annotations
