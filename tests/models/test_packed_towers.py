@@ -24,8 +24,8 @@ from dilatant.models.encoders.native_encoder import NativeStage
 Grids = list[tuple[int, int, int]]
 ROWS: dict[str, Grids] = {
     "one image": [(1, 6, 10)],
-    "hundreds of tiny images": [(1, 2, 2)] * 150 + [(1, 2, 4)] * 40 + [(1, 4, 2)] * 10,
-    "a huge image among small ones": [(1, 40, 62), (1, 2, 2), (1, 6, 2)],
+    "many tiny images": [(1, 2, 2)] * 80 + [(1, 2, 4)] * 40 + [(1, 4, 2)] * 4,
+    "a huge image among small ones": [(1, 26, 34), (1, 2, 2), (1, 6, 2)],
     "frames of clips": [(5, 4, 6), (1, 6, 6), (3, 2, 10)],
     "windows that do not divide": [(1, 6, 10), (1, 10, 14), (1, 2, 18), (1, 14, 6)],
 }
@@ -75,7 +75,7 @@ def test_items_in_a_row_equal_each_item_alone(
     grids = ROWS[row]
     expected, wanted = _alone(family, grids, dtype)
     stage = _stage(family).to(dtype)
-    for how in ("none", "block_keep_attention"):
+    for how in ("none", "block_keep_attention") if row == "frames of clips" else ("none",):
         for block in stage.model.get_submodule(stage.blocks_path):
             recompute(block, how)
         stage.zero_grad()
