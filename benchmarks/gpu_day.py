@@ -76,6 +76,11 @@ SECTIONS = {
          "--out", "{out}/attention-gpu.json"),
         40,
     ),
+    "towers": Section(
+        "a vision tower on packed images against the family's own calls", 200,
+        ("benchmarks/towers.py", "--out", "{out}/towers-gpu.json"),
+        30,
+    ),
     "training": Section(
         "a LLaVA of 0.8 B parameters against transformers' Trainer", 400,
         (*TRAINER, "--data", "{data}", "--workers", "4", "--json", "{out}/one_device_trainer-gpu.json"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +15,7 @@ from cases import mask_kinds
 from cases.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
+from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.backends import (
     AttentionCall,
     MachineCapabilities,
@@ -44,6 +47,7 @@ def request(**changes) -> AttentionCall:
     [
         (request(), HOPPER, "triton"),
         (request(not_plain=None), HOPPER, "triton"),
+        (request(not_plain=None, one_batch=True), HOPPER, "sdpa"),
         (request(not_plain=None), MachineCapabilities(triton=True, capability=(7, 5)), "sdpa"),
         (request(not_plain=None, softcap=True), HOPPER, "triton"),
         (request(not_plain=None, sinks=True), HOPPER, "triton"),
@@ -174,9 +178,32 @@ def test_padding_of_similar_samples_costs_little_extra_work(
     assert paid <= sum(length**2 for length in lengths) * 8 / 7 + 1024 * len(lengths)
 
 
-def test_samples_that_see_all_of_themselves_never_see_padding() -> None:
-    groups = sdpa.group_samples(packing.full(RowLayout.of_lengths([9, 8, 9])).runs, 1024)
-    assert [(batch.samples, batch.length) for batch, _ in groups] == [(2, 9), (1, 8)]
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
+@settings(max_examples=30, deadline=None, print_blob=True)
+def test_full_samples_take_the_fewest_calls_within_their_padding(lengths: list[int]) -> None:
+    groups = sdpa.group_samples(packing.full(RowLayout.of_lengths(lengths)).runs, 1 << 20)
+    assert sorted(length for _, members in groups for _, length in members) == sorted(lengths)
+    assert all(max(length for _, length in members) == batch.length for batch, members in groups)
+    kinds = sorted(set(lengths))
+
+    def pairs(longest: Sequence[int]) -> int:
+        return sum(min(each for each in longest if each >= length) ** 2 for length in lengths)
+
+    budget = sum(length**2 for length in lengths) + sdpa.PADDED_PAIRS * sum(lengths)
+    assert pairs([batch.length for batch, _ in groups]) <= budget
+    fewer = combinations(kinds[:-1], len(groups) - 2) if len(groups) > 1 else ()
+    assert all(pairs([*longest, kinds[-1]]) > budget for longest in fewer)
+
+
+def test_one_batch_is_samples_of_one_length_that_see_all_of_themselves() -> None:
+    def is_one(mask: AttentionMask) -> bool:
+        return sdpa.is_one_batch(AttentionPlan(mask))
+
+    alike, unlike = RowLayout.of_lengths([4, 4]), RowLayout.of_lengths([4, 3])
+    padded = RowLayout.of_samples([[("text", 4), ("padding", 4)]])
+    assert is_one(packing.full(alike))
+    assert not any(map(is_one, map(packing.full, (unlike, padded, RowLayout.of_lengths([])))))
+    assert not is_one(packing.document_causal(alike))
 
 
 def test_doctor_explains_every_backend_for_every_kind_of_row() -> None:

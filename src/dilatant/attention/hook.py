@@ -15,11 +15,14 @@ whether positions restart.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
@@ -27,9 +30,13 @@ from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.packed_attention import attention
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.linear_rows import enable_packed_rows, linear_layers
+from dilatant.attention.masks.packing import RowLayout, full
 from dilatant.attention.recompute_cache import cached_attention
 
 NAME = "dilatant"
+FOR_TOWERS = "dilatant_flash"
+"""The same attention for encoders: because of "flash" in the name, families that pack items pass all borders in one
+call instead of calling attention item by item."""
 PLAN_KEYWORD = "attention_plan"
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -43,6 +50,7 @@ _UNSUPPORTED = {
 def register() -> None:
     """Register `attn_implementation="dilatant"` with transformers; repeated calls change nothing."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_ATTENTION_FUNCTIONS.register(FOR_TOWERS, attend)
 
 
 def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
@@ -119,6 +127,46 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def attend_to_items(tower: nn.Module) -> None:
+    """Switch every attention layer of an encoder that packs items to Dilatant's kernels.
+
+    Its layers take the plan (`plan_of_items`) as `attention_plan` or as the mask, or take `borders_of_items` as
+    `cu_seqlens`. Attention dropout above 0 raises AttentionError in training.
+    """
+    register()
+    for module in tower.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            config._attn_implementation = FOR_TOWERS
+
+
+def passes_borders(encoder: nn.Module) -> bool:
+    """Return whether the layers of an encoder pass the borders of packed items to flash attention, as transformers'
+    families do, so that `attend_to_items` needs nothing else."""
+    kinds = {type(module) for module in encoder.modules()}
+    families = [kind for kind in kinds if kind.__module__.startswith("transformers")]
+    return any("cu_seq_lens_q=" in inspect.getsource(kind) for kind in families)
+
+
+def plan_of_items(lengths: ArrayLike) -> AttentionPlan:
+    """Return the plan of a row of items (images, windows of images, sounds), each of which attends to itself."""
+    return AttentionPlan(full(RowLayout.of_lengths(lengths)))
+
+
+def borders_of_items(lengths: ArrayLike) -> torch.Tensor:
+    """Return the cumulative lengths of a row's items, int32 `[items + 1]`, on the host, with their plan attached: a
+    forward that passes this tensor to attention makes no host wait for a device."""
+    borders = torch.from_numpy(np.cumsum([0, *np.asarray(lengths)], dtype=np.int32))
+    borders.__dict__[PLAN_KEYWORD] = plan_of_items(lengths)
+    return borders
+
+
+def _plan_of_borders(borders: torch.Tensor) -> AttentionPlan:
+    """Return the plan of `borders_of_items`; of another tensor (a family's own forward), made once and kept with it."""
+    if PLAN_KEYWORD not in borders.__dict__:
+        borders.__dict__[PLAN_KEYWORD] = plan_of_items(borders.diff().cpu().numpy())
+    return borders.__dict__[PLAN_KEYWORD]
+
+
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -131,6 +179,7 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     attention_plan: AttentionPlan | ContextParallelRow | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function that transformers calls in each layer: `query` is `[batch, heads, tokens, dim]`, keys and
@@ -142,6 +191,8 @@ def attend(
     plan = (
         attention_mask if isinstance(attention_mask, (AttentionPlan, ContextParallelRow)) else attention_plan
     )
+    if plan is None and cu_seq_lens_q is not None:
+        plan = _plan_of_borders(cu_seq_lens_q)
     if plan is None:
         raise AttentionError(
             f"{where} got no {PLAN_KEYWORD}: pass {PLAN_KEYWORD}=AttentionPlan(mask) to the model's forward, prepare "

@@ -18,14 +18,15 @@ import torch
 
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError
-from dilatant.attention.kernels.sdpa import why_not_plain
+from dilatant.attention.kernels.sdpa import is_one_batch, why_not_plain
 from dilatant.attention.kernels.triton_tuning import MAX_HEAD_DIM
 from dilatant.attention.masks.packing import RowLayout, document_causal, media_mask
 from dilatant.config.environment import interprets_triton
 
 PREFERENCE = {"cpu": ("sdpa", "triton", "blockwise"), "cuda": ("triton", "sdpa", "blockwise")}
-"""Order of the automatic choice by device; other devices: as on a CPU. On an H100 our kernels run packed causal rows in
-0.74 to 1.0 of the time of flash attention, in one call whatever the samples' lengths (`benchmarks/attention.py`)."""
+"""Order of the automatic choice by device; as on a CPU for other devices and for rows that are one dense batch. On an
+H100 our kernels run packed causal rows in 0.74 to 1.0 of the time of flash attention, in one call whatever the samples'
+lengths (`benchmarks/attention.py`)."""
 
 KERNELS = ("triton", "blockwise")
 
@@ -38,7 +39,7 @@ issue 11781); 13.1 and later pass."""
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """The properties of one attention call. `not_plain` says why the mask is not one full or causal block per sample,
-    or is None if it is."""
+    or is None if it is. `one_batch`: all samples have full attention and the same length."""
 
     device: str
     dtype: torch.dtype
@@ -47,6 +48,7 @@ class AttentionCall:
     softcap: bool = False
     sinks: bool = False
     not_plain: str | None = None
+    one_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def choose_backend(request: AttentionCall, installed: MachineCapabilities, wante
     AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives."""
     if wanted != "auto" and wanted not in _OBSTACLES:
         raise AttentionError(f"unknown attention backend {wanted!r}; known are auto, {', '.join(_OBSTACLES)}")
-    order = PREFERENCE.get(request.device, PREFERENCE["cpu"])
+    order = PREFERENCE["cpu" if request.one_batch or request.device not in PREFERENCE else request.device]
     obstacles = {name: unsupported_reason(name, request, installed) for name in order}
     able = [name for name in order if obstacles[name] is None]
     if wanted != "auto" and obstacles[wanted] is not None:
@@ -155,6 +157,7 @@ def request_of(
         softcap=softcap is not None,
         sinks=sinks is not None,
         not_plain=why_not_plain(plan),
+        one_batch=is_one_batch(plan),
     )
 
 

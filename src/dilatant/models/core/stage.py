@@ -133,6 +133,8 @@ class Stage(nn.Module, ABC):
 
     context = Context()
     """The part of every microbatch that this rank runs (context parallelism)."""
+    sizes_name = ""
+    """The input with the sizes of items, which stays on the host, where shapes and tables are computed; or empty."""
     shards: TokenShards | None = None
     """Under tensor parallelism, the slice of the tokens that this rank holds between attention and feed-forward."""
 
@@ -253,7 +255,7 @@ def media_of(
     names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """Load the media of the stage's unit onto the step's device: keyword → tensor [items, ...] over the samples that
-    have any.
+    have any. The sizes of items (`Stage.sizes_name`) stay on the host.
 
     items: indices among all items of the samples; None for all. Samples without any of these items need no media
     loaded. names: the wanted keywords; None for all. Raises UserError for needed media that were not loaded on this
@@ -273,7 +275,11 @@ def media_of(
             f"the {unit} inputs of sample {', '.join(missing[:8])} were not loaded on the rank that runs them"
         )
     return {
-        name: on_device([sample.media[unit][name] for sample in having], data.device, items)
+        name: on_device(
+            [sample.media[unit][name] for sample in having],
+            torch.device("cpu") if name == stage.sizes_name else data.device,
+            items,
+        )
         for name in (having[0].media[unit] if having else ())
         if names is None or name in names
     }

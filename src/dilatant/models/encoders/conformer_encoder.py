@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,12 @@ class ConformerEncoderUnit(SoundEncoderUnit):
     def __init__(
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
-        config: Any = tower.config
-        # transformers 5.17 builds a correct mask only for sdpa; later versions support only eager.
-        config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
         super().__init__(name, tower, projector, width_out, placeholder_id)
-        self.width_projected = config.output_proj_dims
+        self.width_projected = cast(Any, tower.config).output_proj_dims
+
+    def _choose_attention(self, tower: PreTrainedModel) -> None:
+        # transformers 5.17 builds a correct mask only for sdpa; later versions support only eager.
+        tower.config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
 
     def _geometry_of(self, config: Any) -> EncoderGeometry:
         rows = conformer_rows(TYPICAL_FRAMES)
@@ -73,7 +74,7 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         """Make sounds of the typical length, and one shorter sound from the remainder."""
         one = self.geometry.encoder_tokens
         rows = [one] * (tokens // one) + ([tokens % one] if tokens % one else [])
-        inputs = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows], device=device)}
+        inputs = {FRAMES: torch.tensor([[4 * each] * 2 for each in rows])}
         if layer == 0:
             return torch.randn(4 * sum(rows), self.geometry.mel_bins, device=device), inputs
         width = self.width_projected if layer == len(self.layers) - 1 else self.width

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.attention.hook import attend_to_items, passes_borders
 from dilatant.data.media.pixels import EncoderInput, as_array
 from dilatant.data.media_units.processed_image_unit import ProcessedImageUnit, flatten
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
@@ -274,12 +275,15 @@ class GenericTower(Tower):
     def build(self, host: HostModel) -> GenericEncoderUnit:
         path, projector = self._inside()
         model, _ = encoder_in(host.build(), self.holder, path, projector)
+        encoder = model.get_submodule(path)
+        if passes_borders(encoder) and getattr(encoder, "config", model.config) is not model.config:
+            attend_to_items(encoder)
         processor = default_processor(host.config)
         side = TYPICAL_PATCHES * patch_of(host.config)
         typical = processor(np.full((side, side, processor.channels), 128, np.uint8))
         tokens, rows = self.shapes(typical)
         structure = in_order(self.shapes, layout_of(typical))
-        config = getattr(model.get_submodule(path), "config", model.config)
+        config = getattr(encoder, "config", model.config)
         geometry = EncoderGeometry(
             kind="image",
             input_name="pixel_values",

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, vision_utils
 
+from dilatant.attention.hook import attend_to_items, borders_of_items
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
 from dilatant.data.media_units.native_image_unit import GRID, STEP, NativeImageUnit
 from dilatant.data.sample import MediaMarkup, MediaUnit
@@ -102,27 +104,30 @@ class NativeStage(PackedEncoderStage):
         groups = _groups(sizes.tolist(), self.patches_at_once)
         parts = fed.split([sum(t * h * w for t, h, w in group) for group in groups])
         encoded = [
-            self._through_blocks(model, part, sizes.new_tensor(group), is_hidden)
+            self._through_blocks(model, part, group, is_hidden)
             for part, group in zip(parts, groups, strict=True)
         ]
         return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
 
-    def _through_blocks(self, model: nn.Module, fed: Tensor, grid: Tensor, has_taps: bool) -> Tensor:
+    def _through_blocks(
+        self, model: nn.Module, fed: Tensor, grids: list[list[int]], has_taps: bool
+    ) -> Tensor:
         width, tower = self.geometry.width, cast(Any, model)
         fed, taps = (fed[:, :width], [fed[:, width:]]) if has_taps else (fed, [])
         tapped: dict[int, Tensor] = {}
         ends_merged = f"{self.unit}.merger" in self.layers
+        tables = _tables(tower, grids, fed.device)
 
         def run(given: Tensor) -> Tensor:
-            output = tower(in_dtype_of(model, given), grid_thw=grid)
+            output = tower(in_dtype_of(model, given), grid_thw=torch.tensor(grids), **tables)
             if ends_merged:
                 return output.pooler_output
-            is_in_windows = hasattr(tower, "fullatt_block_indexes")
-            return (
-                _in_order(tower, output.last_hidden_state, grid)
-                if is_in_windows
-                else output.last_hidden_state
-            )
+            hidden = output.last_hidden_state
+            if "window_index" not in tables:
+                return hidden
+            # Undo the encoder's window order.
+            groups = hidden.unflatten(0, (-1, tower.spatial_merge_size**2))
+            return groups[tables["window_index"].argsort()].flatten(0, 1)
 
         with ExitStack() as closing:
             for block in self.taps:
@@ -164,6 +169,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         Widths: width, a hidden state's; width_merged, that of a row from the encoder's own merger; out, that of a row
         of the text."""
         multiply_patches(tower)
+        attend_to_items(tower)
         config = cast(Any, tower).config
         merged = side**2
         typical = TYPICAL_GRID // side * side
@@ -193,7 +199,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         rest = tokens % typical**2 // (self.merged * typical // side) * side
         grids += [(1, rest, typical)] if rest or not grids else []
         grids = [(1, max(side, height), width) for _, height, width in grids]
-        grid = torch.tensor(grids, device=device)
+        grid = torch.tensor(grids)
         if layer > self._merging_layer:
             return torch.randn(int(grid.prod(1).sum()) // self.merged, self.width_merged, device=device), {
                 GRID: grid
@@ -262,14 +268,30 @@ def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:
     return groups
 
 
-def _in_order(tower: Any, hidden: Tensor, grid: Tensor) -> Tensor:
-    """Undo the encoder's window order: return patches in the order of the images."""
-    from transformers.vision_utils import get_vision_window_index
-
-    index, _ = get_vision_window_index(
-        grid, tower.spatial_merge_size, tower.config.window_size, tower.config.patch_size
-    )
-    return hidden.unflatten(0, (-1, tower.spatial_merge_size**2))[index.argsort()].flatten(0, 1)
+def _tables(tower: Any, grids: list[list[int]], device: torch.device) -> dict[str, Any]:
+    """Return all that the encoder's forward derives from (frames, rows, columns) of its items, computed on the host, as
+    keywords. Otherwise the forward computes it on the device, and the host waits for lengths in every block."""
+    grid, side = torch.tensor(grids), tower.spatial_merge_size
+    frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
+    tables = {"position_ids": vision_utils.get_vision_position_ids(grid, side)}
+    windows: dict[str, Any] = {}
+    if hasattr(tower, "num_grid_per_side"):
+        places = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=side,
+        )
+        tables |= dict(zip(("interp_indices", "interp_weights"), places, strict=True))
+    if hasattr(tower, "fullatt_block_indexes"):
+        tables["window_index"], borders = vision_utils.get_vision_window_index(
+            grid, side, tower.window_size, tower.patch_size
+        )
+        lengths = borders.diff().numpy()
+        windows = {"cu_window_seqlens": borders_of_items(lengths), "max_window_seqlen": int(lengths.max())}
+    uploaded = {name: to_device(table, device) for name, table in tables.items()}
+    return {**uploaded, "cu_seqlens": borders_of_items(frames), "max_seqlen": max(frames), **windows}
 
 
 @dataclass(frozen=True)

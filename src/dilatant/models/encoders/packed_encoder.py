@@ -64,10 +64,8 @@ class StagedEncoderUnit(EncoderUnit):
 
 
 class PackedEncoderStage(SampleParallel, EncoderStage):
-    """Layers of a packing encoder and its projector, run on all items of the samples in one row. sizes_name: the input
-    with the items' sizes, which every stage needs."""
-
-    sizes_name: str
+    """Layers of a packing encoder and its projector, run on all items of the samples in one row. Every stage needs the
+    items' sizes."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         samples = self.chosen(data, samples)
@@ -85,13 +83,14 @@ class PackedEncoderStage(SampleParallel, EncoderStage):
         if self.model is not None:
             fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
             with self.recording(self.model, [fed]):
-                hidden = self.encode_items(self.model, fed, inputs[self.sizes_name], hidden is not None)
+                sizes = inputs[self.sizes_name].cpu()
+                hidden = self.encode_items(self.model, fed, sizes, hidden is not None)
         assert hidden is not None
         return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
 
     @abstractmethod
     def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
-        """Run the stage's part of the encoder. fed: its input or, if `is_hidden`, hidden states."""
+        """Run the stage's part of the encoder. fed: its input or, if `is_hidden`, hidden states. sizes: on the host."""
 
 
 class PackedEncoderUnit(SampleParallel, StagedEncoderUnit):

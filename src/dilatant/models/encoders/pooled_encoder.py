@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from dilatant.attention.hook import plan_of_items
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit
@@ -70,34 +71,27 @@ class _BlocksDone(nn.Module):
 
 
 class PooledStage(NativeStage):
-    """A `NativeStage` in which images of equally many patches go through the blocks as a batch."""
+    """A `NativeStage` whose encoder takes positions and an attention plan instead of grids."""
 
-    def _through_blocks(self, model: nn.Module, fed: Tensor, grid: Tensor, is_hidden: bool) -> Tensor:
+    def _through_blocks(
+        self, model: nn.Module, fed: Tensor, grids: list[list[int]], is_hidden: bool
+    ) -> Tensor:
         tower: Any = model
         side = int(tower.config.pooling_kernel_size)
-        grids = grid.tolist()
-        if not is_hidden:  # channels last
+        plan = plan_of_items([t * h * w for t, h, w in grids])
+        places = to_device(torch.cat([_places(grid, side) for grid in grids]), fed.device)[None]
+        hidden = fed[None]
+        if not is_hidden:
             patch = self.geometry.patch_size
-            fed = fed.unflatten(1, (-1, patch, patch)).movedim(1, -1).flatten(1)
-        parts = fed.split([t * h * w for t, h, w in grids])
-        alike: dict[int, list[int]] = {}
-        for number, part in enumerate(parts):
-            alike.setdefault(len(part), []).append(number)
-        encoded: dict[int, Tensor] = {}
-        for numbers in alike.values():
-            hidden = torch.stack([parts[number] for number in numbers])
-            places = torch.stack([_places(grids[number], side, fed.device) for number in numbers])
-            if not is_hidden:
-                padding = torch.zeros(places.shape[:2], dtype=torch.bool, device=fed.device)
-                hidden = tower.patch_embedder(in_dtype_of(model, hidden), places, padding)
-            run = partial(_through_blocks, tower, places)
-            encoded |= dict(zip(numbers, self.run_slice(run, in_dtype_of(model, hidden)), strict=True))
-        return torch.cat([encoded[number] for number in range(len(parts))])
+            hidden = hidden.unflatten(2, (-1, patch, patch)).movedim(2, -1).flatten(2)  # channels last
+            padding = torch.zeros(places.shape[:2], dtype=torch.bool, device=fed.device)
+            hidden = tower.patch_embedder(in_dtype_of(model, hidden), places, padding)
 
+        def run(hidden: Tensor) -> Tensor:
+            output = tower.encoder(hidden, None, pixel_position_ids=places, attention_plan=plan)
+            return output.last_hidden_state
 
-def _through_blocks(tower: Any, places: Tensor, hidden: Tensor) -> Tensor:
-    output = tower.encoder(inputs_embeds=hidden, attention_mask=None, pixel_position_ids=places)
-    return output.last_hidden_state
+        return self.run_slice(run, in_dtype_of(model, hidden)).flatten(0, -2)
 
 
 class PooledEncoderUnit(NativeEncoderUnit):
@@ -106,12 +100,10 @@ class PooledEncoderUnit(NativeEncoderUnit):
     stage_type = PooledStage
 
 
-def _places(grid: Sequence[int], side: int, device: torch.device) -> Tensor:
+def _places(grid: Sequence[int], side: int) -> Tensor:
     """Return (column, row) of each patch, ordered by groups of `side` by `side`: int64 [patches, 2]."""
     frames, rows, columns = grid
-    down, across = torch.meshgrid(
-        torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
-    )
+    down, across = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     places = torch.stack([across, down], -1).unflatten(0, (-1, side)).unflatten(2, (-1, side))
     return places.transpose(1, 2).flatten(0, 3).repeat(frames, 1)
 
@@ -162,7 +154,7 @@ class PooledTower(Tower):
         """Pad images to equally many patches."""
         pixels, grids = inputs["pixel_values"], inputs[GRID]
         side = host.config.vision_config.pooling_kernel_size
-        places = [_places(grid, side, pixels.device) for grid in grids.tolist()]
+        places = [_places(grid, side).to(pixels.device) for grid in grids.tolist()]
         images = pixels.movedim(1, -1).flatten(1).split(grids.prod(1).tolist())
         pad = nn.utils.rnn.pad_sequence
         return {

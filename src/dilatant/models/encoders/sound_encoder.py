@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from dilatant.attention.hook import attend_to_items, borders_of_items, plan_of_items
 from dilatant.data.media_units.processors import sound_processor
 from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
 from dilatant.data.sample import MediaMarkup, MediaUnit
@@ -63,8 +64,12 @@ class SoundEncoderUnit(PackedEncoderUnit):
     def __init__(
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
+        self._choose_attention(tower)
         super().__init__(name, tower, projector, self._geometry_of(tower.config), width_out)
         self.placeholder_id = placeholder_id
+
+    def _choose_attention(self, tower: PreTrainedModel) -> None:
+        attend_to_items(tower)
 
     def _geometry_of(self, config: Any) -> EncoderGeometry:
         rows = rows_of(TYPICAL_FRAMES)
@@ -81,7 +86,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
         rows = [one] * (tokens // one) + (
             [max(2, tokens % one // 2 * 2)] if tokens % one or tokens < one else []
         )
-        frames = torch.tensor([[2 * each, 2 * each] for each in rows], device=device)
+        frames = torch.tensor([[2 * each, 2 * each] for each in rows])
         if layer == 0:
             return torch.randn(2 * sum(rows), self.geometry.mel_bins, device=device), {FRAMES: frames}
         count = sum(rows) // 2 if merges else sum(rows)
@@ -147,18 +152,14 @@ def _through_blocks(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
     if hasattr(model, "n_window"):
         chunk = 2 * model.n_window
         lengths = [min(chunk, each - at) for each in frames.tolist() for at in range(0, each, chunk)]
-        borders = rows_of(torch.tensor(lengths)).cumsum(0)
-        borders = functional.pad(borders, (1, 0)).to(hidden.device, torch.int32)
+        borders = borders_of_items(rows_of(np.array(lengths)))
         for block in held_blocks(model.layers):
             (hidden,) = block(hidden, cu_seqlens=borders)
         return hidden
-    encoded = []
-    for sound in hidden.split(rows_of(frames).tolist()):
-        sound = sound[None]
-        for block in held_blocks(model.layers):
-            sound = block(sound, None)
-        encoded.append(sound[0])
-    return torch.cat(encoded)
+    plan, hidden = plan_of_items(rows_of(frames)), hidden[None]
+    for block in held_blocks(model.layers):
+        hidden = block(hidden, plan)
+    return hidden[0]
 
 
 def _averaged(model: Any, hidden: Tensor, frames: Tensor) -> Tensor:
