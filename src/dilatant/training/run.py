@@ -80,7 +80,7 @@ def train(
     if config.train.device == "cpu":
         hide_gpus()
     check_optimizer(config.train.optimizer)
-    for metric in config.evaluation.metrics if config.data.holds_out else ():
+    for metric in config.evaluation.metrics if config.holds_out else ():
         find_metric(metric)
     place = place_from()
     plans = is_planned_here(config, place)
