@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from PIL import Image
 from cases.tiny_project import tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, load_config
+from dilatant.report.metrics import StepMetrics
+from dilatant.training.callbacks import CallbackList, RunControl
+from dilatant.training.evaluation.evaluation import Evaluation
+from dilatant.training.rank import RunResult
 
 
 def losses(folder: Path) -> list[float]:
@@ -78,3 +83,100 @@ def test_what_python_replaces_is_named(file: Path, tmp_path: Path) -> None:
         train(tree, model=3)
     with pytest.raises(UserError, match="is missing; name files or a data set"):
         train(without_data(tree))
+
+
+def figures(folder: Path) -> dict[int, dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found: dict[int, dict[str, Any]] = {}
+    for record in map(json.loads, lines):
+        found.setdefault(record["step"], {}).update(record.get("figures", {}))
+    return found
+
+
+class Recorder:
+    """Writes what it is called for, and stops the run after `last` steps."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.calls: list[str] = []
+
+    def on_step(self, run: RunControl, metrics: StepMetrics) -> None:
+        assert run.step == metrics.step
+        self.calls.append(f"step {run.step} at {max(metrics.learning_rates.values()):g}")
+        run.log({"squared": metrics.step**2})
+        if run.step == 2:
+            run.learning_rate_factor = 0.1
+        if run.step == self.last:
+            run.stop()
+
+    def on_evaluation(self, run: RunControl, evaluation: Evaluation) -> None:
+        self.calls.append(f"evaluation {run.step} of {len(evaluation.verdicts)}: {[*evaluation.figures][1:]}")
+        run.log({"evaluated": 1})
+
+    def on_checkpoint(self, run: RunControl, checkpoint: Path) -> None:
+        assert (checkpoint / "manifest.json").exists()
+        self.calls.append(checkpoint.name)
+
+    def on_end(self, run: RunControl, result: RunResult) -> None:
+        self.calls.append(f"end {result.step}, {result.ended_early}")
+        run.log({"ended": 1})
+
+
+def test_callbacks_stop_log_and_change_the_rate(file: Path, tmp_path: Path) -> None:
+    tree = with_file(project(tmp_path, schedule={"kind": "constant"}, logging_steps=3), file)
+    tree["evaluation"] = {"steps": 2}
+    recorder = Recorder(4)
+    result = train(tree, eval_data=records_of(file)[:4], callbacks=[recorder])
+    assert (result.step, result.exit_code, result.ended_early) == (4, 0, 4)
+    assert (tmp_path / "run" / "export").is_dir()
+    evaluated = "of 4: ['exact_match']"
+    assert recorder.calls == [
+        "step 1 at 0.005",
+        "step 2 at 0.005",
+        f"evaluation 2 {evaluated}",
+        "step 3 at 0.0005",
+        "step 4 at 0.0005",
+        f"evaluation 4 {evaluated}",
+        "step-00000004",
+        "end 4, 4",
+    ]
+    assert figures(tmp_path / "run") == {
+        1: {"squared": 1},
+        2: {"squared": 4, "evaluated": 1},
+        3: {"squared": 9},
+        4: {"squared": 16, "evaluated": 1, "ended": 1},
+    }
+    # A run that a callback ended goes on when it is resumed, at the rate that it had.
+    tree["train"]["resume"] = "auto"
+    again = Recorder(5)
+    assert train(tree, eval_data=records_of(file)[:4], callbacks=[again]).step == 5
+    assert again.calls[0] == "step 5 at 0.0005"
+
+
+class Failing:
+    def on_step(self, run: RunControl, metrics: StepMetrics) -> None:
+        raise KeyError("lost")
+
+
+def test_a_callback_that_fails_is_named_and_the_step_saved(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"Failing.on_step failed after step 1: KeyError: 'lost' \(test_own_parts.py:"
+    ):
+        train(with_file(project(tmp_path), file), callbacks=[Failing()])
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+    with pytest.raises(UserError, match="callbacks: object has none of the methods on_step, on_evaluation"):
+        train(with_file(project(tmp_path), file), callbacks=[object()])
+
+
+def test_what_was_reported_is_not_reported_again_when_steps_repeat() -> None:
+    recorder, run = Recorder(9), RunControl(Path())
+    callbacks = CallbackList([recorder])
+    for step in (1, 2, 1, 2, 3):
+        run.step = step
+        callbacks.call("on_end", run, SimpleNamespace(step=step, ended_early=None))
+    assert recorder.calls == ["end 1, None", "end 2, None", "end 3, None"]
+    # Another rank that takes over knows what the first one reported.
+    callbacks.reported("on_end", 7)
+    run.step = 7
+    callbacks.call("on_end", run, None)
+    assert len(recorder.calls) == 3

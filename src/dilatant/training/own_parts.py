@@ -11,6 +11,7 @@ from typing import Any, cast
 from dilatant.config import Config, UserError, load_config
 from dilatant.config.config import parse_config
 from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
+from dilatant.training.callbacks import CallbackList
 
 
 def config_with_parts(config: Config | Mapping[str, Any] | str | Path, parts: Parts) -> Config:
@@ -21,6 +22,8 @@ def config_with_parts(config: Config | Mapping[str, Any] | str | Path, parts: Pa
     own = {name: value for name, value in parts.items() if value is not None and name != "model"}
     if isinstance(config, Config) and not parts and not config.python:
         return config
+    if "callbacks" in own:
+        own["callbacks"] = CallbackList(cast(Any, own["callbacks"]))
     fill = partial(_fill, own, parts.get("model"))
     if isinstance(config, str | Path):
         filled = load_config(config, prepare=fill)

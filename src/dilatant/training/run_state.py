@@ -65,8 +65,9 @@ class RunState:
     """The tensors that this rank holds and owns, and the progress of the run, which is the same on all ranks.
 
     averages: EMA weights, if the run keeps them. step: optimizer steps done, of `total_steps`. position: in the order
-    of `sampler`. left_out: samples that proved bad, with the reason. best: the best evaluation so far. shapes: weight
-    or buffer held here → its full, unsharded shape.
+    of `sampler`. left_out: samples that proved bad, with the reason. best: the best evaluation so far. rate_factor: of
+    the learning rates, as callbacks set it. stopped: callbacks ended the run. shapes: weight or buffer held here → its
+    full, unsharded shape.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class RunState:
         self.position = self.sampler.start()
         self.left_out: Mapping[int, str] = {}
         self.best = BestEvaluation()
+        self.rate_factor, self.stopped = 1.0, False
         self.shapes = {name: box.whole for name, box in runtime.boxes.items()}
         self._config = config
         self._samples = samples
@@ -146,6 +148,8 @@ class RunState:
             "left_out": dict(self.left_out),
             "costs": self.runtime.costs.to_json(),
             "best": self.best.to_json(),
+            "rate_factor": self.rate_factor,
+            "stopped": self.stopped,
             "template_date": self._config.data.template_date,
         }
 
@@ -171,6 +175,7 @@ class RunState:
             raise
         except ValueError as error:
             raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
+        self.stopped = False  # whoever resumes wants more steps
         if self.averages is not None:
             self.averages.begin(self.optimizer.masters, begins)
 
@@ -193,6 +198,9 @@ class RunState:
         self.total_steps = count_steps(self._config, self._samples, self.step, self.position.samples)
         self.left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
         self.best = BestEvaluation.from_json(values.get("best"))
+        self.rate_factor, self.stopped = values.get("rate_factor", 1.0), values.get("stopped") is True
+        if not isinstance(self.rate_factor, float):
+            raise UserError("the checkpoint's value 'rate_factor' is no number; resume from another one")
         if "costs" in values:
             self.runtime.costs.from_json(values["costs"])
 

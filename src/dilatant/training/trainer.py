@@ -33,6 +33,7 @@ from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.schedule.measured import DataWait
+from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation, Evaluator
 from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
@@ -105,6 +106,8 @@ class Trainer:
         self.done = StepLog(config.train.logging_steps, self._gate is not None)
         self._background = contextlib.ExitStack()
         self._steps: Steps | None = None
+        callbacks = config.part("callbacks")
+        self.callbacks: CallbackList | None = None if callbacks is None else callbacks.value
         units = model.units.values()
         self._layer_of = {weight.name: weight.layer for unit in units for weight in unit.weights}
         self._skipped_updates = 0
@@ -121,8 +124,8 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """True after the last step, or if evaluations stopped improving."""
-        return self.step >= self.state.total_steps or self.evaluator.ends_early
+        """True after the last step, if evaluations stopped improving, or if callbacks ended the run."""
+        return self.step >= self.state.total_steps or self.evaluator.ends_early or self.state.stopped
 
     def restore(self, checkpoint: Path) -> None:
         """Resume from `checkpoint`, written under any layout; called by all ranks. Raises UserError."""
@@ -150,10 +153,12 @@ class Trainer:
         observe: Callable[[StepMetrics], None],
         should_stop: Callable[[], bool] = lambda: False,
         on_evaluation: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
+        decide: Callable[[StepMetrics], RunControl | None] = lambda metrics: None,
     ) -> Evaluation | None:
         """Train to the last step, until `should_stop` returns True after a step, or until evaluations stop improving.
         Returns the evaluation after the last step, if one was due. on_evaluation: callback invoked with each evaluation
-        result during the run, including the last step's.
+        result during the run, including the last step's. decide: on rank 0, calls the user's callbacks for a step,
+        once, and returns what they decided so far.
 
         A final checkpoint is written in every case, also when the data or the model raise: no finished step is lost,
         unless a rank died with its part of the state.
@@ -171,11 +176,17 @@ class Trainer:
                 while not stop and not self.is_finished:
                     with self._profiler.step(self.step + 1):
                         metrics, stop = self._train_step(steps, should_stop)
+                    if self.callbacks is not None:
+                        figures = self._follow(decide(metrics))
+                        self.callbacks.reported("on_step", self.step)
+                        metrics = replace(metrics, figures=figures)
                     self.done.add(metrics)
                     saves = config.save_steps and self.step % config.save_steps == 0
                     if saves or self.evaluator.is_due:
                         self.done.catch_up()
                     evaluation = self.evaluator.judge(on_evaluation)
+                    if evaluation is not None and self.callbacks is not None:
+                        self._follow(decide(metrics))
                     if saves or self.evaluator.keeps:
                         self.saving.save()
                     else:
@@ -193,6 +204,16 @@ class Trainer:
         self.saving.complete()
         any_rank(self.comm, False, "the checkpoint's publication")
         return evaluation
+
+    def _follow(self, control: RunControl | None) -> dict[str, float]:
+        """Adopt what rank 0's callbacks decided on all ranks, and return the figures that they logged. control: on rank
+        0 alone."""
+        own = None
+        if control is not None:
+            own = control.is_stopping, control.learning_rate_factor, control.take_figures()
+        stopped, self.state.rate_factor, figures = all_gather_object(self.comm, own)[0]
+        self.state.stopped = self.state.stopped or stopped
+        return figures
 
     def plan_ahead(self) -> None:
         """Start planning and decoding the next steps in the background before `run` needs them. Call this once the
@@ -243,6 +264,8 @@ class Trainer:
         batch = inputs.batch
         self._data_wait = DataWait(self.rank, turned, time.perf_counter() - began, batch.slowest)
         self._rate = rate_factor(self._config.train.schedule, self.step, self.state.total_steps)
+        if self.state.rate_factor != 1.0:
+            self._rate *= self.state.rate_factor
         set_rate_factor(self.state.optimizer, self._rate)
         seed_step(self._config.seed, self.step)
         if self._gate is not None:
