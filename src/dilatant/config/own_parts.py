@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypedDict, get_args
 from dilatant.config.environment import place_from
 from dilatant.config.errors import UserError, type_and_text
 
-PartName = Literal["train_data", "eval_data", "callbacks"]
+PartName = Literal["train_data", "eval_data", "loss", "callbacks"]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 
 
@@ -27,6 +27,7 @@ class Parts(TypedDict, total=False):
     model: str | Path | Mapping[str, Any]
     train_data: Any
     eval_data: Any
+    loss: Callable[..., Any]
     callbacks: Sequence[Any]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,9 @@ from typing import Any, cast
 from dilatant.config import Config, UserError, load_config
 from dilatant.config.config import parse_config
 from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
+from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes
+from dilatant.data.sample import EncodedSample
+from dilatant.models.language.token_loss import TokenLoss
 from dilatant.training.callbacks import CallbackList
 
 
@@ -53,3 +57,43 @@ def _fill(own: Mapping[str, Any], model: Any, tree: dict[str, Any]) -> None:
                 "builds its own layers (a model made in Python trains with dilatant.parallelize)"
             )
         tree["model"] = dict(model)
+
+
+def _target_tokens(sample: EncodedSample) -> float:
+    return sample.target_tokens
+
+
+def _one(sample: EncodedSample) -> float:
+    return 1.0
+
+
+COUNTS: Mapping[str, Callable[[EncodedSample], float]] = {"tokens": _target_tokens, "samples": _one}
+"""Parts of a sample in the divisors that a loss may name."""
+
+
+def find_loss(config: Config) -> TokenLoss | None:
+    """Return the user's loss, as passed or as `train.loss` names it; None for the cross entropy. Raises UserError."""
+    part, name = config.part("loss"), config.train.loss
+    if part is not None and name is not None:
+        raise UserError(
+            "the loss was passed in Python, and train.loss names another one; leave one of them out"
+        )
+    if part is None and name is None:
+        return None
+    function = (
+        part.value
+        if part is not None
+        else import_declared("train.loss", str(name), lambda found: count_of_loss(found) is not None, "loss")
+    )
+    where = "the loss" if name is None else f"train.loss: {name!r}"
+    if not callable(function):
+        raise UserError(f"{where} is a {type(function).__name__}; give a function of (logits, targets)")
+    takes_targets = takes(function, 3)
+    require_call(where, function, "logits", "targets", *(("sample_targets",) if takes_targets else ()))
+    count = count_of_loss(function) or "tokens"
+    return TokenLoss(function, where, COUNTS[count] if isinstance(count, str) else count, takes_targets)
+
+
+def checked_loss(loss: TokenLoss, vocabulary: int) -> TokenLoss:
+    """Return the loss with what trying it told. Raises UserError, see `TokenLoss.check`."""
+    return replace(loss, is_per_token=loss.check(vocabulary) and loss.count is COUNTS["tokens"])

@@ -90,6 +90,9 @@ class Trainer:
             holds = boxes_held_on(holdings_of(planned.plan, model.units), worker.rank)
             weights = first_weights(model, config, holds, zeros=membership.weights_follow)
         sources = samples.train.source_names if isinstance(samples.train, Blend) else ()
+        own_loss = model.language.token_loss
+        if own_loss is not None and not own_loss.is_per_token:  # a data set's share of it is unknown
+            sources = ()
         self.runtime = _open_runtime(
             config, model, planned, self.comm, weights, len(sources), membership, before
         )
