@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+from cases.engine_case import focal
 from cases.tiny_project import tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, load_config
+from dilatant.plan.boxes import Box
 from dilatant.report.metrics import StepMetrics
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.evaluation.evaluation import Evaluation
+from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_tensors
+from dilatant.training.optimizers.own_optimizer import OwnOptimizer
 from dilatant.training.rank import RunResult
 
 
@@ -122,14 +128,22 @@ class Recorder:
         run.log({"ended": 1})
 
 
+def shortest(expected: Sequence[str], written: Sequence[str]) -> float:
+    return float(min(map(len, written)))
+
+
+def halved(step: int) -> float:
+    return 0.5**step
+
+
 def test_callbacks_stop_log_and_change_the_rate(file: Path, tmp_path: Path) -> None:
     tree = with_file(project(tmp_path, schedule={"kind": "constant"}, logging_steps=3), file)
     tree["evaluation"] = {"steps": 2}
     recorder = Recorder(4)
-    result = train(tree, eval_data=records_of(file)[:4], callbacks=[recorder])
+    result = train(tree, eval_data=records_of(file)[:4], callbacks=[recorder], metrics=[shortest])
     assert (result.step, result.exit_code, result.ended_early) == (4, 0, 4)
     assert (tmp_path / "run" / "export").is_dir()
-    evaluated = "of 4: ['exact_match']"
+    evaluated = "of 4: ['exact_match', 'shortest']"
     assert recorder.calls == [
         "step 1 at 0.005",
         "step 2 at 0.005",
@@ -149,7 +163,7 @@ def test_callbacks_stop_log_and_change_the_rate(file: Path, tmp_path: Path) -> N
     # A run that a callback ended goes on when it is resumed, at the rate that it had.
     tree["train"]["resume"] = "auto"
     again = Recorder(5)
-    assert train(tree, eval_data=records_of(file)[:4], callbacks=[again]).step == 5
+    assert train(tree, eval_data=records_of(file)[:4], callbacks=[again], metrics=[shortest]).step == 5
     assert again.calls[0] == "step 5 at 0.0005"
 
 
@@ -180,3 +194,113 @@ def test_what_was_reported_is_not_reported_again_when_steps_repeat() -> None:
     run.step = 7
     callbacks.call("on_end", run, None)
     assert len(recorder.calls) == 3
+
+
+def momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def test_an_optimizer_and_a_schedule_resume_as_they_were(file: Path, tmp_path: Path) -> None:
+    def run(name: str, **changes: Any) -> None:
+        tree = project(tmp_path, name, optimizer={}, **changes)
+        train(with_file(tree, file), optimizer=momentum, schedule=halved)
+
+    run("whole")
+    run("parts", steps=3)
+    run("parts", resume="auto")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rates = [json.loads(line)["learning_rates"] for line in lines]
+    assert rates == [{"group 0": 0.05 * 0.5**step} for step in range(6)]
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's own, whose step count is a plain number."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01, shape: tuple[int, ...] | None = None) -> None:
+        super().__init__(parameters, {"lr": lr, "shape": shape})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                shape = group["shape"] or weight.shape
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("average", torch.zeros(shape)).mul_(0.9)
+                if shape == weight.shape:
+                    state["average"].add_(weight.grad, alpha=0.1)
+                    weight.sub_(group["lr"] * state["average"].sign())
+
+
+def test_state_of_an_optimizer_is_written_and_read() -> None:
+    weights = {name: torch.nn.Parameter(torch.ones(3, 2)) for name in ("a", "b")}
+    boxes = {name: Box.of(name, (3, 2)) for name in weights}
+    first, second = (OwnOptimizer(Lion, weights, weights, boxes) for _ in range(2))
+    assert first.scalars == {"count"}
+    weights["a"].grad = torch.full((3, 2), 2.0)
+    weights["b"].grad = torch.zeros(3, 2)
+    first.step()
+    written = optimizer_tensors(first)
+    assert float(written["a"]["count"]) == 1
+    allocate_moments(second, {"a"})
+    for kind, tensor in optimizer_tensors(second)["a"].items():
+        tensor.copy_(written["a"][kind])
+    second.loaded()
+    assert second.state[weights["a"]]["count"] == 1
+    assert isinstance(second.state[weights["a"]]["count"], int)
+    torch.testing.assert_close(second.state[weights["a"]]["average"], torch.full((3, 2), 0.2))
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        (
+            lambda parameters: Lion(parameters, shape=(2,)),
+            r"Lion keeps 'average', \[2\], beside a weight \[4, 4\]",
+        ),
+        (lambda parameters: torch.optim.LBFGS(parameters), "LBFGS cannot update: TypeError"),
+        (lambda parameters: parameters, "the factory returned a list"),
+        (lambda parameters: 1 / 0, "it cannot be made: ZeroDivisionError"),
+        (Lion, "Lion may need whole weights, and this rank has a part of 'a'"),
+    ],
+)
+def test_an_optimizer_that_would_go_wrong_is_refused(factory: Any, problem: str) -> None:
+    weights = {"a": torch.nn.Parameter(torch.ones(3, 2))}
+    part = Box("a", (6, 2), (((0, 3),), ((0, 2),)))
+    with pytest.raises(UserError, match=problem):
+        OwnOptimizer(factory, weights, weights, {"a": part if factory is Lion else Box.of("a", (3, 2))})
+    Lion.elementwise = True
+    try:
+        OwnOptimizer(Lion, weights, weights, {"a": part})
+        OwnOptimizer(momentum, weights, weights, {"a": part})
+    finally:
+        del Lion.elementwise
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "problem"),
+    [
+        (
+            {"optimizer": {"learning_rate": 1.0}},
+            {"optimizer": momentum},
+            "train.optimizer is not used with optimizer=",
+        ),
+        (
+            {"schedule": {"warmup_steps": 3}},
+            {"schedule": halved},
+            "train.schedule is not used with schedule=",
+        ),
+        ({}, {"schedule": 3}, "schedule is a int; give a function"),
+        ({}, {"metrics": [shortest]}, "metrics: there is nothing to evaluate on"),
+        ({}, {"metrics": [shortest, shortest], "eval_data": [1]}, "'shortest' has none"),
+        ({"loss": "a.b"}, {"loss": focal}, "train.loss names another one"),
+        ({"loss": "json.dumps"}, {}, "'json.dumps' is not declared as a loss; put @dilatant.loss above"),
+        ({"loss": "cases.engine_case.focal"}, {}, "'cases.engine_case.focal' is not declared as a loss"),
+    ],
+)
+def test_parts_that_contradict_the_config_are_refused(
+    changes: dict[str, Any], parts: Any, problem: str, file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        train(with_file(project(tmp_path, **changes), file), **parts)

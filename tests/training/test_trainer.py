@@ -56,6 +56,7 @@ class _Book:
             _config=config,
             _skipped_updates=0,
             _half_updated=False,
+            _schedule=None,
             _gate=None,
             _voted=None,
             _began=0.0,

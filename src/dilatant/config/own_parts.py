@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypedDict, get_args
 from dilatant.config.environment import place_from
 from dilatant.config.errors import UserError, type_and_text
 
-PartName = Literal["train_data", "eval_data", "loss", "callbacks"]
+PartName = Literal["train_data", "eval_data", "loss", "optimizer", "schedule", "callbacks", "metrics"]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 
 
@@ -28,7 +28,10 @@ class Parts(TypedDict, total=False):
     train_data: Any
     eval_data: Any
     loss: Callable[..., Any]
+    optimizer: Callable[..., Any]
+    schedule: Callable[..., float]
     callbacks: Sequence[Any]
+    metrics: Sequence[Callable[[Sequence[str], Sequence[str]], float]]
 
 
 class OwnPart:

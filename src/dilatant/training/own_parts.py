@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from dilatant.config import Config, UserError, load_config
+from dilatant.config import Config, OptimizerConfig, RateSchedule, UserError, load_config
 from dilatant.config.config import parse_config
 from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
 from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes
+from dilatant.config.train import LOSS
 from dilatant.data.sample import EncodedSample
 from dilatant.models.language.token_loss import TokenLoss
 from dilatant.training.callbacks import CallbackList
@@ -35,6 +36,7 @@ def config_with_parts(config: Config | Mapping[str, Any] | str | Path, parts: Pa
         tree = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
         fill(tree)
         filled = parse_config(tree, Path.cwd())
+    _check(filled, own)
     return filled.with_own_parts(cast(Any, own))
 
 
@@ -57,6 +59,36 @@ def _fill(own: Mapping[str, Any], model: Any, tree: dict[str, Any]) -> None:
                 "builds its own layers (a model made in Python trains with dilatant.parallelize)"
             )
         tree["model"] = dict(model)
+
+
+def _check(config: Config, own: Mapping[str, Any]) -> None:
+    """Raise UserError for parts of the wrong kind, and for keys that a part would make useless."""
+    functions = {name: own[name] for name in ("loss", "optimizer", "schedule") if name in own}
+    metrics = own.get("metrics", ())
+    functions |= {f"metric {number}": metric for number, metric in enumerate(metrics, 1)}
+    for name, function in functions.items():
+        if not callable(function):
+            raise UserError(f"{name} is a {type(function).__name__}; give a function")
+    names = [getattr(metric, "__name__", "") for metric in metrics]
+    if twice := [
+        name
+        for name in names
+        if not name or names.count(name) > 1 or name in (LOSS, *config.evaluation.metrics)
+    ]:
+        raise UserError(f"metrics: a function needs a name of its own, and {twice[0] or 'one'!r} has none")
+    if metrics and not config.holds_out:
+        raise UserError(
+            "metrics: there is nothing to evaluate on; pass eval_data, or name data.eval or data.val_size"
+        )
+    plain = OptimizerConfig(ema=config.train.optimizer.ema)
+    for name, key, is_plain in (
+        ("optimizer", "train.optimizer", config.train.optimizer == plain),
+        ("schedule", "train.schedule", config.train.schedule == RateSchedule()),
+    ):
+        if name in own and not is_plain:
+            raise UserError(
+                f"{key} is not used with {name}=... in Python; leave it out, or give its values there"
+            )
 
 
 def _target_tokens(sample: EncodedSample) -> float:

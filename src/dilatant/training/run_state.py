@@ -22,7 +22,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.training.checkpoints.boxes import Tensors
 from dilatant.training.checkpoints.checkpoint import load, stored_shapes
 from dilatant.training.feeding.step_data import count_steps
-from dilatant.training.optimizers.master_weights import AVERAGE, MOMENTS, Averages, WithMasters
+from dilatant.training.optimizers.master_weights import AVERAGE, Averages, WithMasters
 from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_tensors
 
 
@@ -117,14 +117,17 @@ class RunState:
         model |= {box.key: part for box, part in owned.primary_parts(self._masters())}
         state = self.beside_masters()
         moments: Tensors = {}
-        for kind in (*MOMENTS, AVERAGE):
+        for kind in dict.fromkeys(kind for kinds in state.values() for kind in kinds):
+            if kind in self.optimizer.scalars:
+                continue
             of_kind = {key: tensors[kind] for key, tensors in state.items() if kind in tensors}
             for box, part in owned.primary_parts(of_kind):
                 moments.setdefault(box.key, {})[kind] = part
         for key, parts in owned.primary_cells.items():
             for cell in parts:
-                if "step" in state.get(key, {}) and cell.has_origin:  # one number per weight
-                    moments[cell.key]["step"] = state[key]["step"]
+                own = state.get(key, {})
+                for kind in sorted(self.optimizer.scalars & own.keys()) if cell.has_origin else ():
+                    moments.setdefault(cell.key, {})[kind] = own[kind]
         return {"model": model, "optimizer": moments}
 
     def beside_masters(self) -> dict[str, dict[str, Tensor]]:
@@ -137,7 +140,7 @@ class RunState:
     def names_with_moments(self) -> set[str]:
         """Return the names of the weights owned by this rank that were updated at least once."""
         state = optimizer_tensors(self.optimizer)
-        return {parse_key(key)[0] for key, kinds in state.items() if MOMENTS[0] in kinds}
+        return {parse_key(key)[0] for key in state}
 
     def values(self) -> dict[str, Any]:
         """Return the progress of the run as JSON, the same on all ranks."""
@@ -156,7 +159,7 @@ class RunState:
     def restore(self, checkpoint: Path) -> None:
         """Read `checkpoint`, written under any layout: weights, moments and data position. Raises UserError."""
         kinds = [name.rpartition(".") for name in stored_shapes(checkpoint, "optimizer")]
-        tensors = self.allocate({name for name, _, kind in kinds if kind == MOMENTS[0]})
+        tensors = self.allocate({name for name, _, kind in kinds if kind != AVERAGE})
         averaged = {name for name, _, kind in kinds if kind == AVERAGE}
         boxes = self.runtime.owned.boxes
         begins = {key for key in tensors["optimizer"] if boxes[key].name not in averaged}

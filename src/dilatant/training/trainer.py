@@ -42,8 +42,9 @@ from dilatant.training.feeding.latents import with_latents
 from dilatant.training.feeding.step_data import seed_step
 from dilatant.training.gradient_hashes import gradient_hashes
 from dilatant.training.model_flops import ModelFlops, model_flops, peak_flops
-from dilatant.training.optimizers.master_weights import Averages, WithMasters
+from dilatant.training.optimizers.master_weights import Averages, WithMasters, make_masters
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor
+from dilatant.training.optimizers.own_optimizer import OwnOptimizer
 from dilatant.training.run_state import RunState
 from dilatant.training.saving import Saving
 from dilatant.training.step_metrics import StepLog, StepMeter, explain_nonfinite, is_finite
@@ -98,18 +99,20 @@ class Trainer:
         )
         self._profiler = StepProfiler(config, worker, self.runtime.named_ranges)
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
-        self._meter: StepMeter = _open_meter(config, model, planned, sources, flops)
         shared = before.state if before is not None and self.runtime.owned.stays else None
         optimizer, averages = _open_optimizer(config, self.runtime, weights, shared)
+        self._meter: StepMeter = _open_meter(config, model, planned, sources, flops, optimizer)
         data = with_latents(self.comm, config, samples, worker.device)
         self.state: RunState = RunState(config, data, self.runtime, optimizer, averages)
         self._inputs = RankInputs(self.comm, self.runtime, config, data, membership.pool)
-        self.evaluator = Evaluator(config.evaluation, samples, self._inputs, self.state)
+        metrics = config.part("metrics")
+        own = {} if metrics is None else {function.__name__: function for function in metrics.value}
+        self.evaluator = Evaluator(config.evaluation, samples, self._inputs, self.state, own)
         self.saving = Saving(self.comm, checkpoints, config.train.keep_checkpoints, self.state)
         self.done = StepLog(config.train.logging_steps, self._gate is not None)
         self._background = contextlib.ExitStack()
         self._steps: Steps | None = None
-        callbacks = config.part("callbacks")
+        callbacks, self._schedule = config.part("callbacks"), config.part("schedule")
         self.callbacks: CallbackList | None = None if callbacks is None else callbacks.value
         units = model.units.values()
         self._layer_of = {weight.name: weight.layer for unit in units for weight in unit.weights}
@@ -266,7 +269,8 @@ class Trainer:
             )
         batch = inputs.batch
         self._data_wait = DataWait(self.rank, turned, time.perf_counter() - began, batch.slowest)
-        self._rate = rate_factor(self._config.train.schedule, self.step, self.state.total_steps)
+        schedule = self._config.train.schedule if self._schedule is None else self._schedule.value
+        self._rate = rate_factor(schedule, self.step, self.state.total_steps)
         if self.state.rate_factor != 1.0:
             self._rate *= self.state.rate_factor
         set_rate_factor(self.state.optimizer, self._rate)
@@ -404,13 +408,23 @@ def _open_optimizer(
         if box.name in weights
     }
     matching = partial(_matching, runtime.model)
-    optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
+    optimizer: WithMasters
+    masters = make_masters(owned.parameters, exact) if (own := config.part("optimizer")) is not None else None
+    if own is not None and masters:
+        optimizer = OwnOptimizer(own.value, owned.parameters, masters, owned.boxes)
+    else:
+        optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
     ema = config.train.optimizer.ema
     return optimizer, None if ema is None else Averages(optimizer.masters, ema)
 
 
 def _open_meter(
-    config: Config, model: MultimodalModel, planned: TrainingPlan, sources: tuple[str, ...], flops: ModelFlops
+    config: Config,
+    model: MultimodalModel,
+    planned: TrainingPlan,
+    sources: tuple[str, ...],
+    flops: ModelFlops,
+    optimizer: WithMasters,
 ) -> StepMeter:
     names = [
         name
@@ -419,6 +433,9 @@ def _open_meter(
         if weight.requires_grad
     ]
     rates = peak_rates(names, config.train.optimizer, partial(_matching, model))
+    if config.part("optimizer") is not None:
+        groups = optimizer.param_groups if isinstance(optimizer, OwnOptimizer) else ()
+        rates = {f"group {number}": group["peak_lr"] for number, group in enumerate(groups)}
     return StepMeter(len(planned.plan.ranks), model.graph.anchor, sources, rates, flops, peak_flops(config))
 
 
