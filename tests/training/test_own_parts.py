@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,3 +306,57 @@ def test_parts_that_contradict_the_config_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         train(with_file(project(tmp_path, **changes), file), **parts)
+
+
+ON_STANDARD_INPUT = """
+import json, sys
+import torch
+import dilatant
+
+tree, records, ranks = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+weight = torch.tensor(2.0)
+
+class Records:
+    def __len__(self):
+        return len(records)
+    def __getitem__(self, index):
+        return records[index]
+
+class Last:
+    def on_end(self, run, result):
+        run.log({"seen": seen(result.step)})
+
+def seen(step):
+    return 10 * step
+
+def doubled(logits, targets):
+    return weight * torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+
+if ranks > 1:
+    tree["parallel"] = {"units": {"vision": {}, "language": {}}}
+result = dilatant.train(tree, train_data=Records(), loss=doubled, callbacks=[Last()])
+print(result.step, result._repr_html_()[:40])
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_of_a_notebook_need_no_main_guard(ranks: int, file: Path, tmp_path: Path) -> None:
+    """A script on standard input is to multiprocessing what a notebook is: it cannot be imported. Data workers decode,
+    and with two ranks all parts are sent."""
+    tree = without_data(project(tmp_path, steps=2))
+    tree["data"]["workers"] = 1
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        record["messages"][0]["content"][0]["image"] = str(file.parent / f"images/{record['id'][7:]}.png")
+    arguments = [json.dumps(tree), json.dumps(records), str(ranks)]
+    ended = subprocess.run(
+        [sys.executable, "-", *arguments],
+        input=ON_STANDARD_INPUT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("2 <")
+    assert figures(tmp_path / "run")[2] == {"seen": 20}
+    assert losses(tmp_path / "run")[0] > 8  # twice the cross entropy of 260 bytes

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from dilatant.planning.problem.describe_data import describe_data
 from dilatant.planning.problem.planned_hardware import unlike_devices
 from dilatant.report.gantt import measured_chart
 from dilatant.report.metrics import StepMetrics, finite_or_none
-from dilatant.report.pages.page import write_page
+from dilatant.report.pages.page import Page, write_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_timeline
 from dilatant.report.pages.stats_page import render_stats_page
@@ -71,6 +72,20 @@ class RunResult:
     @property
     def finished(self) -> bool:
         return self.exit_code == 0
+
+    def _repr_html_(self) -> str:
+        """Return the result and the last step's page for a notebook."""
+        figures = {} if self.loss is None else {"loss": self.loss}
+        figures |= (
+            {}
+            if self.evaluation is None
+            else {f"held-out {k}": v for k, v in self.evaluation.figures.items()}
+        )
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        text = f"step {self.step} of {self.total_steps}: {shown} ({self.folder})"
+        page = self.folder / "timeline.html"
+        shown_page = Page(page.read_text(encoding="utf-8"))._repr_html_() if page.is_file() else ""
+        return f"<p>{escape(text)}</p>{shown_page}"
 
 
 def train_rank(
