@@ -169,7 +169,7 @@ class LanguageStage(Stage):
         sample_of = row.sample_of[with_target].to(hidden.device)
         losses = self._losses(head, hidden[0, at], targets, packed, sample_of)
         loss = divide_loss(losses.sum(), row.targets, data.counts[self.unit])
-        by_sample = {}
+        by_sample: dict[str, Tensor] = {}
         if self.token_loss is None or self.token_loss.is_per_token:
             summed = losses.new_zeros(len(samples)).index_add_(0, sample_of, losses.detach())
             by_sample = {self.unit: summed}
