@@ -185,17 +185,18 @@ def test_a_callback_that_fails_is_named_and_the_step_saved(file: Path, tmp_path:
 
 
 def test_what_was_reported_is_not_reported_again_when_steps_repeat() -> None:
-    recorder, run = Recorder(9), RunControl(Path())
+    recorder = Recorder(9)
     callbacks = CallbackList([recorder])
     for step in (1, 2, 1, 2, 3):
-        run.step = step
-        callbacks.call("on_end", run, SimpleNamespace(step=step, ended_early=None))
+        callbacks.control.step = step
+        callbacks.call("on_end", SimpleNamespace(step=step, ended_early=None))
     assert recorder.calls == ["end 1, None", "end 2, None", "end 3, None"]
-    # Another rank that takes over knows what the first one reported.
+    # Another rank that takes over knows what the first one reported and decided.
     callbacks.reported("on_end", 7)
-    run.step = 7
-    callbacks.call("on_end", run, None)
+    callbacks.control.follow(7, True, 0.5)
+    callbacks.call("on_end", None)
     assert len(recorder.calls) == 3
+    assert (callbacks.control.is_stopping, callbacks.control.learning_rate_factor) == (True, 0.5)
 
 
 def momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -36,8 +36,8 @@ EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 class RunControl:
     """A run as its callbacks see it. folder: the run folder. step: steps done, of `total_steps`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
+        self.folder = Path()
         self.step = self.total_steps = 0
         self.is_stopping = False
         self._factor = 1.0
@@ -66,6 +66,10 @@ class RunControl:
             except (TypeError, ValueError):
                 raise UserError(f"log: {name!r} is {value!r}; give a number") from None
 
+    def follow(self, step: int, is_stopping: bool, factor: float) -> None:
+        """Adopt what another rank decided, in case this one takes over."""
+        self.step, self.is_stopping, self._factor = step, is_stopping, factor
+
     def take_figures(self) -> dict[str, float]:
         """Return the figures that were logged since the last call."""
         found, self._figures = self._figures, {}
@@ -73,8 +77,8 @@ class RunControl:
 
 
 class CallbackList:
-    """The callbacks of a run in one process. It outlives changes of the ranks: what was reported once is not reported
-    again when steps are repeated."""
+    """The callbacks of a run in one process, and what they decided. It outlives changes of the ranks: what was reported
+    once is not reported again when steps are repeated, and a decision that did not reach all ranks is sent again."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         for callback in callbacks:
@@ -83,6 +87,7 @@ class CallbackList:
                     f"callbacks: {type(callback).__name__} has none of the methods {', '.join(EVENTS)}"
                 )
         self.callbacks = tuple(callbacks)
+        self.control = RunControl()
         self._reported: dict[str, int] = {}
 
     def reported(self, event: str, step: int) -> bool:
@@ -91,8 +96,9 @@ class CallbackList:
         self._reported[event] = max(before, step)
         return before >= step
 
-    def call(self, event: str, run: RunControl, value: Any) -> None:
+    def call(self, event: str, value: Any) -> None:
         """Call the callbacks that have this method, unless they were called for it. Raises UserError if one fails."""
+        run = self.control
         if self.reported(event, run.step):
             return
         for callback in self.callbacks:

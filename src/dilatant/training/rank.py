@@ -242,7 +242,6 @@ class Observer:
         self._console = console
         self._trackers: list[Tracker] = []
         self._line: ProgressLine
-        self._control = RunControl(folder.path)
         self._published: Path | None = None
         self._history: list[dict[str, float]] = []
 
@@ -263,8 +262,11 @@ class Observer:
             self._config.model_dump(mode="json"),
             first_step=trainer.step,
         )
-        self._control.step, self._control.total_steps = trainer.step, trainer.state.total_steps
-        self._control.learning_rate_factor = trainer.state.rate_factor
+        if trainer.callbacks is not None:
+            control, state = trainer.callbacks.control, trainer.state
+            if not control.step:  # of a new process
+                control.follow(state.step, state.stopped, state.rate_factor)
+            control.folder, control.total_steps = self._folder.path, state.total_steps
         self._published = trainer.saving.published
         self._line = ProgressLine(self._console, trainer.state.total_steps, trainer.step)
         self._line.__enter__()
@@ -295,33 +297,33 @@ class Observer:
         """Call the user's callbacks for a step, unless they were called for it; return what they decided so far."""
         if (callbacks := self._trainer.callbacks) is None:
             return None
-        self._control.step = metrics.step
+        callbacks.control.step = metrics.step
         self._report_checkpoint(callbacks)
-        callbacks.call("on_step", self._control, metrics)
-        return self._control
+        callbacks.call("on_step", metrics)
+        return callbacks.control
 
     def ended(self, result: RunResult) -> None:
         """Call the user's callbacks for the last checkpoint and for the end."""
         if (callbacks := self._trainer.callbacks) is not None:
             self._report_checkpoint(callbacks)
-            callbacks.call("on_end", self._control, result)
-            self._log_figures()
+            callbacks.call("on_end", result)
+            self._log_figures(callbacks.control)
 
     def _report_checkpoint(self, callbacks: CallbackList) -> None:
         published = self._trainer.saving.published
         if published is not None and published != self._published:
             self._published = published
-            callbacks.call("on_checkpoint", self._control, published)
-            self._log_figures()
+            callbacks.call("on_checkpoint", published)
+            self._log_figures(callbacks.control)
 
-    def _log_figures(self) -> None:
+    def _log_figures(self, control: RunControl) -> None:
         """Record what callbacks logged after the record of their step, as a line of its own."""
-        figures = self._control.take_figures()
+        figures = control.take_figures()
         if figures:
             self._trainer.done.catch_up()
-            self._folder.log({"step": self._control.step, "figures": finite_or_none(figures)})
+            self._folder.log({"step": control.step, "figures": finite_or_none(figures)})
             for tracker in self._trackers:
-                tracker.log(self._control.step, {f"figures/{name}": own for name, own in figures.items()})
+                tracker.log(control.step, {f"figures/{name}": own for name, own in figures.items()})
 
     def catch_up(self, recent: Sequence[StepMetrics]) -> None:
         """Write those of the `recent` steps that metrics.jsonl lacks, whichever rank was to write them."""
@@ -350,6 +352,6 @@ class Observer:
             f"step {step}: {len(evaluation.verdicts):,} held-out samples: {shown}{about}", highlight=False
         )
         if (callbacks := self._trainer.callbacks) is not None:
-            self._control.step = step
-            callbacks.call("on_evaluation", self._control, evaluation)
-            self._log_figures()
+            callbacks.control.step = step
+            callbacks.call("on_evaluation", evaluation)
+            self._log_figures(callbacks.control)

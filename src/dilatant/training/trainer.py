@@ -219,6 +219,8 @@ class Trainer:
             own = control.is_stopping, control.learning_rate_factor, control.take_figures()
         stopped, self.state.rate_factor, figures = all_gather_object(self.comm, own)[0]
         self.state.stopped = self.state.stopped or stopped
+        if control is None and self.callbacks is not None:
+            self.callbacks.control.follow(self.step, stopped, self.state.rate_factor)
         return figures
 
     def plan_ahead(self) -> None:
