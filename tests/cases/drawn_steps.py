@@ -19,6 +19,7 @@ from cases.engine_case import (
     NAMES,
     NET_WIDTH,
     OWN,
+    OWN_LOSSES,
     UNDIVIDED,
     Case,
     build_model,
@@ -107,6 +108,8 @@ def cases(
         dropout=draw(st.sampled_from([0.0, 0.3])),
         numbered=draw(st.booleans()),
         dtype=dtype,
+        # In bf16 the tolerances are those of the cross entropy.
+        loss=draw(st.sampled_from(["", "", *OWN_LOSSES])) if dtype == torch.float32 else "",
     )
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")

@@ -13,6 +13,7 @@ from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, Generator, MultimodalModel
+from dilatant.models.language.token_loss import TokenLoss
 from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -167,6 +168,33 @@ class Case:
     """Of generators that draw pictures: family of their net, objective, whether learned queries ask for them."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the language model, besides its family's."""
+    loss: str = ""
+    """One of `OWN_LOSSES`; the cross entropy if empty."""
+
+
+def focal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The focal loss of each position, with gamma 2."""
+    likely = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    return -((1 - likely.exp()) ** 2) * likely
+
+
+def mean_of_samples(logits: torch.Tensor, targets: torch.Tensor, of_sample: torch.Tensor) -> torch.Tensor:
+    """The sum over samples of the mean cross entropy of their targets."""
+    return (torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none") / of_sample).sum()
+
+
+def _one(sample: EncodedSample) -> float:
+    return 1.0
+
+
+def _tokens(sample: EncodedSample) -> float:
+    return sample.target_tokens
+
+
+OWN_LOSSES = {
+    "focal": TokenLoss(focal, "focal", _tokens, takes_targets=False, is_per_token=True),
+    "mean of samples": TokenLoss(mean_of_samples, "mean of samples", _one, takes_targets=True),
+}
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
@@ -229,6 +257,8 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     if case.frozen:
         model.freeze(case.frozen)
     model.language.loss_chunk = case.loss_chunk
+    if case.loss:
+        model.use_loss(OWN_LOSSES[case.loss])
     for unit in model.units.values():
         unit.recompute("none" if plain else case.recompute)
     model.train()

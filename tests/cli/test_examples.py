@@ -76,6 +76,23 @@ def test_digits_are_drawn(
         assert recognised(load_exported(tmp_path / "run" / "export"), 30)[0] >= 0.95
 
 
+def test_own_parts_train_on_two_ranks(tmp_path: Path) -> None:
+    """The parts are defined in the script, which other processes import."""
+    script = [
+        sys.executable,
+        ROOT / "examples" / "own_parts.py",
+        "--steps",
+        "4",
+        "--folder",
+        tmp_path / "run",
+    ]
+    subprocess.run(script, check=True, timeout=300)
+    figures = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert {"loss", "exact_match", "digits_only"} <= figures.keys()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["figures"].keys() for line in lines if "figures" in line] == [{"still_wrong"}] * 4
+
+
 @pytest.mark.slow
 def test_the_training_loop_runs_on_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")

@@ -100,6 +100,7 @@ def expected(
                 generators,
                 begin,
                 queries,
+                case.loss,
             )
         loss = sum((weights[name] * part for name, part in parts.items()), start=torch.zeros(()))
         if loss.requires_grad:

@@ -28,6 +28,7 @@ def losses_of_batch(
     generators: Mapping[str, tuple[Any, Any, int, int]] | None = None,
     begin: Callable[[int], Any] = lambda number: None,
     queries: Mapping[int, Tensor] | None = None,
+    loss: str = "",
 ) -> dict[str, Tensor]:
     """The global batch's losses: "language", the sum over all target tokens divided by their number, for every
     generator the sum over all its items divided by their number, and "language.router" where experts are chosen: each
@@ -38,7 +39,8 @@ def losses_of_batch(
     sees which, bool [tokens, tokens]; default: those before it. generators: name → (connector, module, token at whose
     places it takes hidden states, places of an item); the module makes one loss of the places and targets of an item.
     begin: called with a sample's number before its turn. queries: id beyond the vocabulary → what stands at its places,
-    one after another and over again: [places of an item, width].
+    one after another and over again: [places of an item, width]. loss: that of a target token, instead of its cross
+    entropy: "focal" with gamma 2, or "mean of samples", where each sample counts alike.
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     generators = generators or {}
@@ -99,7 +101,13 @@ def losses_of_batch(
         for position, label in enumerate(torch.as_tensor(sample.labels)[1:].tolist()):
             if label != -100:
                 said = torch.log_softmax(logits[position].float(), dim=-1)[label]
-                losses["language"] = losses["language"] - said / targets
+                scale = torch.tensor(1.0 / targets)
+                if loss == "focal":
+                    scale = (1 - said.exp()) ** 2 / targets
+                elif loss:
+                    own = sum(other != -100 for other in torch.as_tensor(sample.labels)[1:].tolist())
+                    scale = torch.tensor(1.0 / own / len(samples))
+                losses["language"] = losses["language"] - said * scale
         for name, (connector, module, place, count) in generators.items():
             if not sample.media.get(name):
                 continue

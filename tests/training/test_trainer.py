@@ -40,6 +40,7 @@ class _Book:
             step=4,
             total_steps=9,
             position="before",
+            rate_factor=1.0,
             runtime=runtime,
             optimizer=SimpleNamespace(
                 step=lambda: self.calls.append("step"), zero_grad=lambda **_: self.calls.append("zero")
@@ -56,6 +57,7 @@ class _Book:
             _skipped_updates=0,
             _half_updated=False,
             is_torn=False,
+            _schedule=None,
             _gate=None,
             _voted=None,
             _began=0.0,
@@ -186,6 +188,8 @@ def test_resume_restores_moments_position_and_bad_samples(
     assert json.loads(json.dumps(state.values())) == {
         **values,
         "best": BestEvaluation().to_json(),
+        "rate_factor": 1.0,
+        "stopped": False,
         "template_date": "2026-11-26",
     }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from dilatant.config.base import PathRule, Section, annotation_of, path_rule, with_absolute_paths
 from dilatant.config.data import DataConfig
@@ -22,6 +22,7 @@ from dilatant.config.files.trust import require_trust, run_folder_of
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE, FORMER_KEYS
+from dilatant.config.own_parts import PART_NAMES, OwnPart, PartName, refuse_missing_part
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
@@ -58,6 +59,19 @@ class Config(Section):
     plan: PlanConfig = PlanConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     debug: DebugConfig = DebugConfig()
+    python: tuple[PartName, ...] = ()
+    """Parts that the run received in Python ([python.md](python.md)). The run writes this key, so that no command goes
+    on without them."""
+
+    _parts: dict[PartName, OwnPart] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_data(self) -> Self:
+        if self.data.train or "train_data" in self.python:
+            return self
+        raise ValueError(
+            "'data.train' is missing; name files or a data set, or pass train_data to dilatant.train"
+        )
 
     @model_validator(mode="after")
     def _layouts_are_of_units(self) -> Self:
@@ -68,7 +82,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:
-        if self.data.holds_out:
+        if self.holds_out:
             return self
         wanted = [
             key for key in ("steps", "keep_best", "patience") if getattr(self.evaluation, key) is not None
@@ -97,6 +111,25 @@ class Config(Section):
                 "'data.max_length') lets a microbatch have; raise that, or try less"
             )
         return self
+
+    @property
+    def holds_out(self) -> bool:
+        """Return True if there is held-out data."""
+        return bool(self.data.eval) or self.data.val_size is not None or "eval_data" in self.python
+
+    def part(self, name: PartName) -> OwnPart | None:
+        """Return a part that the user passed to `dilatant.train`, or None if the config's applies. Raises UserError for
+        a part that the run had and this process has not."""
+        if name not in self.python:
+            return None
+        return self._parts[name] if name in self._parts else refuse_missing_part(name)
+
+    def with_own_parts(self, parts: Mapping[PartName, Any]) -> Config:
+        """Return the config with these parts, which travel with it to other processes."""
+        names = tuple(name for name in PART_NAMES if name in parts)
+        config = self.model_copy(update={"python": names})
+        config._parts = {name: OwnPart(name, parts[name]) for name in names}
+        return config
 
     @property
     def row_tokens(self) -> int:

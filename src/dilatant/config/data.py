@@ -77,7 +77,8 @@ class DataSource(Section):
 
 
 class DataConfig(Section):
-    train: tuple[DataSource, ...] = Field(min_length=1)
+    train: tuple[DataSource, ...] = ()
+    """Data sets to train on (required, unless `dilatant.train` gets one in Python)."""
     eval: tuple[DataSource, ...] = ()
     """Held-out data, in the same form."""
     val_size: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -133,8 +134,3 @@ class DataConfig(Section):
                 "'val_size' needs data that are read by index; do not stream them, or name 'eval'"
             )
         return self
-
-    @property
-    def holds_out(self) -> bool:
-        """Return True if there is held-out data."""
-        return bool(self.eval) or self.val_size is not None

@@ -1,15 +1,21 @@
-"""User functions: the `metric` decorator, and checks of the arguments with which they are called."""
+"""User functions: the decorators that declare them, their import by name, and checks of their arguments."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, type_and_text
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DECLARED = "__dilatant_metric__"
+_LOSS = "__dilatant_loss__"
+Count = Literal["tokens", "samples"] | Callable[[Any], float]
 
 
 def metric(function: _Function) -> _Function:
@@ -22,6 +28,60 @@ def metric(function: _Function) -> _Function:
 def is_metric(function: object) -> bool:
     """Return True for a function declared by `metric`. A config can cause no other function to be called."""
     return callable(function) and getattr(function, _DECLARED, None) is True
+
+
+def loss(function: Any = None, *, count: Count = "tokens") -> Any:
+    """Declare a function as a training loss, which `train.loss` may name as `package.module.function`:
+    `@dilatant.loss`, or `@dilatant.loss(count="samples")`.
+
+    It is called as loss(logits [positions, vocabulary], targets int64 [positions]), with the positions of some samples
+    that have a target, and returns the loss of each position, or their sum; if it takes a third argument, that is the
+    number of target tokens of each position's sample, int64 [positions]. The sum over the global batch is divided by
+    its number of target `tokens` or `samples`, or by the sum of count(sample) over its `EncodedSample`s, of which ranks
+    may know only sizes and `target_tokens`.
+    """
+    if function is None:
+        return partial(loss, count=count)
+    if count not in ("tokens", "samples") and not callable(count):
+        raise UserError(f"count is {count!r}; give 'tokens', 'samples', or a function of an EncodedSample")
+    setattr(function, _LOSS, count)
+    return function
+
+
+def count_of_loss(function: object) -> Count | None:
+    """Return the divisor that `loss` declared; None for a function that it did not declare."""
+    return getattr(function, _LOSS, None) if callable(function) else None
+
+
+def import_declared(key: str, name: str, is_declared: Callable[[Any], bool], decorator: str) -> Any:
+    """Import the function that `module:function` or `module.function` names, of a module that Python finds or that is
+    in the working directory. Only a declared function is returned, so that a config cannot name just any function of
+    any package; modules of the standard library are not even imported.
+
+    Raises UserError with a text of one line, whatever the module does.
+    """
+    module, _, function = name.replace(":", ".").rpartition(".")
+    undeclared = UserError(
+        f"{key}: {name!r} is not declared as a {decorator}; put @dilatant.{decorator} above the function"
+    )
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise undeclared
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except BaseException as error:  # SystemExit, too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"{key}: {name!r} cannot be imported: {type_and_text(error)}") from None
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
+    if not is_declared(found):
+        raise undeclared
+    return found
 
 
 def require_call(where: str, function: Callable[..., Any], *arguments: str) -> None:
@@ -37,3 +97,13 @@ def require_call(where: str, function: Callable[..., Any], *arguments: str) -> N
         raise UserError(
             f"{where} is called as ({', '.join(arguments)}), but takes {signature}; let it take these"
         ) from None
+
+
+def takes(function: Callable[..., Any], arguments: int) -> bool:
+    """Return True if `function` can be called with so many positional arguments, all of which it names."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in named and each.default is each.empty for each in parameters) == arguments

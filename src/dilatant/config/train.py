@@ -94,6 +94,9 @@ class TrainConfig(Section):
     """Sharding of optimizer state (ZeRO stage 1): none, over the ranks of a node that hold a weight, or over all ranks
     that hold it. With `all`, a lost rank's state is lost too, so that a run continues only from a checkpoint. Default:
     the fastest according to the plan (never `all` with `resilience.enabled`); without a plan `node`."""
+    loss: str | None = Field(None, pattern=r"^[A-Za-z_]\w*(\.\w+)*[.:]\w+$")
+    """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy
+    ([python.md](python.md#loss)). The `loss` of evaluations stays the cross entropy."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip gradients to this norm over the whole model; `null`: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -68,6 +68,7 @@ class Sample:
     marker belongs to which encoder depends on the model, so media are placed when the sample is encoded. tools: the
     tools that the assistant may call, as JSON text for chat templates; "" for none.
     unused: the record's columns, and keys inside them, that the sample does not use.
+    encoded: the user's own tokens and inputs, in place of a conversation.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Sample:
     unplaced: tuple[Media, ...] = ()
     tools: str = ""
     unused: tuple[str, ...] = field(default=(), compare=False)
+    encoded: EncodedSample | None = field(default=None, compare=False)
 
 
 class Dataset(Protocol):

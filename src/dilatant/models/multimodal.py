@@ -27,6 +27,7 @@ from dilatant.data.text.tokenizer import load_tokenizer
 from dilatant.models.core.dtype import dtype_of_config
 from dilatant.models.core.freeze import freeze
 from dilatant.models.core.materialize import allocate, materialize
+from dilatant.models.core.stage import Loss
 from dilatant.models.core.unit import ModelGraph, Unit
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
@@ -40,6 +41,7 @@ from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.language.media_attention import MediaMasks, in_words, read_media_attention
 from dilatant.models.language.merge import prepend_placeholders
+from dilatant.models.language.token_loss import TokenLoss
 from dilatant.models.saving import load_model, read_connectors, save_model
 from dilatant.models.sources import load_language_model, load_pretrained_config
 
@@ -136,6 +138,13 @@ class MultimodalModel(nn.Module):
         if name not in self.units:
             raise KeyError(f"no unit {name!r}; there are {', '.join(self.units)}")
         return self.units[name]
+
+    def use_loss(self, loss: TokenLoss) -> None:
+        """Train the language model by this loss; call it before the model is cut into stages."""
+        language = self.language
+        language.token_loss = loss
+        language.losses = {**language.losses, language.unit: Loss(loss.count)}
+        self.graph = replace(self.graph, losses={**self.graph.losses, language.unit: Loss(loss.count)})
 
     @property
     def output_ids(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from dilatant.config.recompute import Recompute
 from dilatant.data.index.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.media_units.image_target import ImageTarget, image_target
 from dilatant.data.media_units.processors import image_processor
-from dilatant.data.order.blend import Blend, StreamBlend, open_blend
+from dilatant.data.order.blend import Blend, StreamBlend, open_blend, open_own_data
 from dilatant.data.sample import MediaUnit
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
@@ -50,10 +50,17 @@ class Samples:
 def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
     data = config.data
-    train = open_blend(data.train, cache_dir=data.cache_dir, max_samples=data.max_samples)
+    own, own_held_out = config.part("train_data"), config.part("eval_data")
+    if own is not None:
+        train = open_own_data(own, data.max_samples)
+    else:
+        train = open_blend(data.train, cache_dir=data.cache_dir, max_samples=data.max_samples)
     held_out = open_blend(data.eval, cache_dir=data.cache_dir, held_out=True) if data.eval else None
+    if own_held_out is not None:
+        held_out = open_own_data(own_held_out)
     if data.val_size is not None:
-        assert isinstance(train, Blend)
+        if not isinstance(train, Blend):
+            raise UserError("data.val_size needs train_data that is read by index; pass eval_data instead")
         train, held_out = train.split(data.val_size, config.seed)
     tokenizer, encoding = assemble_encoding(config)
     return Samples(tokenizer, encoding, train, held_out)

@@ -16,6 +16,7 @@ from dilatant.comm.store.store import Store
 from dilatant.config import Config, UserError, load_config
 from dilatant.config.environment import LaunchPlace
 from dilatant.config.plan import ClusterConfig
+from dilatant.data.readers.python_records import is_map_style
 from dilatant.plan.plan import Plan
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.planning_process import PlanningJob, plan_in_process
@@ -92,7 +93,8 @@ def choose_plan(
             return kept
         if why:
             say(console, f"planned anew: {why}")
-    if any(source.streaming for source in config.data.train):
+    own = config.part("train_data")
+    if any(source.streaming for source in config.data.train) or (own and not is_map_style(own.value)):
         raise UserError(
             "parallel: auto plans by the sizes of samples, which a stream does not tell ahead; do not stream, name a "
             "layout (parallel.units), or train in one process (parallel: single)"

@@ -20,7 +20,8 @@ class StepMetrics:
     requires (see `training.model_flops`); mfu: fraction of the device's peak, if known. peak_bytes: most bytes that
     tensors have held so far on the fullest GPU, if there are GPUs. warning: reported once, about
     drift. slowest_samples: name → seconds of decoding, for rank 0's slowest samples if it waited for data. generation:
-    of a resilient run, else 0; recovery: in the first step of a later generation, its ranks and the recovery costs."""
+    of a resilient run, else 0; recovery: in the first step of a later generation, its ranks and the recovery costs.
+    figures: those that callbacks logged, by name."""
 
     step: int
     total_steps: int
@@ -50,6 +51,7 @@ class StepMetrics:
     slowest_samples: Mapping[str, float] = field(default_factory=dict)
     generation: int = 0
     recovery: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """Return the record for `metrics.jsonl`."""
@@ -58,9 +60,8 @@ class StepMetrics:
             record.pop(name)
         for name in ("loss", "grad_norm"):  # JSON cannot represent non-finite numbers
             record[name] = record[name] if math.isfinite(record[name]) else None
-        record["losses"] = {
-            name: loss if math.isfinite(loss) else None for name, loss in record["losses"].items()
-        }
+        for name in ("losses", "figures"):
+            record[name] = finite_or_none(record[name])
         unknown = {name for name in ("predicted_seconds", "mfu", "peak_bytes") if record[name] is None}
         if not self.generation:
             unknown.add("generation")
@@ -79,3 +80,8 @@ class StepMetrics:
             else:
                 flat[f"train/{name}"] = float(value)
         return flat
+
+
+def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Return numbers by name as JSON can represent them: None for those that are not finite."""
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}

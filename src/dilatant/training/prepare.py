@@ -29,6 +29,7 @@ from dilatant.planning.row_length import is_row_length_open, row_length
 from dilatant.report.text.wording import counted
 from dilatant.training.checkpoints.starting_point import with_template_date
 from dilatant.training.feeding.step_data import count_steps
+from dilatant.training.own_parts import checked_loss, find_loss
 from dilatant.training.run_costs import Cutter, costs_of_run, local_costs, plan_before, target_here
 
 LOOKED_AT = 4096
@@ -71,6 +72,8 @@ def prepare(
                 "data.preprocess: 'ray' asks for samples by index, which streamed data do not have; use 'local'"
             )
         model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
+        if (own_loss := find_loss(config)) is not None:
+            model.use_loss(checked_loss(own_loss, model.language.config.vocab_size))
         refuse_unkeyed_dropout(model.units.values())
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +22,8 @@ from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.problem.describe_data import describe_data
 from dilatant.planning.problem.planned_hardware import unlike_devices
 from dilatant.report.gantt import measured_chart
-from dilatant.report.metrics import StepMetrics
-from dilatant.report.pages.page import write_page
+from dilatant.report.metrics import StepMetrics, finite_or_none
+from dilatant.report.pages.page import Page, write_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_timeline
 from dilatant.report.pages.stats_page import render_stats_page
@@ -33,6 +34,7 @@ from dilatant.report.say import open_console, say, warn
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
 from dilatant.report.trackers import Tracker, open_trackers
+from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import PreparedRun, prepare
@@ -70,6 +72,20 @@ class RunResult:
     @property
     def finished(self) -> bool:
         return self.exit_code == 0
+
+    def _repr_html_(self) -> str:
+        """Return the result and the last step's page for a notebook."""
+        figures = {} if self.loss is None else {"loss": self.loss}
+        figures |= (
+            {}
+            if self.evaluation is None
+            else {f"held-out {k}": v for k, v in self.evaluation.figures.items()}
+        )
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        text = f"step {self.step} of {self.total_steps}: {shown} ({self.folder})"
+        page = self.folder / "timeline.html"
+        shown_page = Page(page.read_text(encoding="utf-8"))._repr_html_() if page.is_file() else ""
+        return f"<p>{escape(text)}</p>{shown_page}"
 
 
 def train_rank(
@@ -140,35 +156,42 @@ def train_to_end(
     with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
         if observer is not None:
             observer.catch_up(trainer.done.recent)  # of the previous generation, if its rank 0 was lost
+            if trainer.done.last is not None:
+                observer.decide(trainer.done.last)
         training_began = time.monotonic()
         if observer is None:
             evaluation = trainer.run(lambda metrics: None, lambda: stop.received)
         else:
-            evaluation = trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
+            evaluation = trainer.run(
+                observer.stepped, lambda: stop.received, observer.evaluated, observer.decide
+            )
         seconds = time.monotonic() - training_began
         summary = _show_last_step(trainer, folder) if trainer.step else ""
         if trainer.is_finished and evaluation is None:
             evaluation = trainer.evaluator.evaluate()
             if observer is not None and evaluation is not None:
                 observer.evaluated(trainer.step, evaluation)
-    total_steps = trainer.state.total_steps
-    return RunResult(
-        folder.path,
-        trainer.step,
-        total_steps,
-        seconds,
-        # Without a signal on this rank, another rank was asked to stop.
-        0 if trainer.is_finished else stop.exit_code or 128 + signal.SIGTERM,
-        observer.last_loss if observer is not None else None,
-        summary,
-        evaluation,
-        trainer.saving.published,
-        began_at,
-        first,
-        training_began,
-        trainer.state.best.step,
-        trainer.step if trainer.step < total_steps and trainer.is_finished else None,
-    )
+        total_steps = trainer.state.total_steps
+        result = RunResult(
+            folder.path,
+            trainer.step,
+            total_steps,
+            seconds,
+            # Without a signal on this rank, another rank was asked to stop.
+            0 if trainer.is_finished else stop.exit_code or 128 + signal.SIGTERM,
+            observer.last_loss if observer is not None else None,
+            summary,
+            evaluation,
+            trainer.saving.published,
+            began_at,
+            first,
+            training_began,
+            trainer.state.best.step,
+            trainer.step if trainer.step < total_steps and trainer.is_finished else None,
+        )
+        if observer is not None:
+            observer.ended(result)
+    return result
 
 
 def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:
@@ -219,6 +242,7 @@ class Observer:
         self._console = console
         self._trackers: list[Tracker] = []
         self._line: ProgressLine
+        self._published: Path | None = None
         self._history: list[dict[str, float]] = []
 
     def __enter__(self) -> Observer:
@@ -238,6 +262,12 @@ class Observer:
             self._config.model_dump(mode="json"),
             first_step=trainer.step,
         )
+        if trainer.callbacks is not None:
+            control, state = trainer.callbacks.control, trainer.state
+            if not control.step:  # of a new process
+                control.follow(state.step, state.stopped, state.rate_factor)
+            control.folder, control.total_steps = self._folder.path, state.total_steps
+        self._published = trainer.saving.published
         self._line = ProgressLine(self._console, trainer.state.total_steps, trainer.step)
         self._line.__enter__()
         return self
@@ -262,6 +292,38 @@ class Observer:
             say(self._console, f"step {metrics.step} was profiled; the trace of each rank is in {traces}")
         if metrics.warning is not None:
             warn(self._console, metrics.warning)
+
+    def decide(self, metrics: StepMetrics) -> RunControl | None:
+        """Call the user's callbacks for a step, unless they were called for it; return what they decided so far."""
+        if (callbacks := self._trainer.callbacks) is None:
+            return None
+        callbacks.control.step = metrics.step
+        self._report_checkpoint(callbacks)
+        callbacks.call("on_step", metrics)
+        return callbacks.control
+
+    def ended(self, result: RunResult) -> None:
+        """Call the user's callbacks for the last checkpoint and for the end."""
+        if (callbacks := self._trainer.callbacks) is not None:
+            self._report_checkpoint(callbacks)
+            callbacks.call("on_end", result)
+            self._log_figures(callbacks.control)
+
+    def _report_checkpoint(self, callbacks: CallbackList) -> None:
+        published = self._trainer.saving.published
+        if published is not None and published != self._published:
+            self._published = published
+            callbacks.call("on_checkpoint", published)
+            self._log_figures(callbacks.control)
+
+    def _log_figures(self, control: RunControl) -> None:
+        """Record what callbacks logged after the record of their step, as a line of its own."""
+        figures = control.take_figures()
+        if figures:
+            self._trainer.done.catch_up()
+            self._folder.log({"step": control.step, "figures": finite_or_none(figures)})
+            for tracker in self._trackers:
+                tracker.log(control.step, {f"figures/{name}": own for name, own in figures.items()})
 
     def catch_up(self, recent: Sequence[StepMetrics]) -> None:
         """Write those of the `recent` steps that metrics.jsonl lacks, whichever rank was to write them."""
@@ -292,3 +354,7 @@ class Observer:
         self._console.print(
             f"step {step}: {len(evaluation.verdicts):,} held-out samples: {shown}{about}", highlight=False
         )
+        if (callbacks := self._trainer.callbacks) is not None:
+            callbacks.control.step = step
+            callbacks.call("on_evaluation", evaluation)
+            self._log_figures(callbacks.control)

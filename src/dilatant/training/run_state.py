@@ -22,7 +22,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.training.checkpoints.boxes import Tensors
 from dilatant.training.checkpoints.checkpoint import load, stored_shapes
 from dilatant.training.feeding.step_data import count_steps
-from dilatant.training.optimizers.master_weights import AVERAGE, MOMENTS, Averages, WithMasters
+from dilatant.training.optimizers.master_weights import AVERAGE, Averages, WithMasters
 from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_tensors
 
 
@@ -69,8 +69,9 @@ class RunState:
     """The tensors that this rank holds and owns, and the progress of the run, which is the same on all ranks.
 
     averages: EMA weights, if the run keeps them. step: optimizer steps done, of `total_steps`. position: in the order
-    of `sampler`. left_out: samples that proved bad, with the reason. best: the best evaluation so far. shapes: weight
-    or buffer held here → its full, unsharded shape.
+    of `sampler`. left_out: samples that proved bad, with the reason. best: the best evaluation so far. rate_factor: of
+    the learning rates, as callbacks set it. stopped: callbacks ended the run. shapes: weight or buffer held here → its
+    full, unsharded shape.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RunState:
         self.position = self.sampler.start()
         self.left_out: Mapping[int, str] = {}
         self.best = BestEvaluation()
+        self.rate_factor, self.stopped = 1.0, False
         self.shapes = {name: box.whole for name, box in runtime.boxes.items()}
         self._config = config
         self._samples = samples
@@ -119,14 +121,17 @@ class RunState:
         model |= {box.key: part for box, part in owned.primary_parts(self._masters())}
         state = self.beside_masters()
         moments: Tensors = {}
-        for kind in (*MOMENTS, AVERAGE):
+        for kind in dict.fromkeys(kind for kinds in state.values() for kind in kinds):
+            if kind in self.optimizer.scalars:
+                continue
             of_kind = {key: tensors[kind] for key, tensors in state.items() if kind in tensors}
             for box, part in owned.primary_parts(of_kind):
                 moments.setdefault(box.key, {})[kind] = part
         for key, parts in owned.primary_cells.items():
             for cell in parts:
-                if "step" in state.get(key, {}) and cell.has_origin:  # one number per weight
-                    moments[cell.key]["step"] = state[key]["step"]
+                own = state.get(key, {})
+                for kind in sorted(self.optimizer.scalars & own.keys()) if cell.has_origin else ():
+                    moments.setdefault(cell.key, {})[kind] = own[kind]
         return {"model": model, "optimizer": moments}
 
     def beside_masters(self) -> dict[str, dict[str, Tensor]]:
@@ -139,7 +144,7 @@ class RunState:
     def names_with_moments(self) -> set[str]:
         """Return the names of the weights owned by this rank that were updated at least once."""
         state = optimizer_tensors(self.optimizer)
-        return {parse_key(key)[0] for key, kinds in state.items() if MOMENTS[0] in kinds}
+        return {parse_key(key)[0] for key in state}
 
     def values(self) -> dict[str, Any]:
         """Return the progress of the run as JSON, the same on all ranks."""
@@ -150,13 +155,15 @@ class RunState:
             "left_out": dict(self.left_out),
             "costs": self.runtime.costs.to_json(),
             "best": self.best.to_json(),
+            "rate_factor": self.rate_factor,
+            "stopped": self.stopped,
             "template_date": self._config.data.template_date,
         }
 
     def restore(self, checkpoint: Path) -> None:
         """Read `checkpoint`, written under any layout: weights, moments and data position. Raises UserError."""
         kinds = [name.rpartition(".") for name in stored_shapes(checkpoint, "optimizer")]
-        tensors = self.allocate({name for name, _, kind in kinds if kind == MOMENTS[0]})
+        tensors = self.allocate({name for name, _, kind in kinds if kind != AVERAGE})
         averaged = {name for name, _, kind in kinds if kind == AVERAGE}
         boxes = self.runtime.owned.boxes
         begins = {key for key in tensors["optimizer"] if boxes[key].name not in averaged}
@@ -175,6 +182,7 @@ class RunState:
             raise
         except ValueError as error:
             raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
+        self.stopped = False  # whoever resumes wants more steps
         if self.averages is not None:
             self.averages.begin(self.optimizer.masters, begins)
 
@@ -197,6 +205,9 @@ class RunState:
         self.total_steps = count_steps(self._config, self._samples, self.step, self.position.samples)
         self.left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
         self.best = BestEvaluation.from_json(values.get("best"))
+        self.rate_factor, self.stopped = values.get("rate_factor", 1.0), values.get("stopped") is True
+        if not isinstance(self.rate_factor, float):
+            raise UserError("the checkpoint's value 'rate_factor' is no number; resume from another one")
         if "costs" in values:
             self.runtime.costs.from_json(values["costs"])
 

@@ -94,8 +94,9 @@ KEPT = 2
 class StepLog:
     """Report committed steps to an observer: every `every`-th and the run's last, once each and in order.
 
-    waits: `catch_up` is called after each step, when there is time for it. recent: the last of these steps, reported or
-    not, for the ranks that continue when the rank that writes them down is lost.
+    A step with figures of callbacks is always reported. waits: `catch_up` is called after each step, when there is time
+    for it. recent: the last of these steps, reported or not, for the ranks that continue when the rank that writes them
+    down is lost. last: the last committed step.
     """
 
     def __init__(self, every: int, waits: bool) -> None:
@@ -104,6 +105,7 @@ class StepLog:
         self._waiting: list[StepMetrics] = []
         self._observe: Callable[[StepMetrics], None] = _nobody
         self.recent: tuple[StepMetrics, ...] = ()
+        self.last: StepMetrics | None = None
 
     @contextmanager
     def telling(self, observe: Callable[[StepMetrics], None]) -> Iterator[None]:
@@ -124,7 +126,8 @@ class StepLog:
 
     def keep(self, metrics: StepMetrics) -> bool:
         """Add a committed step to `recent` without reporting it; return True if it is one of those to report."""
-        if metrics.step % self._every and metrics.step != metrics.total_steps:
+        self.last = metrics
+        if metrics.step % self._every and metrics.step != metrics.total_steps and not metrics.figures:
             return False
         self.recent = (*self.recent, metrics)[-KEPT:]
         return True

@@ -33,6 +33,7 @@ from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.schedule.measured import DataWait
+from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation, Evaluator
 from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
@@ -41,8 +42,9 @@ from dilatant.training.feeding.latents import with_latents
 from dilatant.training.feeding.step_data import seed_step
 from dilatant.training.gradient_hashes import gradient_hashes
 from dilatant.training.model_flops import ModelFlops, model_flops, peak_flops
-from dilatant.training.optimizers.master_weights import Averages, WithMasters
+from dilatant.training.optimizers.master_weights import Averages, WithMasters, make_masters
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor
+from dilatant.training.optimizers.own_optimizer import OwnOptimizer
 from dilatant.training.run_state import RunState
 from dilatant.training.saving import Saving
 from dilatant.training.step_metrics import StepLog, StepMeter, explain_nonfinite, is_finite
@@ -92,22 +94,29 @@ class Trainer:
             holds = boxes_held_on(holdings_of(planned.plan, model.units), worker.rank)
             weights = first_weights(model, config, holds, zeros=membership.weights_follow)
         sources = samples.train.source_names if isinstance(samples.train, Blend) else ()
+        own_loss = model.language.token_loss
+        if own_loss is not None and not own_loss.is_per_token:  # a data set's share of it is unknown
+            sources = ()
         self.runtime = _open_runtime(
             config, model, planned, self.comm, weights, len(sources), membership, before
         )
         self._profiler = StepProfiler(config, worker, self.runtime.named_ranges)
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
-        self._meter: StepMeter = _open_meter(config, model, planned, sources, flops)
         shared = before.state if before is not None and self.runtime.owned.stays else None
         optimizer, averages = _open_optimizer(config, self.runtime, weights, shared)
+        self._meter: StepMeter = _open_meter(config, model, planned, sources, flops, optimizer)
         data = with_latents(self.comm, config, samples, worker.device)
         self.state: RunState = RunState(config, data, self.runtime, optimizer, averages)
         self._inputs = RankInputs(self.comm, self.runtime, config, data, membership.pool)
-        self.evaluator = Evaluator(config.evaluation, samples, self._inputs, self.state)
+        metrics = config.part("metrics")
+        own = {} if metrics is None else {function.__name__: function for function in metrics.value}
+        self.evaluator = Evaluator(config.evaluation, samples, self._inputs, self.state, own)
         self.saving = Saving(self.comm, checkpoints, config.train.keep_checkpoints, self.state)
         self.done = StepLog(config.train.logging_steps, self._gate is not None)
         self._background = contextlib.ExitStack()
         self._steps: Steps | None = None
+        callbacks, self._schedule = config.part("callbacks"), config.part("schedule")
+        self.callbacks: CallbackList | None = None if callbacks is None else callbacks.value
         units = model.units.values()
         self._layer_of = {weight.name: weight.layer for unit in units for weight in unit.weights}
         self._skipped_updates = 0
@@ -124,8 +133,8 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """True after the last step, or if evaluations stopped improving."""
-        return self.step >= self.state.total_steps or self.evaluator.ends_early
+        """True after the last step, if evaluations stopped improving, or if callbacks ended the run."""
+        return self.step >= self.state.total_steps or self.evaluator.ends_early or self.state.stopped
 
     @property
     def is_save_overdue(self) -> bool:
@@ -159,10 +168,12 @@ class Trainer:
         observe: Callable[[StepMetrics], None],
         should_stop: Callable[[], bool] = lambda: False,
         on_evaluation: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
+        decide: Callable[[StepMetrics], RunControl | None] = lambda metrics: None,
     ) -> Evaluation | None:
         """Train to the last step, until `should_stop` returns True after a step, or until evaluations stop improving.
         Returns the evaluation after the last step, if one was due. on_evaluation: callback invoked with each evaluation
-        result during the run, including the last step's.
+        result during the run, including the last step's. decide: on rank 0, calls the user's callbacks for a step,
+        once, and returns what they decided so far.
 
         A final checkpoint is written in every case, also when the data or the model raise: no finished step is lost,
         unless a rank died with its part of the state.
@@ -184,11 +195,17 @@ class Trainer:
                 while not stop and not self.is_finished:
                     with self._profiler.step(self.step + 1):
                         metrics, stop = self._train_step(steps, should_stop)
+                    if self.callbacks is not None:
+                        figures = self._follow(decide(metrics))
+                        self.callbacks.reported("on_step", self.step)
+                        metrics = replace(metrics, figures=figures)
                     self.done.add(metrics)
                     saves = config.save_steps and self.step % config.save_steps == 0
                     if saves or self.evaluator.is_due:
                         self.done.catch_up()
                     evaluation = self.evaluator.judge(on_evaluation)
+                    if evaluation is not None and self.callbacks is not None:
+                        self._follow(decide(metrics))
                     if saves or self.evaluator.keeps:
                         self._save(waits=False)
                     else:
@@ -213,6 +230,18 @@ class Trainer:
         self.saving.save()
         if waits or (self._gate is not None and self.evaluator.keeps):
             self.saving.complete()
+
+    def _follow(self, control: RunControl | None) -> dict[str, float]:
+        """Adopt what rank 0's callbacks decided on all ranks, and return the figures that they logged. control: on rank
+        0 alone."""
+        own = None
+        if control is not None:
+            own = control.is_stopping, control.learning_rate_factor, control.take_figures()
+        stopped, self.state.rate_factor, figures = all_gather_object(self.comm, own)[0]
+        self.state.stopped = self.state.stopped or stopped
+        if control is None and self.callbacks is not None:
+            self.callbacks.control.follow(self.step, stopped, self.state.rate_factor)
+        return figures
 
     def plan_ahead(self) -> None:
         """Start planning and decoding the next steps in the background before `run` needs them. Call this once the
@@ -262,7 +291,10 @@ class Trainer:
             )
         batch = inputs.batch
         self._data_wait = DataWait(self.rank, turned, time.perf_counter() - began, batch.slowest)
-        self._rate = rate_factor(self._config.train.schedule, self.step, self.state.total_steps)
+        schedule = self._config.train.schedule if self._schedule is None else self._schedule.value
+        self._rate = rate_factor(schedule, self.step, self.state.total_steps)
+        if self.state.rate_factor != 1.0:
+            self._rate *= self.state.rate_factor
         set_rate_factor(self.state.optimizer, self._rate)
         seed_step(self._config.seed, self.step)
         if self._gate is not None:
@@ -400,13 +432,23 @@ def _open_optimizer(
         if box.name in weights
     }
     matching = partial(_matching, runtime.model)
-    optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
+    optimizer: WithMasters
+    masters = make_masters(owned.parameters, exact) if (own := config.part("optimizer")) is not None else None
+    if own is not None and masters:
+        optimizer = OwnOptimizer(own.value, owned.parameters, masters, owned.boxes)
+    else:
+        optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
     ema = config.train.optimizer.ema
     return optimizer, None if ema is None else Averages(optimizer.masters, ema)
 
 
 def _open_meter(
-    config: Config, model: MultimodalModel, planned: TrainingPlan, sources: tuple[str, ...], flops: ModelFlops
+    config: Config,
+    model: MultimodalModel,
+    planned: TrainingPlan,
+    sources: tuple[str, ...],
+    flops: ModelFlops,
+    optimizer: WithMasters,
 ) -> StepMeter:
     names = [
         name
@@ -415,6 +457,9 @@ def _open_meter(
         if weight.requires_grad
     ]
     rates = peak_rates(names, config.train.optimizer, partial(_matching, model))
+    if config.part("optimizer") is not None:
+        groups = optimizer.param_groups if isinstance(optimizer, OwnOptimizer) else ()
+        rates = {f"group {number}": group["peak_lr"] for number, group in enumerate(groups)}
     return StepMeter(len(planned.plan.ranks), model.graph.anchor, sources, rates, flops, peak_flops(config))
 
 

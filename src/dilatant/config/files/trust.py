@@ -1,4 +1,4 @@
-"""Trust in code that a config names: models with custom code, and metrics as `module:function`.
+"""Trust in code that a config names: models with custom code, and metrics and a loss by name.
 
 A config that the user wrote, or named on the command line, is trusted. A config found in a run folder may come from
 another person: its code runs only with `--trust-remote-code`, or if a run started by this user wrote the same config
@@ -66,8 +66,9 @@ def record_trust(folder: Path, tree: dict[str, Any]) -> None:
 
 def _named_code(tree: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (dotted key, named code) pairs."""
-    own = [name for name in tree["evaluation"]["metrics"] if ":" in name]
-    return [*_remote_code(tree, ""), *(("evaluation.metrics", name) for name in own)]
+    own = [("evaluation.metrics", name) for name in tree["evaluation"]["metrics"] if ":" in name]
+    own += [("train.loss", name)] if (name := tree["train"]["loss"]) else []
+    return [*_remote_code(tree, ""), *own]
 
 
 def _remote_code(node: Any, key: str) -> Iterator[tuple[str, str]]:

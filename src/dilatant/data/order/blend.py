@@ -11,7 +11,9 @@ import numpy as np
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
+from dilatant.config.own_parts import OwnPart
 from dilatant.data.order.sampler import Sampler, Stream, StreamSampler
+from dilatant.data.readers.python_records import PythonStream, is_map_style, open_records
 from dilatant.data.readers.reader import HeldOutSplit, Reader, open_source
 from dilatant.data.sample import Sample
 
@@ -126,3 +128,13 @@ def open_blend(
         return StreamBlend(tuple(HubStream(source) for source in sources), weights)
     readers = tuple(open_source(source, cache_dir=cache_dir, held_out=held_out) for source in sources)
     return Blend(readers, weights)
+
+
+def open_own_data(part: OwnPart, max_samples: int | None = None) -> Blend | StreamBlend:
+    """Open a data set that the user passed as an object. Raises UserError."""
+    if part.name == "train_data" and not is_map_style(part.value):
+        return StreamBlend((PythonStream(part, max_samples),), (1.0,))
+    records = open_records(part)
+    if not len(records):
+        raise UserError(f"{part.name} is empty")
+    return Blend((Reader(part.name, records, records.fingerprint, limit=max_samples),), (1.0,))

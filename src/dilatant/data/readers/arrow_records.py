@@ -34,6 +34,29 @@ class ArrowRecords(RecordsOfFiles):
         return {}
 
 
+class TableRecords:
+    """Rows of a `datasets.Dataset`, memory-mapped. Picklable: worker processes map the same files. folder: base of
+    relative paths. fingerprint: changes with the data."""
+
+    blocks: Blocks | None = None
+
+    def __init__(self, name: str, dataset: Any, folder: Path = Path(".")) -> None:
+        self._name, self._folder = name, folder
+        self.fingerprint: str = dataset._fingerprint
+        # In this format nothing is decoded: images and sounds stay encoded bytes or paths.
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def name_of(self, index: int) -> str:
+        return f"{self._name}:{index + 1}"
+
+    def read(self, index: int) -> FileRecord:
+        place = self.name_of(index)
+        return FileRecord(place, self._folder, row_fields(self._dataset[index : index + 1], 0, place))
+
+
 def scan_arrow(path: Path, name: str) -> Scan:
     """Count the rows of a file. Raises UserError naming a file that cannot be read."""
     from pyarrow import ArrowException

@@ -11,36 +11,18 @@ from typing import Any
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.arrow_records import converters, row_fields
+from dilatant.data.readers.arrow_records import TableRecords, converters
 from dilatant.data.readers.record_fields import FileRecord
-from dilatant.data.readers.records import Blocks, parse_record
+from dilatant.data.readers.records import parse_record
 from dilatant.data.sample import Sample
 
 
-class HubRecords:
-    """Records of a downloaded data set, memory-mapped. Picklable: worker processes map the same files.
-
-    fingerprint: includes the fingerprint of `datasets`, which changes with the data.
-    """
-
-    blocks: Blocks | None = None
+class HubRecords(TableRecords):
+    """Records of a downloaded data set."""
 
     def __init__(self, source: DataSource) -> None:
-        dataset = _load(source, streaming=False)
-        self.fingerprint = f"{source.id} {source.subset} {source.split or 'train'} {dataset._fingerprint}"
-        self._name = str(source.id)
-        # In this format nothing is decoded: images and sounds stay encoded bytes or paths.
-        self._dataset = dataset.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def name_of(self, index: int) -> str:
-        return f"{self._name}:{index + 1}"
-
-    def read(self, index: int) -> FileRecord:
-        place = self.name_of(index)
-        return FileRecord(place, Path("."), row_fields(self._dataset[index : index + 1], 0, place))
+        super().__init__(str(source.id), _load(source, streaming=False))
+        self.fingerprint = f"{source.id} {source.subset} {source.split or 'train'} {self.fingerprint}"
 
 
 @dataclass(frozen=True)

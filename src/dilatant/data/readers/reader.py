@@ -76,7 +76,7 @@ class Records(Protocol):
     def name_of(self, index: int) -> str:
         """Return the id of a record without reading it."""
 
-    def read(self, index: int) -> FileRecord: ...
+    def read(self, index: int) -> FileRecord | Sample: ...
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ class Reader:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         record = self.records.read(self._number(index))
+        if isinstance(record, Sample):
+            return record
         if self.media_dir is not None:
             record = replace(record, folder=Path(self.media_dir))
         try:

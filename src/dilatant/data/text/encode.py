@@ -12,6 +12,7 @@ from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media.pixels import EncoderInput, as_array, concatenate_inputs
 from dilatant.data.media_units.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
 from dilatant.data.sample import EncodedSample, Media, Sample, content_digest
+from dilatant.data.text.encoded_samples import complete, encoded_problems, reduced
 from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
 from dilatant.data.text.token_layout import Item, TokenLayout, lay_out, place_media
 
@@ -43,6 +44,10 @@ def encode_sample(sample: Sample, encoding: Encoding, parts: frozenset[str] | No
     Raises SampleError naming the sample: media missing or damaged, markers that do not match the media, too long, or
     nothing to learn.
     """
+    if sample.encoded is not None:
+        for refusal in find_problems(sample, encoding, deep=False):
+            raise refusal
+        return reduced(complete(sample.encoded, sample.id, encoding), encoding, parts)
     layout = lay_out(sample, encoding)
     for refusal in _refusals(sample, encoding, layout):
         raise refusal
@@ -94,6 +99,11 @@ def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding)
 def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[SampleError]:
     """Return every reason why `encode_sample` (or `encode_prompt`, if the sample is held out) would refuse the sample;
     with `deep` off, media are not decoded."""
+    if (own := sample.encoded) is not None:
+        tokens = len(own.input_ids)
+        is_long = encoding.max_length is not None and tokens > encoding.max_length
+        long = [too_long(sample.id, tokens, encoding.max_length or 0)] if is_long else []
+        return [*long, *encoded_problems(own, sample.id, encoding)]
     try:
         layout = _lay_out_to_judge(sample, encoding)
     except SampleError as error:
@@ -112,6 +122,11 @@ def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[Sample
 def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
     """Return the sizes that `encode_sample` would give, from headers alone. Raises SampleError naming the sample if
     tokens are unknown, or if it is held out and has no question; long samples are measured, not refused."""
+    if (own := sample.encoded) is not None:
+        for problem in encoded_problems(own, sample.id, encoding):
+            raise problem
+        whole = complete(own, sample.id, encoding)
+        return SampleSizes(whole.sizes, whole.target_tokens, whole.content_digest, ())
     layout = _lay_out_to_judge(sample, encoding)
     return SampleSizes(
         layout.sizes(encoding),
@@ -132,7 +147,9 @@ def too_long(sample: str, tokens: int, max_length: int) -> SampleError:
 
 def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Media, str]]:
     """Yield a sample's media in token order: position of the first token, number of tokens, the item, and its unit's
-    name. Raises SampleError naming the sample."""
+    name. An encoded sample has none. Raises SampleError naming the sample."""
+    if sample.encoded is not None:
+        return
     layout = lay_out(sample, encoding)
     at = 0
     for item in layout.items:

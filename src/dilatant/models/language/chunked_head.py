@@ -20,7 +20,7 @@ from dilatant.models.core.loss import cross_entropy
 from dilatant.models.core.slicing import Placeholder, shell_of
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits [positions, vocabulary] and targets [positions] to a loss per position."""
+"""Maps logits [positions, vocabulary] and what is known of the positions [positions, ...] to a loss per position."""
 
 
 class Vocabulary:
@@ -29,6 +29,10 @@ class Vocabulary:
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute `loss.cross_entropy`."""
         return cross_entropy(logits, targets)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary."""
+        return logits
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Return the likeliest token at each position: int64 [positions]."""
@@ -93,10 +97,11 @@ def chunked_loss(
     chunk: int | None,
     cross_entropy: CrossEntropy,
 ) -> Tensor:
-    """Compute the cross entropy in fp32: [positions].
+    """Compute the cross entropy, or another loss, in fp32: [positions].
 
-    hidden: [positions, width]; targets: int64 [positions], -100 for no target. chunk: positions whose logits exist at
-    once, in backward as well; None: all, saved for backward. Logits of a single chunk are also saved.
+    hidden: [positions, width]; targets: int64 [positions], -100 for no target, or what `cross_entropy` takes. chunk:
+    positions whose logits exist at once, in backward as well; None: all, saved for backward. Logits of a single chunk
+    are also saved.
     """
     run = partial(_loss, head, cross_entropy)
     if chunk is None or len(targets) <= chunk:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,6 +33,7 @@ from dilatant.models.language.chunked_head import (
 from dilatant.models.language.extension import Extension, LanguageForward, StageSpan, TextLayout
 from dilatant.models.language.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.language.packed_row import PackedRow
+from dilatant.models.language.token_loss import TokenLoss
 from dilatant.models.parallel.tensor_parallel import VocabularyShard
 
 BeforeLanguageModel = Callable[[dict[str, Tensor], StageInputs], StageInputs]
@@ -85,6 +88,8 @@ class LanguageStage(Stage):
     """Computes loss and argmax from logits; if the head is tensor parallel, over all ranks' shards."""
     loss_chunk: int | None = LOSS_CHUNK
     """See `chunked_head.chunked_loss`."""
+    token_loss: TokenLoss | None = None
+    """The loss of training steps, if it is not the cross entropy; see `MultimodalModel.use_loss`."""
     before_language_model: BeforeLanguageModel | None = None
     """before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or merge rows itself and return "inputs_embeds" [batch, tokens, hidden]."""
@@ -161,14 +166,34 @@ class LanguageStage(Stage):
                 head, hidden[0, at], targets, self.loss_chunk, self.vocabulary
             )
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
-        losses = chunked_loss(head, hidden[0, at], targets, self.loss_chunk, self.vocabulary.cross_entropy)
-        loss = divide_loss(losses.sum(), row.targets, data.counts[self.unit])
         sample_of = row.sample_of[with_target].to(hidden.device)
-        by_sample = losses.new_zeros(len(samples)).index_add_(0, sample_of, losses.detach())
+        losses = self._losses(head, hidden[0, at], targets, packed, sample_of)
+        loss = divide_loss(losses.sum(), row.targets, data.counts[self.unit])
+        by_sample: dict[str, Tensor] = {}
+        if self.token_loss is None or self.token_loss.is_per_token:
+            summed = losses.new_zeros(len(samples)).index_add_(0, sample_of, losses.detach())
+            by_sample = {self.unit: summed}
         outputs = {unit: hidden[0, to_device(at, hidden.device)] for unit, at in row.outputs.items()}
-        return StageOutput(
-            outputs or None, {self.unit: loss, **forward.losses}, sample_losses={self.unit: by_sample}
-        )
+        return StageOutput(outputs or None, {self.unit: loss, **forward.losses}, sample_losses=by_sample)
+
+    def _losses(
+        self,
+        head: PreTrainedModel,
+        hidden: Tensor,
+        targets: Tensor,
+        packed: Sequence[EncodedSample],
+        sample_of: Tensor,
+    ) -> Tensor:
+        """Return the losses of the positions with a target, fp32, to be summed. hidden: [positions, width]; targets and
+        sample_of, the position's sample in `packed`: int64 [positions]."""
+        own = self.token_loss
+        if own is None:
+            return chunked_loss(head, hidden, targets, self.loss_chunk, self.vocabulary.cross_entropy)
+        if not len(targets):  # it may be undefined there; the graph stays that of the other ranks
+            return hidden.float().sum(-1)
+        counts = to_device(torch.tensor([sample.target_tokens for sample in packed]), hidden.device)
+        about = torch.stack([targets, counts[sample_of]], dim=1)
+        return chunked_loss(head, hidden, about, self.loss_chunk, partial(own, self.vocabulary.whole))
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         packed = [data.samples[sample] for sample in samples]

@@ -31,16 +31,23 @@ from dilatant.models.parallel.tensor_regions import Experts, Region, SplitPart
 
 
 class VocabularyShard:
-    """Vocabulary parallelism: this rank's rows `first <= row < end`, with loss and argmax over all ranks' logits."""
+    """Vocabulary parallelism: this rank's rows `first <= row < end` of `size`, with loss and argmax over all ranks'
+    logits."""
 
-    def __init__(self, ranks: TensorGroup, first: int, end: int) -> None:
+    def __init__(self, ranks: TensorGroup, first: int, end: int, size: int) -> None:
         self.ranks = ranks
         self.first = first
         self.end = end
+        self.size = size
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute `loss.cross_entropy` of all ranks' logits. logits: [positions, own rows]; targets: [positions]."""
         return _VocabularyParallelLoss.apply(logits, targets, self)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ranks, on each of them: [positions, size]. Backward gives each rank its own slice of
+        the gradient, which all ranks compute alike."""
+        return self.ranks.sum(nn.functional.pad(logits, (self.first, self.size - self.end)))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Return the likeliest row of the whole vocabulary, the first among equals: int64 [positions]."""
@@ -170,7 +177,7 @@ def shard_vocabulary(
     """Make the slice's embedding and head, if it has them, vocabulary parallel, in place. Returns the head's shard.
     rows, head_rows: vocabulary sizes of the whole embedding and head (Mllama's embedding has more rows)."""
     shard, of_head = (
-        VocabularyShard(ranks, *SplitPart(count).interval(ranks.size, ranks.index))
+        VocabularyShard(ranks, *SplitPart(count).interval(ranks.size, ranks.index), count)
         for count in (rows, head_rows)
     )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

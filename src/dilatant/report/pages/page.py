@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -21,6 +22,15 @@ from dilatant.report.pages.page_links import EMPTY
 from dilatant.report.parts import Part
 from dilatant.report.text.wording import ranks_text
 
+
+class Page(str):
+    """The text of an HTML file, which a notebook shows in a frame."""
+
+    def _repr_html_(self) -> str:
+        style = "width: 100%; height: 45em; border: 0"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self)}"></iframe>'
+
+
 _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
 
 
@@ -31,7 +41,7 @@ def render(
     parts: Iterable[Part],
     footer: str,
     timelines: Sequence[dict[str, Any]] = (),
-) -> str:
+) -> Page:
     """Render one HTML file that needs no network and opens from a disk.
 
     tab: title of the browser's tab. timelines: from `pack_chart`, one for each part `timeline`. All values are escaped;
@@ -40,7 +50,7 @@ def render(
     from markupsafe import Markup
 
     script = "\n".join(map(_asset, (*(_TIMELINE_SCRIPTS if timelines else ()), "page.js")))
-    return _page_template().render(
+    text = _page_template().render(
         tab=tab,
         title=title,
         subtitle=subtitle,
@@ -52,6 +62,7 @@ def render(
         script_hash=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
         data=Markup(_script_safe({"timelines": list(timelines)})),
     )
+    return Page(text)
 
 
 def pack_chart(timeline: GanttChart, plan: Plan, title: str, span: float | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from dilatant.report.gantt import GanttChart
 from dilatant.report.pages.charts import histogram
 from dilatant.report.pages.model_graph import model_graph
-from dilatant.report.pages.page import pack_chart, render, write_page
+from dilatant.report.pages.page import Page, pack_chart, render, write_page
 from dilatant.report.parts import (
     HUES,
     Cell,
@@ -50,7 +50,7 @@ def write_plan_page(report: PlanReport, path: str | Path) -> Path:
     return write_page(path, render_plan_page(report))
 
 
-def render_plan_page(report: PlanReport) -> str:
+def render_plan_page(report: PlanReport) -> Page:
     """Return the page as text. Values from the report are escaped; only the page's own script may run in it."""
     charts = _charts(report)
     longest = max(chart.seconds for chart in charts.values())

@@ -208,6 +208,8 @@ class _ResilientRank:
         if self._held is not None:
             before, step = self._held.trainer.done.recent, made.trainer.step
             made.trainer.done.recent = tuple(metrics for metrics in before if metrics.step <= step)
+            last = self._held.trainer.done.last
+            made.trainer.done.last = last if last is not None and last.step <= step else None
         self._held, self._pending, self._is_torn = made, None, False
         made.trainer.runtime.clear_gradients()
 

@@ -92,7 +92,7 @@ class StepEnd:
         return StepResult(
             loss=loss,
             losses=losses,
-            target_tokens=int(data.counts[anchor]),
+            target_tokens=max(1, sum(sample.target_tokens for sample in data.samples)),
             grad_norm=math.sqrt(squares_of(sums["squares"]) if exact else sums["squares"][0]),
             should_stop=sums["stops"][0] > 0,
             times=replace(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 
 from dilatant.config.errors import UserError, type_and_text
-from dilatant.config.signatures import is_metric, require_call
+from dilatant.config.signatures import import_declared, is_metric, require_call
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 """(expected answers, written answers) → a number."""
@@ -55,43 +52,20 @@ def edits(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def find_metric(name: str) -> Metric:
-    """Return one of `METRICS`, or the function that `module:function` names, of a module that Python finds or that is
-    in the working directory. The function must be declared with `dilatant.metric`, so that a config cannot name just
-    any function of any package; modules of the standard library are not even imported.
-
-    Raises UserError with a text of one line, whatever the module does.
-    """
+    """Return one of `METRICS`, or the function that `module:function` names, see `import_declared`. Raises
+    UserError."""
     if name in METRICS:
         return METRICS[name]
-    module, _, function = name.partition(":")
-    undeclared = UserError(
-        f"evaluation.metrics: {name!r} is not declared as a metric; put @dilatant.metric above the function"
-    )
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        raise undeclared
-    here = os.getcwd()
-    added = here not in sys.path
-    if added:
-        sys.path.append(here)
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except BaseException as error:  # SystemExit, too
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UserError(f"evaluation.metrics: {name!r} cannot be imported: {type_and_text(error)}") from None
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
-    if not is_metric(found):
-        raise undeclared
+    found = import_declared("evaluation.metrics", name, is_metric, "metric")
     require_call(f"evaluation.metrics: {name!r}", found, "expected", "written")
     return found
 
 
-def measure(name: str, expected: Sequence[str], written: Sequence[str]) -> float:
-    """Return the value of a metric. Raises UserError if a user's metric fails or returns no number."""
-    metric = find_metric(name)
-    if name in METRICS:
+def measure(name: str, expected: Sequence[str], written: Sequence[str], own: Metric | None = None) -> float:
+    """Return the value of a metric. own: the function, if the user passed it. Raises UserError if a user's metric fails
+    or returns no number."""
+    metric = own or find_metric(name)
+    if own is None and name in METRICS:
         return metric(expected, written)
     try:
         value = float(metric(list(expected), list(written)))

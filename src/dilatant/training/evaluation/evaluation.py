@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from dilatant.comm.gather import all_gather_object, any_rank
@@ -18,7 +19,7 @@ from dilatant.config.train import LOSS, EvaluationConfig
 from dilatant.data.order.blend import Blend
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.step.step_planner import PreparedStep
-from dilatant.training.evaluation.answer_metrics import measure
+from dilatant.training.evaluation.answer_metrics import Metric, measure
 from dilatant.training.evaluation.generation import decode_answer
 from dilatant.training.evaluation.greedy_answers import GreedyAnswer, verify_answers, write_answers
 from dilatant.training.feeding.feed import StepInput
@@ -71,16 +72,24 @@ class Evaluation:
 
 class Evaluator:
     """Evaluate a run while it trains, with its EMA weights if there are any; called by all ranks together. how: the
-    config's section."""
+    config's section. own: metrics that the user passed, by name."""
 
-    def __init__(self, how: EvaluationConfig, samples: Samples, inputs: RankInputs, state: RunState) -> None:
+    def __init__(
+        self,
+        how: EvaluationConfig,
+        samples: Samples,
+        inputs: RankInputs,
+        state: RunState,
+        own: Mapping[str, Metric] = MappingProxyType({}),
+    ) -> None:
         self._how = how
+        self._metrics = dict.fromkeys(how.metrics) | dict(own)
         self._held_out = samples.held_out
         self._tokenizer = samples.tokenizer
         self._stop_ids = samples.encoding.chat.stop_ids
         self._inputs = inputs
         self._state = state
-        self._writes = any(name != "exact_match" for name in how.metrics)
+        self._writes = any(name != "exact_match" for name in self._metrics)
         """True if a metric needs answers that are generated to the end."""
 
     def evaluate(self) -> Evaluation | None:
@@ -168,13 +177,13 @@ class Evaluator:
         for number, name in enumerate(names if len(names) > 1 else ()):
             own = [verdict for verdict in verdicts if verdict.source == number]
             if own:
-                by_source[name] = _measured(own, self._how.metrics)
-        return _measured(verdicts, self._how.metrics), by_source
+                by_source[name] = _measured(own, self._metrics)
+        return _measured(verdicts, self._metrics), by_source
 
 
-def _measured(verdicts: Sequence[Verdict], metrics: Sequence[str]) -> dict[str, float]:
+def _measured(verdicts: Sequence[Verdict], metrics: Mapping[str, Metric | None]) -> dict[str, float]:
     expected = [verdict.expected for verdict in verdicts]
     written = [verdict.written for verdict in verdicts]
     tokens = sum(verdict.tokens for verdict in verdicts)
     loss = sum(verdict.loss for verdict in verdicts) / max(1, tokens)
-    return {LOSS: loss, **{name: measure(name, expected, written) for name in metrics}}
+    return {LOSS: loss, **{name: measure(name, expected, written, own) for name, own in metrics.items()}}

@@ -44,7 +44,10 @@ class WithMasters(torch.optim.Optimizer):
     """Mixin for an optimizer class that updates the `masters` that `make_masters` made of `weights`; both by name.
 
     groups: torch parameter groups of masters. `step` takes the gradients of the weights, `zero_grad` clears both.
+    scalars: names of the state that is one number per weight.
     """
+
+    scalars: frozenset[str] = frozenset(("step",))
 
     def __init__(
         self,

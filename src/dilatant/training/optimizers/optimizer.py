@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.config import OptimizerConfig, RateSchedule, UserError
+from dilatant.config.signatures import takes
 from dilatant.plan.boxes import parse_key
 from dilatant.training.optimizers.eight_bit import eight_bit_adamw, require_bitsandbytes
 from dilatant.training.optimizers.master_weights import MasterAdamW, WithMasters, make_masters
@@ -128,12 +129,20 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
     ]
 
 
-def rate_factor(schedule: RateSchedule, step: int, total_steps: int) -> float:
-    """Return the share of the peak learning rate that step `step` (0-based) of `total_steps` uses, in [0, 1].
+def rate_factor(schedule: RateSchedule | Callable[..., float], step: int, total_steps: int) -> float:
+    """Return the share of the peak learning rate that step `step` (0-based) of `total_steps` uses, in [0, 1] unless the
+    schedule is the user's own function of the step, or of the step and `total_steps`. Raises UserError.
 
     Warm-up rises linearly and reaches 1 at step `warmup_steps`; `final_ratio` would be reached one step after the last,
     so no step is spent at a rate of zero.
     """
+    if not isinstance(schedule, RateSchedule):
+        factor = schedule(step, total_steps) if takes(schedule, 2) else schedule(step)
+        if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise UserError(
+                f"schedule: it returned {factor!r} for step {step}; return a number of at least 0"
+            )
+        return float(factor)
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.kind == "constant":

@@ -1,0 +1,77 @@
+"""Loss of the user's own, in place of the cross entropy: a function of the logits and targets of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilatant.config.errors import UserError, type_and_text
+from dilatant.data.sample import EncodedSample
+
+PROBED = 7
+"""Positions on which a loss is tried before the run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLoss:
+    """A loss function, as `dilatant.loss` describes it. name: in messages. count: a sample's part of the divisor.
+    takes_targets: the function takes the target tokens of each position's sample. is_per_token: it returns the loss of
+    each position, and the divisor is the number of target tokens."""
+
+    function: Callable[..., Any]
+    name: str
+    count: Callable[[EncodedSample], float]
+    takes_targets: bool
+    is_per_token: bool = False
+
+    def __deepcopy__(self, memo: Any) -> TokenLoss:
+        return self
+
+    def __call__(self, whole: Callable[[Tensor], Tensor], logits: Tensor, about: Tensor) -> Tensor:
+        """Return the loss of each position, or their sum, [1]: fp32. whole: makes the logits of the whole vocabulary of
+        a shard of them. about: int64 [positions, 2], the targets and the target tokens of each position's sample."""
+        targets, of_sample = about.unbind(1)
+        logits = whole(logits)
+        found = (
+            self.function(logits, targets, of_sample)
+            if self.takes_targets
+            else self.function(logits, targets)
+        )
+        if not isinstance(found, Tensor) or found.dim() > 1 or (found.dim() and len(found) != len(targets)):
+            shown = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise UserError(
+                f"{self.name} returned {shown} for {len(targets)} positions; return the loss of each position "
+                f"[{len(targets)}], or their sum []"
+            )
+        return found.float().reshape(-1)
+
+    def check(self, vocabulary: int) -> bool:
+        """Return True if the function returns the loss of each position. Raises UserError if it fails, does not depend
+        on the logits, or is no sum over positions: its value would depend on how the batch is divided."""
+        random = torch.Generator().manual_seed(0)
+        logits = torch.randn(PROBED, vocabulary, generator=random, requires_grad=True)
+        about = torch.randint(1, vocabulary, (PROBED, 2), generator=random)
+
+        def total(first: int, end: int) -> Tensor:
+            return self(lambda own: own, logits[first:end], about[first:end]).sum().detach()
+
+        try:
+            each = self(lambda own: own, logits, about)
+            both = float(each.sum().detach()), float(total(0, 3) + total(3, PROBED))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{self.name} failed on random logits: {type_and_text(error)}") from error
+        if not each.requires_grad:
+            raise UserError(f"{self.name} does not depend on the logits, so nothing would be learned")
+        if abs(both[0] - both[1]) > 1e-4 * max(1.0, abs(both[0])):  # sums in fp32 of a few numbers
+            raise UserError(
+                f"{self.name} is {both[0]:.6g} on {PROBED} positions, and {both[1]:.6g} as the sum of 3 and "
+                f"{PROBED - 3} of them; return a sum over positions, without a mean or randomness: the run divides it "
+                "by the count of the global batch (@dilatant.loss(count=...))"
+            )
+        return len(each) == PROBED

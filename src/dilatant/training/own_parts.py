@@ -1,0 +1,131 @@
+"""Parts of the user's own: put into the config by `dilatant.train`, and found there or by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from dilatant.config import Config, OptimizerConfig, RateSchedule, UserError, load_config
+from dilatant.config.config import parse_config
+from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
+from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes
+from dilatant.config.train import LOSS
+from dilatant.data.sample import EncodedSample
+from dilatant.models.language.token_loss import TokenLoss
+from dilatant.training.callbacks import CallbackList
+
+
+def config_with_parts(config: Config | Mapping[str, Any] | str | Path, parts: Parts) -> Config:
+    """Return the config with these parts in place of its own. Raises UserError for an unknown part, and for one that is
+    not what its place needs."""
+    if unknown := sorted(parts.keys() - {*PART_NAMES, "model"}):
+        raise UserError(f"dilatant.train takes no {unknown[0]!r}; there are model, {', '.join(PART_NAMES)}")
+    own = {name: value for name, value in parts.items() if value is not None and name != "model"}
+    if isinstance(config, Config) and not parts and not config.python:
+        return config
+    if "callbacks" in own:
+        own["callbacks"] = CallbackList(cast(Any, own["callbacks"]))
+    fill = partial(_fill, own, parts.get("model"))
+    if isinstance(config, str | Path):
+        filled = load_config(config, prepare=fill)
+    else:
+        tree = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
+        fill(tree)
+        filled = parse_config(tree, Path.cwd())
+    _check(filled, own)
+    return filled.with_own_parts(cast(Any, own))
+
+
+def _fill(own: Mapping[str, Any], model: Any, tree: dict[str, Any]) -> None:
+    """Name the parts in a config's tree. Raises UserError for a part that the run had and `own` lacks."""
+    for name in tree.get("python") or ():
+        if name not in own:
+            refuse_missing_part(name)
+    tree["python"] = sorted(own)
+    tree["data"] = dict(tree.get("data") or {})
+    for name, key in (("train_data", "train"), ("eval_data", "eval")):
+        if name in own and tree["data"].pop(key, None):
+            warnings.warn(f"{name} takes the place of data.{key}, which is not used", stacklevel=5)
+    if isinstance(model, str | Path):
+        model = {**(tree.get("model") or {}), "id": str(model)}
+    if model is not None:
+        if not isinstance(model, Mapping):
+            raise UserError(
+                f"model is a {type(model).__name__}; give an id, a folder or a mapping as in the YAML file: every rank "
+                "builds its own layers (a model made in Python trains with dilatant.parallelize)"
+            )
+        tree["model"] = dict(model)
+
+
+def _check(config: Config, own: Mapping[str, Any]) -> None:
+    """Raise UserError for parts of the wrong kind, and for keys that a part would make useless."""
+    functions = {name: own[name] for name in ("loss", "optimizer", "schedule") if name in own}
+    metrics = own.get("metrics", ())
+    functions |= {f"metric {number}": metric for number, metric in enumerate(metrics, 1)}
+    for name, function in functions.items():
+        if not callable(function):
+            raise UserError(f"{name} is a {type(function).__name__}; give a function")
+    names = [getattr(metric, "__name__", "") for metric in metrics]
+    if twice := [
+        name
+        for name in names
+        if not name or names.count(name) > 1 or name in (LOSS, *config.evaluation.metrics)
+    ]:
+        raise UserError(f"metrics: a function needs a name of its own, and {twice[0] or 'one'!r} has none")
+    if metrics and not config.holds_out:
+        raise UserError(
+            "metrics: there is nothing to evaluate on; pass eval_data, or name data.eval or data.val_size"
+        )
+    plain = OptimizerConfig(ema=config.train.optimizer.ema)
+    for name, key, is_plain in (
+        ("optimizer", "train.optimizer", config.train.optimizer == plain),
+        ("schedule", "train.schedule", config.train.schedule == RateSchedule()),
+    ):
+        if name in own and not is_plain:
+            raise UserError(
+                f"{key} is not used with {name}=... in Python; leave it out, or give its values there"
+            )
+
+
+def _target_tokens(sample: EncodedSample) -> float:
+    return sample.target_tokens
+
+
+def _one(sample: EncodedSample) -> float:
+    return 1.0
+
+
+COUNTS: Mapping[str, Callable[[EncodedSample], float]] = {"tokens": _target_tokens, "samples": _one}
+"""Parts of a sample in the divisors that a loss may name."""
+
+
+def find_loss(config: Config) -> TokenLoss | None:
+    """Return the user's loss, as passed or as `train.loss` names it; None for the cross entropy. Raises UserError."""
+    part, name = config.part("loss"), config.train.loss
+    if part is not None and name is not None:
+        raise UserError(
+            "the loss was passed in Python, and train.loss names another one; leave one of them out"
+        )
+    if part is None and name is None:
+        return None
+    function = (
+        part.value
+        if part is not None
+        else import_declared("train.loss", str(name), lambda found: count_of_loss(found) is not None, "loss")
+    )
+    where = "the loss" if name is None else f"train.loss: {name!r}"
+    if not callable(function):
+        raise UserError(f"{where} is a {type(function).__name__}; give a function of (logits, targets)")
+    takes_targets = takes(function, 3)
+    require_call(where, function, "logits", "targets", *(("sample_targets",) if takes_targets else ()))
+    count = count_of_loss(function) or "tokens"
+    return TokenLoss(function, where, COUNTS[count] if isinstance(count, str) else count, takes_targets)
+
+
+def checked_loss(loss: TokenLoss, vocabulary: int) -> TokenLoss:
+    """Return the loss with what trying it told. Raises UserError, see `TokenLoss.check`."""
+    return replace(loss, is_per_token=loss.check(vocabulary) and loss.count is COUNTS["tokens"])
