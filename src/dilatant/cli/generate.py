@@ -137,6 +137,7 @@ def _answer_all(answerer: Answerer, prompts: Path) -> None:
 
     from dilatant.config.data import DataSource
     from dilatant.data.readers.reader import open_source
+    from dilatant.data.readers.record_fields import FileRecord
     from dilatant.data.readers.records import parse_prompt
     from dilatant.data.text.encode import encode_prompt
 
@@ -149,7 +150,9 @@ def _answer_all(answerer: Answerer, prompts: Path) -> None:
     for number in range(len(records)):
         name = records.name_of(number)
         try:
-            sample = parse_prompt(records.read(number))
+            record = records.read(number)
+            assert isinstance(record, FileRecord)  # files hold nothing else
+            sample = parse_prompt(record)
             if sample.turns[0].role != "system":
                 sample = replace(sample, turns=(*answerer.options.system_turns(), *sample.turns))
             encoded = encode_prompt(sample, answerer.encoding)
