@@ -13,7 +13,7 @@ from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dilatant.data.text.tokenizer import load_tokenizer
-from dilatant.models.families.pretrained import auto_class
+from dilatant.models.encoders.narrow_encoder import auto_class
 
 IMAGE = 90
 """The id that stands for a row of an image."""

@@ -45,11 +45,15 @@ VISION = {
 }
 
 
-def save(folder: Path) -> Any:
-    """A tiny Mistral 3 with vision, as the hub has it."""
-    config = CONFIG_MAPPING["mistral3"](
+def tiny_config() -> Any:
+    return CONFIG_MAPPING["mistral3"](
         text_config=TEXT, vision_config=VISION, image_token_index=299, spatial_merge_size=2
     )
+
+
+def save(folder: Path) -> Any:
+    """A tiny Mistral 3 with vision, as the hub has it."""
+    config = tiny_config()
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
@@ -120,3 +124,25 @@ def test_a_family_that_is_not_named_is_trained_in_stages_and_exported(
     losses = [step["loss"] for step in steps if "loss" in step]
     assert abs(losses[0] - loss_of(config, source.eval())) < 1e-4
     assert loss_of(config, exported.eval()) < losses[0]
+
+
+def test_check_model_needs_no_more_than_a_config(tmp_path: Path, dilatant: Dilatant) -> None:
+    tiny_config().save_pretrained(tmp_path / "model")
+    code, out, err = dilatant("check-model", tmp_path / "model", "--json")
+    assert code == 0, err
+    check = json.loads(out)
+    assert (check["rung"], check["refusals"]) == (3, {})
+    assert check["found"]["vision"].startswith("model.vision_tower, 5 layers")
+    assert check["proven"]["export"] == "yes"
+    assert check["proven"]["LoRA"] == "yes, in vision, language"
+    code, out, _ = dilatant("check-model", tmp_path / "model")
+    assert code == 0
+    assert "3: encoders cut between blocks, packed rows" in out
+
+
+def test_check_model_refuses_in_one_line_what_cannot_train(tmp_path: Path, dilatant: Dilatant) -> None:
+    CONFIG_MAPPING["blip"]().save_pretrained(tmp_path / "model")
+    code, out, err = dilatant("check-model", tmp_path / "model")
+    assert (code, out) == (2, "")
+    assert "(blip) cannot be trained: " in err
+    assert "\n" not in err.removeprefix("loading torch and transformers\n").strip()

@@ -17,7 +17,9 @@ from dilatant.models.row_attention import choose_attention
 def config_of(family: str) -> Any:
     """The family's default config, with small images if its encoder takes one size."""
     config = CONFIG_MAPPING[family]()
-    vision = config.vision_config
+    if hasattr(config, "audio_config"):
+        config.audio_config.num_hidden_layers = 3
+    vision = getattr(config, "vision_config", None)
     if isinstance(getattr(vision, "image_size", None), int) and vision.image_size >= 32 * vision.patch_size:
         vision.image_size = 16 * vision.patch_size
     return config
@@ -28,6 +30,8 @@ def config_of(family: str) -> Any:
     [
         ("mistral3", True),  # native sizes, Pixtral
         ("deepseek_vl", True),
+        ("glmasr", True),  # sounds
+        pytest.param("qwen3_asr", True, marks=pytest.mark.slow),
         pytest.param("got_ocr2", True, marks=pytest.mark.slow),
         pytest.param("glm4v", True, marks=pytest.mark.slow),  # M-RoPE
         pytest.param("paddleocr_vl", True, marks=pytest.mark.slow),
@@ -40,7 +44,8 @@ def test_a_family_that_is_not_named_trains_as_transformers_does(family: str, is_
     model = MultimodalModel({}, PretrainedModel.of(config_of(family), "model"), device="meta")
     choose_attention(model)
     assert model.language.packs_rows
-    assert (model["vision"].uncut is None) == is_cut
+    (encoder,) = model.encoders
+    assert (model[encoder].uncut is None) == is_cut
 
 
 @pytest.mark.parametrize("family", ["blip", "kosmos-2", "florence2", "t5gemma2"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 import pytest
@@ -19,7 +21,7 @@ from cases.tiny_models import (
     vision_language,
 )
 from dilatant.models.core.geometry import encoder_geometry
-from dilatant.models.core.slicing import SkippedBlock, run_slice
+from dilatant.models.core.slicing import ShapePlaceholder, SkippedBlock, run_slice
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
@@ -203,16 +205,64 @@ def test_a_weight_outside_all_modules_stays_with_the_embedding() -> None:
     assert "scale" not in dict(unit.stage(2, 7).model.named_parameters())
 
 
-def test_an_error_of_a_forward_changes_nothing_about_skipped_blocks() -> None:
+def run_around_a_skipped_block(forward: Callable[[SkippedBlock], None]) -> tuple[list[int], SkippedBlock]:
+    """Run a forward on a slice whose only block before the stage is skipped; return its widths at each call."""
     skipped = SkippedBlock(torch.nn.Identity(), 0, "last before")
-    skipped.width, runs = 2, []
+    widths: list[int] = []
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        runs.append(skipped.width)
-        skipped(hidden)
-        raise ValueError("an error of the family")
+    def once(hidden: torch.Tensor) -> torch.Tensor:
+        widths.append(skipped.width)
+        forward(skipped)
+        return hidden
 
     blocks = torch.nn.ModuleList([skipped, torch.nn.Identity()])
-    with pytest.raises(ValueError, match="an error of the family"):
-        run_slice(forward, torch.ones(1, 2, 3), blocks, enters=True, ends=False)
-    assert (runs, skipped.width) == ([2, 3, 4], 2)
+    with suppress(ValueError):
+        run_slice(once, torch.ones(1, 2, 3), blocks, enters=True, ends=False)
+    return widths, skipped
+
+
+def test_an_error_of_a_familys_forward_is_raised_at_once() -> None:
+    def fails(skipped: SkippedBlock) -> None:
+        skipped(torch.ones(1, 2, 3))
+        raise ValueError("an error of the family")
+
+    widths, skipped = run_around_a_skipped_block(fails)
+    assert (widths, skipped.width) == ([0], 0)
+
+
+def test_a_skipped_block_returns_as_many_values_as_the_family_unpacks() -> None:
+    def unpacks(skipped: SkippedBlock) -> None:
+        _, two, three = skipped(torch.ones(1, 2, 3))
+        assert two is three is None
+
+    widths, skipped = run_around_a_skipped_block(unpacks)
+    assert (widths, skipped.width) == ([0, 3], 3)
+
+
+def test_an_error_of_a_forward_changes_nothing_about_skipped_blocks() -> None:
+    def fails(skipped: SkippedBlock) -> None:
+        _, _ = skipped(torch.ones(1, 2, 3))
+        raise ValueError("an error of the family")
+
+    widths, skipped = run_around_a_skipped_block(fails)
+    assert (widths, skipped.width) == ([0, 2], 0)
+
+
+class Reads(torch.nn.Module):
+    """Repeats its input along the tokens: by a number, and by the values of a tensor."""
+
+    def forward(self, hidden: torch.Tensor, times: int, sizes: torch.Tensor) -> torch.Tensor:
+        return hidden.repeat(1, times + int(sizes.sum()), 1)
+
+
+class Counts(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor, times: int) -> torch.Tensor:
+        return hidden.repeat(1, times, 1)
+
+
+def test_a_placeholder_of_shapes_follows_all_that_decides_them() -> None:
+    hidden = torch.ones(1, 2, 3)
+    counts, reads = ShapePlaceholder(Counts()), ShapePlaceholder(Reads())
+    assert [counts(hidden, times).shape[1] for times in (1, 2, 1)] == [2, 4, 2]
+    sizes = [torch.tensor([1, value]) for value in (1, 3, 1)]
+    assert [reads(hidden, 1, each).shape[1] for each in sizes] == [6, 10, 6]

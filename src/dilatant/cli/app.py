@@ -19,6 +19,7 @@ from dilatant import __version__
 from dilatant.cli import (
     agent,
     chat,
+    check_model,
     data,
     doctor,
     evaluate,
@@ -73,9 +74,9 @@ for _verb in (
         export.export,
         generate.generate,
     ),
-    *(chat.chat, evaluate.evaluate, agent.agent, status.status, doctor.doctor),
+    *(chat.chat, evaluate.evaluate, agent.agent, status.status, doctor.doctor, check_model.check_model),
 ):
-    app.command(_verb.__name__)(with_options(_verb))
+    app.command(_verb.__name__.replace("_", "-"))(with_options(_verb))
 app.add_typer(data.app, name="data")
 
 

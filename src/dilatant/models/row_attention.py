@@ -32,7 +32,8 @@ from dilatant.attention.masks.packing import (
 )
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
-from dilatant.models.families.media_proof import prove_media
+from dilatant.models.families.media_proof import MediaProof, proof_of, prove_media
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.training_proof import prove
 from dilatant.models.language.language import LanguageUnit, Proof
 from dilatant.models.language.media_attention import MediaMasks, in_words
@@ -195,7 +196,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     that are not listed), every sample is a separate row. A choice slower than plans is reported by a warning. Raises
     UserError for a requested attention that would be wrong, and for a model of parts about which nothing can be proven.
     """
-    is_read = model.whole is not None and model.whole.family.generic is not None
+    is_read = model.whole is not None and model.whole.family.narrow
     leak = prove_media(model, partial(_choose, named=named)) if is_read else None
     _choose(model, named)
     if leak is not None and model.language.packs_rows:
@@ -203,6 +204,16 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
         warnings.warn(
             f"every sample will be a row and a microbatch of its own: in a packed row, {leak}", stacklevel=4
         )
+
+
+def media_proof_of(whole: PretrainedModel) -> MediaProof:
+    """Prove a pretrained multimodal model with media on a small copy, under the attention chosen by default."""
+    return proof_of(whole, attend_by_default)
+
+
+def attend_by_default(model: MultimodalModel) -> None:
+    """Choose the attention that a config without `attn_implementation` gets."""
+    _choose(model, None)
 
 
 def _choose(model: MultimodalModel, named: str | None) -> None:

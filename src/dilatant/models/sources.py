@@ -276,10 +276,8 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return a model, and the keys of weights that its files lack and that are random; transformers' own report of
     missing and unused weights is suppressed. Raises UserError."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     try:
-        with without_bars(name):
+        with without_bars(name), errors_alone():
             model, found = loader.from_pretrained(
                 name,
                 config=config,
@@ -290,9 +288,18 @@ def _from_pretrained(
             )
     except Exception as error:
         raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {one_line(error)}") from None
+    return model, sorted(found["missing_keys"])
+
+
+@contextmanager
+def errors_alone() -> Iterator[None]:
+    """Suppress transformers' warnings, such as those of ids outside a small vocabulary."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
     finally:
         transformers_logging.set_verbosity(before)
-    return model, sorted(found["missing_keys"])
 
 
 @contextmanager

@@ -48,6 +48,41 @@ class HuggingFaceImageProcessor:
         return {name: np.asarray(array) for name, array in outputs.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class HuggingFaceSoundProcessor:
+    """A model's own processor of sounds: its saved feature extractor in the class that prepares the inputs of
+    `model_type`, built in the process that uses it."""
+
+    settings_json: str
+    model_type: str
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.model_type} {self.settings_json}".encode()).hexdigest()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return json.loads(self.settings_json)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples per second."""
+        return int(
+            _extractor_of(_transformers_sound_processor(self.settings_json, self.model_type)).sampling_rate
+        )
+
+    def __call__(self, wave: NDArray[np.float32]) -> Mapping[str, NDArray]:
+        """Return the inputs of a wave, float32 [samples]. Raises ValueError if the processor refuses it."""
+        processor = _transformers_sound_processor(self.settings_json, self.model_type)
+        # No public API prepares sounds without texts.
+        settings = processor._merge_kwargs(
+            processor.valid_processor_kwargs, {}, sampling_rate=self.sampling_rate
+        )
+        outputs, _ = processor._process_audio([wave], **settings["audio_kwargs"])
+        unused = set(processor.unused_input_names)
+        return {name: np.asarray(array) for name, array in outputs.items() if name not in unused}
+
+
 def image_processor(
     source: str | ProcessorSettings | None, *, height: int, width: int, channels: int = 3
 ) -> ImageProcessor:
@@ -228,6 +263,37 @@ def _transformers_image_processor(settings_json: str) -> Any:
         except (OSError, ValueError, ImportError, TypeError) as error:
             first = str(error).strip().partition("\n")[0]
             raise UserError(f"the image processor cannot be made from its settings: {first}") from None
+
+
+@lru_cache(maxsize=8)
+def _transformers_sound_processor(settings_json: str, model_type: str) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.auto.feature_extraction_auto import feature_extractor_class_from_name
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+    settings = json.loads(settings_json)
+    try:
+        extractor: Any = feature_extractor_class_from_name(settings.pop("feature_extractor_type"))
+        processor: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[model_type])
+        # Sounds are prepared without texts, but the class takes a tokenizer.
+        words = Tokenizer(WordLevel({"<unk>": 0}, "<unk>"))
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+        for end in ("", "_bos", "_eos"):
+            setattr(tokenizer, f"audio{end}_token", "<audio>")
+        name = next(
+            each for each in processor.get_attributes() if each in ("feature_extractor", "audio_processor")
+        )
+        return processor(**{name: extractor.from_dict(settings)}, tokenizer=tokenizer)
+    except Exception as error:
+        raise UserError(
+            f"{model_type}: its processor of sounds cannot be made: {str(error).strip().partition(chr(10))[0]}"
+        ) from None
+
+
+def _extractor_of(processor: Any) -> Any:
+    return getattr(processor, "feature_extractor", None) or processor.audio_processor
 
 
 def _check_image(

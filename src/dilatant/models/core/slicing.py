@@ -9,7 +9,8 @@ shells), and placeholders without weights replace modules of other stages.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -43,12 +44,14 @@ class Placeholder(nn.Module):
 
 class ShapePlaceholder(Placeholder):
     """Placeholder for a module before the blocks: returns zeros in the shape of the module's output, which it computes
-    without the module's weights, once for each combination of input shapes."""
+    without the module's weights, once for each combination of arguments that can decide it: shapes, numbers that are no
+    tensors, and, if the module reads the values of its inputs, integer tensors."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
         self.register_buffer("here", torch.empty(0), persistent=False)  # moves with the stage
         self._known: dict[Any, Any] = {}
+        self._reads_values = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "here":
@@ -60,18 +63,13 @@ class ShapePlaceholder(Placeholder):
         return torch.zeros(value.shape, dtype=value.dtype, device=self.here.device) if is_tensor else value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        shapes: list[Any] = []
-
-        def look_at(each: Tensor) -> Tensor:
-            shapes.append((each.shape, each.dtype))
-            return each
-
-        _mapped((args, kwargs), look_at)
-        key = tuple(shapes)
+        key = _key_of((args, kwargs), self._reads_values)
         if key not in self._known:
             try:
                 self._known[key] = self._run("meta", args, kwargs)
             except (RuntimeError, NotImplementedError):  # the module reads the values of its inputs
+                self._reads_values = True
+                key = _key_of((args, kwargs), self._reads_values)
                 self._known[key] = self._run("cpu", args, kwargs)
         return _mapped(
             self._known[key], lambda each: torch.zeros(each.shape, dtype=each.dtype, device=self.here.device)
@@ -98,6 +96,18 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_mapped(each, change) for each in value)
     return value
+
+
+def _key_of(value: Any, with_values: bool) -> Any:
+    """Return what can decide the shape of a module's output in its arguments. with_values: include integer tensors."""
+    if isinstance(value, Tensor):
+        is_read = with_values and not value.is_floating_point()
+        return value.shape, value.dtype, tuple(value.flatten().tolist()) if is_read else None
+    if isinstance(value, dict):
+        return tuple((name, _key_of(each, with_values)) for name, each in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(_key_of(each, with_values) for each in value)
+    return type(value), value if isinstance(value, Hashable) else repr(value)
 
 
 class SkippedBlock(Placeholder):
@@ -254,9 +264,11 @@ def run_slice(
         return end.hidden
     except _ReturnsTuple:
         width = 1
-    except (ValueError, TypeError):  # if the family unpacks a tuple that skipped blocks did not return
-        width = max(1, *(block.width for block in skipped)) + 1 if passage.is_skipping else _MOST_RETURNED + 1
-        if width > _MOST_RETURNED:
+    except (ValueError, TypeError) as error:
+        # The family may unpack a tuple that skipped blocks did not return.
+        expected = re.search(r"values to unpack \(expected (\d+)", str(error))
+        width = int(expected[1]) if expected else 0
+        if not passage.is_skipping or width <= max((block.width for block in skipped), default=0):
             raise
     finally:
         for handle in handles:
@@ -277,9 +289,6 @@ def run_slice(
 def keep_output(seen: dict[int, Tensor], number: int, module: nn.Module, args: Any, output: Any) -> None:
     """Store the hidden states behind block `number` as [tokens, width] (a forward hook)."""
     seen[number] = _hidden_in(output).flatten(0, -2)
-
-
-_MOST_RETURNED = 4
 
 
 class _StageEnd(BaseException):

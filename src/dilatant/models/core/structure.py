@@ -52,12 +52,13 @@ class Structure:
         return tuple(".".join(parts[:depth]) for depth in range(len(parts) + 1))
 
 
-def find_structure(model: nn.Module) -> Structure:
-    """Find the structure of a transformers model. Raises UserError if it has no list of blocks."""
+def find_structure(model: nn.Module, blocks: str = "") -> Structure:
+    """Find the structure of a transformers model, around the list of `blocks` if it is known. Raises UserError if it
+    has no list of blocks."""
     lists = [
         (sum(p.numel() for p in module.parameters()), name, module)
         for name, module in _module_lists(model)
-        if len(module) > 0
+        if len(module) > 0 and blocks in ("", name)
     ]
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of blocks and cannot be cut into stages")

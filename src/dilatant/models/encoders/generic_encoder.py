@@ -1,8 +1,8 @@
-"""Generic encoders: image encoders of multimodal models that `families.FAMILIES` does not list.
+"""Generic encoders: encoders of images and sounds in multimodal models that `families.FAMILIES` does not list.
 
-A stage runs the family's own `get_image_features` (see `core.slicing`). Stages after the first have no pixels: their
-input is ones of the same shape, and `ShapePlaceholder`s replace the modules before the blocks. The last layer holds all
-modules after the blocks: the rest of the encoder, and those that project its rows.
+A stage runs the family's own `get_image_features` or `get_audio_features` (see `core.slicing`). Stages after the first
+have no pixels or frames: their input is ones of the same shape, and `ShapePlaceholder`s replace the modules before the
+blocks. The last layer holds all modules after the blocks: the rest of the encoder, and those that project its rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from transformers import PreTrainedModel
 
 from dilatant.attention.hook import attend_to_items, passes_borders
 from dilatant.data.media.pixels import EncoderInput, as_array
-from dilatant.data.media_units.processed_image_unit import ProcessedImageUnit, flatten
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import EncodedSample, MediaMarkup
+from dilatant.data.media_units.processed_unit import (
+    ProcessedImageUnit,
+    ProcessedSoundUnit,
+    flatten,
+    is_layout,
+)
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
+from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import adapted_key, plain_key
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import ShapePlaceholder, keep_output, slice_model
@@ -35,10 +40,10 @@ from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage
 from dilatant.models.encoders.narrow_encoder import (
-    TOKENS,
     FeatureShapes,
     Layout,
     default_processor,
+    default_sound_processor,
     encoder_in,
     in_order,
     items_of,
@@ -48,6 +53,7 @@ from dilatant.models.encoders.narrow_encoder import (
     rows_by,
     rows_of_text,
     taps_of,
+    token_key,
     unused_keys,
     width_of_blocks,
 )
@@ -55,8 +61,8 @@ from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_i
 from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 from dilatant.models.parallel.shared_samples import SampleParallel
 
-TYPICAL_PATCHES = 32
-"""Patches on each side of the typical image (see `EncoderGeometry`)."""
+TYPICAL_PATCHES, TYPICAL_SECONDS = 32, 10
+"""Patches on each side of the typical image, and length of the typical sound (see `EncoderGeometry`)."""
 
 
 class GenericStage(SampleParallel, EncoderStage):
@@ -129,7 +135,9 @@ class GenericStage(SampleParallel, EncoderStage):
                         closing.callback(
                             block.register_forward_hook(partial(keep_output, seen, number)).remove
                         )
-                hidden = self.run_slice(partial(rows_by, model, inputs), first, taps).flatten(0, -2)
+                hidden = self.run_slice(
+                    partial(rows_by, self.shapes.kind, model, inputs), first, taps
+                ).flatten(0, -2)
             if self.is_through:
                 return hidden
             return torch.cat([hidden, *(seen[tap] for tap in sent_with(self.taps, self.end_block))], dim=-1)
@@ -197,7 +205,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
         return Boundary(self.width_out, self.row_dtype, rows_of)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Make images of the typical size."""
+        """Make items of the typical size."""
         count = max(1, round(tokens / self.geometry.encoder_tokens))
         item = {k: torch.as_tensor(as_array(v)) for k, v in flatten(self.typical).items()}
         inputs = {name: torch.cat([each] * count).to(device) for name, each in item.items()}
@@ -242,7 +250,7 @@ def positions_of(
     width by the family's `get_rope_index`."""
     model: Any = narrow_encoder(shapes)[0]
     is_media = sample.input_ids == placeholder_id
-    token = next(getattr(model.config, key) for key in TOKENS if hasattr(model.config, key))
+    token = getattr(model.config, str(token_key(model.config, shapes.kind)))
     given: dict[str, Any] = {
         "input_ids": torch.as_tensor(np.where(is_media, token, 0))[None],
         "mm_token_type_ids": torch.as_tensor(is_media.astype(np.int64))[None],
@@ -257,16 +265,18 @@ def positions_of(
 
 @dataclass(frozen=True)
 class GenericTower(Tower):
-    """An image encoder that `families.generic` found in a model. holder: path of the module with `get_image_features`.
-    narrow: config of the narrow model that counts tokens, as JSON."""
+    """An encoder that `families.generic` found in a model. holder: path of the module whose method runs it (see
+    `narrow_encoder.method_of`). narrow: config of the narrow model that counts tokens, as JSON. inner: path of the
+    blocks in the encoder."""
 
     holder: str = "model"
     narrow: str = ""
+    inner: str = ""
 
     @property
     def shapes(self) -> FeatureShapes:
         """Counts the tokens of items."""
-        return FeatureShapes(self.narrow, self.holder, *self._inside())
+        return FeatureShapes(self.narrow, self.holder, *self._inside(), self.kind, self.inner)
 
     def _inside(self) -> tuple[str, tuple[str, ...]]:
         prefix = f"{self.holder}." if self.holder else ""
@@ -274,25 +284,20 @@ class GenericTower(Tower):
 
     def build(self, host: HostModel) -> GenericEncoderUnit:
         path, projector = self._inside()
-        model, _ = encoder_in(host.build(), self.holder, path, projector)
+        model, _ = encoder_in(host.build(), self.holder, path, projector, self.inner)
         encoder = model.get_submodule(path)
         if passes_borders(encoder) and getattr(encoder, "config", model.config) is not model.config:
             attend_to_items(encoder)
-        processor = default_processor(host.config)
-        side = TYPICAL_PATCHES * patch_of(host.config)
-        typical = processor(np.full((side, side, processor.channels), 128, np.uint8))
+        typical = self.typical(host.config)
         tokens, rows = self.shapes(typical)
         structure = in_order(self.shapes, layout_of(typical))
         config = getattr(encoder, "config", model.config)
         geometry = EncoderGeometry(
-            kind="image",
-            input_name="pixel_values",
+            kind=self.kind,
+            input_name=next(name for name, each in typical.items() if not is_layout(each)),
             tokens_per_row=rows,
             encoder_tokens=tokens,
             width=width_of_blocks(self.shapes, typical, config),
-            height=side,
-            row_width=side,
-            channels=processor.channels,
         )
         narrow, _ = narrow_encoder(self.shapes)
         rows_of_narrow = rows_of_text(self.shapes, layout_of(typical))
@@ -311,9 +316,12 @@ class GenericTower(Tower):
         key = plain_key(weight.key)
         return f"{self.holder}.{key}" if self.holder else key
 
-    def media_unit(
-        self, host: HostModel, settings: Settings | None, written: MediaMarkup
-    ) -> ProcessedImageUnit:
+    def typical(self, config: Any) -> Mapping[str, NDArray]:
+        """Return a blank item as the family's processor prepares it. Raises UserError if no processor can be made."""
+        processor, side = default_processor(config), TYPICAL_PATCHES * patch_of(config)
+        return processor(np.full((side, side, processor.channels), 128, np.uint8))
+
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         processor = default_processor(host.config)
         if settings is not None and "image_processor_type" in settings:
             processor = HuggingFaceImageProcessor(json.dumps(dict(settings), sort_keys=True))
@@ -324,6 +332,24 @@ class GenericTower(Tower):
         return {
             name: _padded([torch.as_tensor(item[name]) for item in items]).to(ids.device) for name in items[0]
         }
+
+
+@dataclass(frozen=True)
+class GenericSoundTower(GenericTower):
+    """An encoder of sounds."""
+
+    kind = "audio"
+
+    def typical(self, config: Any) -> Mapping[str, NDArray]:
+        processor = default_sound_processor(config)
+        return processor(np.zeros(TYPICAL_SECONDS * processor.sampling_rate, np.float32))
+
+    def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
+        processor = default_sound_processor(host.config)
+        if settings is not None and "feature_extractor_type" in settings:
+            saved = json.dumps(dict(settings), sort_keys=True)
+            processor = HuggingFaceSoundProcessor(saved, host.config.model_type)
+        return ProcessedSoundUnit(host.name, host.placeholder_id, processor, self.shapes, written=written)
 
 
 def _padded(arrays: list[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -17,19 +17,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.auto_mappings import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from dilatant.config.errors import UserError
-from dilatant.data.media_units.processed_image_unit import SHAPE
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor
+from dilatant.data.media_units.processed_unit import SHAPE
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.slicing import keep_output, run_slice, slice_model
 from dilatant.models.core.structure import Structure, find_structure, leaves_of
 
-FEATURES = "get_image_features"
 Layout = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None], ...]
 """For each array of an item: its name, its shape and, if it holds integers, its values; otherwise None."""
 
@@ -60,17 +65,18 @@ def layout_of(item: Mapping[str, NDArray]) -> Layout:
     )
 
 
-def features(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the rows of the text that the family's `get_image_features` computes from images: [rows, width]."""
-    method = getattr(model, FEATURES)
-    known = inspect.signature(inspect.unwrap(cast(Any, type(model)).get_image_features)).parameters
-    found = method(**{name: each for name, each in inputs.items() if name in known})
+def method_of(kind: str) -> str:
+    """Return the name of the method of transformers' models that encodes media of a kind."""
+    return f"get_{kind}_features"
+
+
+def rows_by(kind: str, model: nn.Module, inputs: Mapping[str, Tensor], *_: Tensor) -> Tensor:
+    """Return the rows of the text that the family's own method computes from media: [rows, width]."""
+    name = method_of(kind)
+    known = inspect.signature(inspect.unwrap(getattr(type(model), name))).parameters
+    found = getattr(model, name)(**{key: each for key, each in inputs.items() if key in known})
     deep = getattr(found, "deepstack_features", None) or ()  # rows for inner blocks of the text model
     return torch.cat([_in_one(rows) for rows in (getattr(found, "pooler_output", found), *deep)], dim=-1)
-
-
-def rows_by(model: nn.Module, inputs: Mapping[str, Tensor], _: Tensor) -> Tensor:
-    return features(model, inputs)
 
 
 def _in_one(rows: Any) -> Tensor:
@@ -82,12 +88,14 @@ def _in_one(rows: Any) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class FeatureShapes:
     """Counts the tokens of items with a narrow copy of the encoder. settings: config of the narrow model, as JSON.
-    holder, path, projector: places in it (see `GenericTower`)."""
+    holder, path, projector, blocks: places in it (see `GenericTower`). kind: of the media."""
 
     settings: str
     holder: str
     path: str
     projector: tuple[str, ...]
+    kind: str
+    blocks: str
 
     def __call__(self, item: Mapping[str, NDArray]) -> tuple[int, int]:
         """Return the number of tokens of an item in the encoder's blocks, and of its rows in the text."""
@@ -95,22 +103,36 @@ class FeatureShapes:
 
     def tokens(self, layout: Layout) -> tuple[int, int]:
         """Return these two numbers for an item with this layout."""
-        hidden, rows = _seen(self, layout)
-        return hidden.shape[:-1].numel(), len(rows)
+        return _counted(self, layout)
+
+    def rows(self, model: nn.Module, layout: Layout) -> Tensor:
+        """Return the rows of the text that a model computes for an item of ones with this layout."""
+        return rows_by(self.kind, model, _ones(layout))
 
 
 @lru_cache(maxsize=4096)
+def _counted(shapes: FeatureShapes, layout: Layout) -> tuple[int, int]:
+    hidden, rows = _seen(shapes, layout)
+    return hidden.shape[:-1].numel(), len(rows)
+
+
+@lru_cache(maxsize=2)
 @torch.no_grad()
 def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
     """Run the narrow encoder on ones, without blocks; return the hidden states before them and the rows of the text."""
     model, structure = narrow_encoder(shapes)
-    inputs = _ones(layout)
     depth, hidden = structure.num_blocks, torch.zeros(1)
     for first in (0, depth):
         part = slice_model(model, structure, first, first, keep_before=True, keep_after=True)
         blocks = part.get_submodule(structure.blocks)
         is_last = first == depth
-        run = run_slice(partial(rows_by, part, inputs), hidden, blocks, enters=is_last, ends=not is_last)
+        run = run_slice(
+            partial(rows_by, shapes.kind, part, _ones(layout)),
+            hidden,
+            blocks,
+            enters=is_last,
+            ends=not is_last,
+        )
         if is_last:
             return hidden, run
         hidden = run
@@ -125,30 +147,52 @@ def rows_of_text(shapes: FeatureShapes, layout: Layout) -> Tensor:
 @lru_cache(maxsize=4)
 @torch.no_grad()
 def taps_of(shapes: FeatureShapes, layout: Layout) -> tuple[int, ...]:
-    """Return the blocks whose outputs are read by more than the next block: noise in such an output changes the rows
-    even though the last block's output stays the same."""
+    """Return the blocks of the narrow encoder whose outputs are read by more than the next block."""
     model, structure = narrow_encoder(shapes)
-    inputs, depth = _ones(layout), structure.num_blocks
+    return find_taps(model, structure, lambda part, *_: shapes.rows(part, layout))
+
+
+def find_taps(
+    model: PreTrainedModel, structure: Structure, forward: Callable[..., Tensor]
+) -> tuple[int, ...]:
+    """Return the blocks whose outputs are read by more than the next block: noise in such an output changes what a
+    later stage computes even though its input stays the same. forward(slice, input): runs the model."""
+    depth = structure.num_blocks
     outputs: dict[int, Tensor] = {}
     with ExitStack() as closing:
         for number, block in enumerate(model.get_submodule(structure.blocks).children()):
             closing.callback(block.register_forward_hook(partial(keep_output, outputs, number)).remove)
-        features(model, inputs)
-    part = slice_model(model, structure, depth, depth, keep_before=True, keep_after=True)
+        forward(model)
+    found: set[int] = set()
+    for first in range(2, depth + 1):  # a stage of each block, and the last stage of none
+        earlier = [number for number in range(first - 1) if number not in found]
+        run = partial(_with_noise, model, structure, forward, first, outputs)
+        same = run(())
+        if earlier and not run(earlier).equal(same):
+            found |= {number for number in earlier if not run((number,)).equal(same)}
+    return tuple(sorted(found))
+
+
+def _with_noise(
+    model: PreTrainedModel,
+    structure: Structure,
+    forward: Callable[..., Tensor],
+    first: int,
+    outputs: Mapping[int, Tensor],
+    changed: Collection[int],
+) -> Tensor:
+    """Return the output of block `first`, or of the model behind its blocks, run as a stage of its own with the earlier
+    blocks' `outputs`, to which noise is added at the blocks `changed`."""
+    depth = structure.num_blocks
+    part = slice_model(model, structure, first, min(first + 1, depth), True, keep_after=first == depth)
+    noise = torch.Generator().manual_seed(0)
+    taps = {
+        number: outputs[number] + (number in changed) * torch.randn(outputs[number].shape, generator=noise)
+        for number in range(first - 1)
+    }
     blocks = part.get_submodule(structure.blocks)
-
-    def run(taps: Mapping[int, Tensor]) -> Tensor:
-        last = outputs[depth - 1]
-        return run_slice(partial(rows_by, part, inputs), last, blocks, enters=True, ends=False, taps=taps)
-
-    earlier = {number: outputs[number] for number in range(depth - 1)}
-    same = run(earlier)
-    noise = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(0))
-    return tuple(
-        number
-        for number, output in earlier.items()
-        if not run({**earlier, number: output + noise}).equal(same)
-    )
+    arrived = outputs[first - 1]
+    return run_slice(partial(forward, part), arrived, blocks, enters=True, ends=first < depth, taps=taps)
 
 
 def _ones(layout: Layout) -> dict[str, Tensor]:
@@ -173,7 +217,7 @@ def in_order(shapes: FeatureShapes, layout: Layout) -> Structure:
         for path, module in {**modules, _BLOCK: model.get_submodule(f"{structure.blocks}.0")}.items()
         if isinstance(module, nn.Module)
     ]
-    features(model, _ones(layout))
+    shapes.rows(model, layout)
     for handle in handles:
         handle.remove()
     before = {*ran[: ran.index(_BLOCK)]}
@@ -191,7 +235,7 @@ def unused_keys(shapes: FeatureShapes, layout: Layout) -> frozenset[str]:
     """Return the keys of the encoder's weights on which no row depends (in blocks after a feature layer)."""
     model, _ = narrow_encoder(shapes)
     with torch.enable_grad():
-        reached = leaves_of(features(model, _ones(layout)))
+        reached = leaves_of(shapes.rows(model, layout))
     inside = f"{shapes.path}."
     return frozenset(
         key for key, each in model.named_parameters() if key.startswith(inside) and id(each) not in reached
@@ -204,14 +248,15 @@ def narrow_encoder(shapes: FeatureShapes) -> tuple[PreTrainedModel, Structure]:
     settings = json.loads(shapes.settings)
     config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     with seeded(0, "narrow encoder"):
-        model = AutoModelForImageTextToText.from_config(config).eval()
-    return encoder_in(model, shapes.holder, shapes.path, shapes.projector)
+        model = auto_class(config).from_config(config).eval()
+    return encoder_in(model, shapes.holder, shapes.path, shapes.projector, shapes.blocks)
 
 
 def encoder_in(
-    model: PreTrainedModel, holder: str, path: str, projector: tuple[str, ...]
+    model: PreTrainedModel, holder: str, path: str, projector: tuple[str, ...], blocks: str
 ) -> tuple[PreTrainedModel, Structure]:
-    """Return the module at `holder` with its `path` and `projector` alone, and the structure of the encoder there."""
+    """Return the module at `holder` with its `path` and `projector` alone, and the structure of the encoder there, with
+    its list of blocks at `blocks`."""
     base = cast(PreTrainedModel, model.get_submodule(holder))
     encoder = base.get_submodule(path)
     if isinstance(encoder, PreTrainedModel):  # here once, for all slices
@@ -219,7 +264,7 @@ def encoder_in(
     keeps = {path, *projector}
     for name in [name for name, _ in base.named_children() if name not in keeps]:
         setattr(base, name, None)
-    inner = find_structure(encoder)
+    inner = find_structure(encoder, blocks)
     return base, Structure(
         f"{path}.{inner.blocks}",
         tuple(f"{path}.{each}" for each in inner.before),
@@ -228,8 +273,16 @@ def encoder_in(
     )
 
 
-TOKENS = ("image_token_id", "image_token_index")
-"""Config keys that may name the token that one row replaces."""
+def auto_class(config: Any) -> Any:
+    """Return the Auto class of transformers that builds and loads multimodal models of such a config, or None."""
+    kinds = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+
+
+def token_key(config: Any, kind: str) -> str | None:
+    """Return the config key that names the token that one row of the media replaces."""
+    keys = (f"{kind}_token_id", f"{kind}_token_index")
+    return next((key for key in keys if isinstance(getattr(config, key, None), int)), None)
 
 
 def width_of_blocks(shapes: FeatureShapes, item: Mapping[str, NDArray], config: Any) -> int:
@@ -247,13 +300,31 @@ def width_of_blocks(shapes: FeatureShapes, item: Mapping[str, NDArray], config: 
 
 def patch_of(config: Any) -> int:
     """Return the side of a patch in pixels, by default 14."""
-    side = getattr(config.vision_config, "patch_size", None) or 14
+    side = getattr(getattr(config, "vision_config", None), "patch_size", None) or 14
     return side if isinstance(side, int) else side[0]
+
+
+def _of_family(names: Mapping[str, Any], model_type: str) -> Any:
+    """Return the entry of a model type, or else of the longest one that it begins with (glm4v for glm4v_moe)."""
+    found = [key for key in names if f"{model_type}_".startswith(f"{key}_")]
+    return names[max(found, key=len)] if found else None
+
+
+def default_sound_processor(config: Any) -> HuggingFaceSoundProcessor:
+    """Return a family's processor of sounds with default settings, but the encoder's mel bins. Raises UserError."""
+    kind = _of_family(FEATURE_EXTRACTOR_MAPPING_NAMES, config.model_type)
+    if kind is None:
+        raise UserError(f"{config.model_type}: transformers names no feature extractor of sounds for it")
+    settings: dict[str, Any] = {"feature_extractor_type": kind}
+    encoder = getattr(config, "audio_config", None)
+    if isinstance(bins := getattr(encoder, "num_mel_bins", None), int):
+        settings["feature_size"] = bins
+    return HuggingFaceSoundProcessor(json.dumps(settings, sort_keys=True), config.model_type)
 
 
 def default_processor(config: Any) -> HuggingFaceImageProcessor:
     """Return a family's image processor with default settings, but the encoder's patches and size. Raises UserError."""
-    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    names = _of_family(IMAGE_PROCESSOR_MAPPING_NAMES, config.model_type)
     kind = names.get("pil") if isinstance(names, dict) else None
     if kind is None:
         raise UserError(
@@ -269,9 +340,11 @@ def default_processor(config: Any) -> HuggingFaceImageProcessor:
             settings[name] = own
     side, size = getattr(vision, "image_size", None), dict(getattr(made, "size", None) or {})
     is_fixed = "height" in size or "shortest_edge" in size
-    if isinstance(side, int) and is_fixed and not {*made.model_input_names} & _OF_NATIVE_SIZES:
+    is_cropped = getattr(made, "crop_size", None) is not None
+    is_native = {*made.model_input_names} & _OF_NATIVE_SIZES and not is_cropped
+    if isinstance(side, int) and is_fixed and not is_native:
         settings["size"] = {"height": side, "width": side}
-        if getattr(made, "crop_size", None) is not None:
+        if is_cropped:
             settings["crop_size"] = settings["size"]
     return HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True))
 

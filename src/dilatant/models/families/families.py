@@ -14,7 +14,6 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.models.encoders.anyres_encoder import AnyresTower
 from dilatant.models.encoders.conformer_encoder import ConformerTower
 from dilatant.models.encoders.fixed_tower import FixedTower
-from dilatant.models.encoders.generic_encoder import GenericTower
 from dilatant.models.encoders.native_encoder import NativeTower
 from dilatant.models.encoders.pooled_encoder import PooledTower
 from dilatant.models.encoders.sound_encoder import SoundTower
@@ -33,7 +32,9 @@ class Family:
     `model.language_model.media_attention`; "prefix": all tokens before the first target attend to each other;
     "in_windows": tokens of an item attend to each other in sliding-window layers, if the config's
     `use_bidirectional_attention` enables it. first_position: a sample's first position. behind_time: see
-    `spatial_positions`. generic: the encoder of a family that is read from its model (see `families.generic`).
+    `spatial_positions`. narrow: the config of the small copy of a family that is read from its model (see
+    `families.generic`), as JSON. unread: paths of modules that no unit holds, such as encoders of media that are not
+    read.
     """
 
     towers: Mapping[str, Tower]
@@ -42,7 +43,8 @@ class Family:
     media_attention: MediaAttention = "causal"
     first_position: int = 0
     behind_time: bool = False
-    generic: GenericTower | None = None
+    narrow: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def clips(self) -> Clips | None:

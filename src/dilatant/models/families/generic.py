@@ -1,86 +1,118 @@
 """Generic families: multimodal models that `families.FAMILIES` does not list, read by transformers' own interface.
 
-`get_decoder` returns the text model, `get_image_features` runs the encoder and its projector, and the config names the
-token that one row replaces. A family that is read here is proven before the first training (see `media_proof`).
+`get_decoder` returns the text model, `get_image_features` and `get_audio_features` run an encoder and its projector,
+and the config names the token that one row replaces. A family that is read here is proven before the first training
+(see `media_proof`).
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForImageTextToText
 
-from dilatant.config.errors import UserError, one_line
+from dilatant.config.errors import UserError, one_line, type_and_text
 from dilatant.models.core.structure import find_structure, on_meta
-from dilatant.models.encoders.generic_encoder import GenericTower
-from dilatant.models.encoders.narrow_encoder import FEATURES, TOKENS
+from dilatant.models.encoders.generic_encoder import GenericSoundTower, GenericTower
+from dilatant.models.encoders.narrow_encoder import auto_class, method_of, token_key
 from dilatant.models.families.families import FAMILIES, Family
-from dilatant.models.families.shrink import shrink_widths
+from dilatant.models.families.shrink import narrow_json
 
 
 def opens_whole(config: Any) -> bool:
     """Return True if a model with this config may open with its encoders: its family is listed here, or can be read."""
     config = getattr(config, "thinker_config", config)
-    is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    return config.model_type in FAMILIES or (
-        is_multimodal and getattr(config, "vision_config", None) is not None
-    )
+    text = config.get_text_config()
+    parts = [getattr(config, key, None) for key in config.sub_configs]
+    is_multimodal = auto_class(config) is not None and any(part not in (None, text) for part in parts)
+    return config.model_type in FAMILIES or is_multimodal
 
 
 def read_family(config: Any, where: str) -> Family:
     """Read the family of a model from the model itself. Raises UserError if the model's interface differs."""
     try:
         with on_meta():
-            model: Any = AutoModelForImageTextToText.from_config(copy.deepcopy(config))
+            model: Any = auto_class(config).from_config(copy.deepcopy(config))
     except Exception as error:
         raise _refusal(config, where, one_line(error)) from None
     if getattr(config.get_text_config(), "is_encoder_decoder", False) or config.is_encoder_decoder:
         raise _refusal(config, where, "its text model is an encoder with a decoder")
     decoder = _innermost(model)
-    base = model.base_model
-    holder = base if hasattr(type(base), FEATURES) else model
+    holder = next((each for each in (model.base_model, model) if _kinds_of(each)), None)
+    if holder is None:
+        raise _refusal(config, where, f"it has neither {' nor '.join(map(method_of, _TOWERS))}")
     if decoder is holder or decoder is model:
         raise _refusal(config, where, "its text model is no part of its own")
-    if not hasattr(type(holder), FEATURES):
-        raise _refusal(config, where, f"it has no {FEATURES}")
-    token = next((key for key in TOKENS if isinstance(getattr(config, key, None), int)), None)
-    if token is None:
-        raise _refusal(config, where, "its config names no image_token_id")
     paths = {id(module): path for path, module in model.named_modules()}
     prefix = f"{paths[id(holder)]}." if holder is not model else ""
-    touched = _touched(holder)
-    sizes = {name: _size_of_blocks(getattr(holder, name)) for name in touched}
-    named = model.get_encoder(modality="image")
-    tower = next((name for name in touched if sizes[name] and getattr(holder, name) is named), None)
-    tower = tower or max(
-        (name for name in touched if sizes[name]), key=lambda name: sizes[name], default=None
-    )
-    if tower is None:
-        raise _refusal(config, where, "no encoder with a list of blocks was found in it")
-    others = [
+    spatial = hasattr(type(holder), "get_rope_index")
+    narrow = narrow_json(config, spatial)
+    towers: dict[str, GenericTower] = {}
+    problems = []
+    for kind in _kinds_of(holder):
+        token, touched = token_key(config, kind), _touched(holder, kind)
+        tower, blocks = _tower_in(model, holder, touched, kind)
+        unit, of_kind = _TOWERS[kind]
+        if token is None:
+            problems.append(f"its config names no {kind}_token_id")
+        elif tower is None:
+            problems.append(f"no encoder with a list of blocks was found in it for the kind {kind!r}")
+        else:
+            projector = tuple(f"{prefix}{name}" for name in touched if name != tower)
+            places = {"holder": prefix[:-1], "narrow": narrow, "inner": blocks}
+            found = of_kind(f"{prefix}{tower}", projector, token, **places)
+            try:
+                found.shapes(found.typical(config))
+                towers[unit] = found
+            except Exception as error:
+                problems.append(one_line(error) if isinstance(error, UserError) else type_and_text(error))
+    if not towers:
+        raise _refusal(config, where, "; ".join(problems))
+    held = [path for tower in towers.values() for path in (tower.path, *tower.projector)]
+    if len({*held}) < len(held):
+        raise _refusal(config, where, f"{' and '.join(towers)} share {max(held, key=held.count)}")
+    # Modules of other media, such as an encoder of clips. Should the text need one, the proof fails.
+    unread = [
         name
         for name, child in holder.named_children()
-        if name not in touched
+        if f"{prefix}{name}" not in held
         and child is not model.get_output_embeddings()
         and decoder not in child.modules()
         and any(True for _ in child.parameters())
     ]
-    if others:
-        raise _refusal(config, where, f"nothing says what its {', '.join(others)} are for")
-    spatial = hasattr(type(holder), "get_rope_index")
-    found = GenericTower(
-        f"{prefix}{tower}",
-        tuple(f"{prefix}{name}" for name in touched if name != tower),
-        token,
-        holder=prefix.removesuffix("."),
-        narrow=json.dumps({**shrink_widths(config, spatial), "model_type": config.model_type}, default=str),
-    )
-    return Family({"vision": found}, paths[id(decoder)], spatial, generic=found)
+    is_spatial = spatial and "vision" in towers
+    left = tuple(f"{prefix}{name}" for name in unread)
+    return Family(towers, paths[id(decoder)], is_spatial, narrow=narrow, unread=left)
+
+
+_TOWERS: Mapping[str, tuple[str, type[GenericTower]]] = {
+    "image": ("vision", GenericTower),
+    "audio": ("audio", GenericSoundTower),
+}
+"""Kinds of media: the name of their unit, and its tower."""
+
+
+def _kinds_of(holder: Any) -> list[str]:
+    return [kind for kind in _TOWERS if hasattr(type(holder), method_of(kind))]
+
+
+def _tower_in(model: Any, holder: Any, touched: Iterable[str], kind: str) -> tuple[str | None, str]:
+    """Return the touched module that encodes media, what transformers names or that with most weights in blocks, and
+    the path of the blocks in it."""
+    named, found = model.get_encoder(modality=kind), []
+    for name in touched:
+        with suppress(UserError, AttributeError):
+            module = getattr(holder, name)
+            blocks = find_structure(module).blocks
+            size = sum(parameter.numel() for parameter in module.get_submodule(blocks).parameters())
+            found.append((module is named, size, name, blocks))
+    *_, name, blocks = max(found, default=(None, ""))
+    return name, blocks
 
 
 def _innermost(model: Any) -> Any:
@@ -91,10 +123,12 @@ def _innermost(model: Any) -> Any:
     return getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
 
 
-def _touched(holder: nn.Module) -> list[str]:
-    """Return the modules and parameters of `holder` that its `get_image_features` uses, also indirectly, by name."""
+def _touched(holder: nn.Module, kind: str) -> list[str]:
+    """Return the modules and parameters of `holder` that its method for a kind of media uses, also indirectly, by
+    name; none without such a method."""
     names: list[str] = []
-    methods, waiting = {FEATURES}, [FEATURES]
+    methods = {method_of(kind)}
+    waiting = [each for each in methods if hasattr(type(holder), each)]
     while waiting:
         source = inspect.getsource(inspect.unwrap(getattr(type(holder), waiting.pop())))
         for name in re.findall(r"\bself\.(\w+)", source):
@@ -109,15 +143,6 @@ def _touched(holder: nn.Module) -> list[str]:
 
 def _contains(entry: Any, module: nn.Module) -> bool:
     return isinstance(entry, nn.Module) and any(each is module for each in entry.modules())
-
-
-def _size_of_blocks(entry: Any) -> int:
-    """Return the number of weights in a module's list of blocks; 0 if it has none."""
-    try:
-        structure = find_structure(entry)
-    except (UserError, AttributeError):
-        return 0
-    return sum(parameter.numel() for parameter in entry.get_submodule(structure.blocks).parameters())
 
 
 def _refusal(config: Any, where: str, why: str) -> UserError:

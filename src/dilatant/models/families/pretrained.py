@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError, one_line
 from dilatant.config.model import LANGUAGE, LoraConfig
@@ -29,7 +29,8 @@ from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
-from dilatant.models.encoders.generic_encoder import positions_of
+from dilatant.models.encoders.generic_encoder import GenericTower, positions_of
+from dilatant.models.encoders.narrow_encoder import auto_class
 from dilatant.models.encoders.tower import HostModel
 from dilatant.models.families.families import FAMILIES, Family, MediaAttention, family_of
 from dilatant.models.families.generic import opens_whole, read_family
@@ -92,9 +93,9 @@ class PretrainedModel:
     def language_model(self) -> PreTrainedModel:
         """Return the composite without its encoders and projectors."""
         model = self._adapted(attn_implementation=self.attn_implementation)
-        for tower in self.family.towers.values():
-            for path in (*tower.projector, tower.path):
-                _remove(model, path)
+        encoders = [path for tower in self.family.towers.values() for path in (*tower.projector, tower.path)]
+        for path in dict.fromkeys((*encoders, *self.family.unread)):
+            _remove(model, path)
         accept_cross_rows(model)
         return model
 
@@ -136,9 +137,8 @@ class PretrainedModel:
         if not self.family.spatial:
             first = self.family.first_position
             return partial(_counted, first) if first else None
-        if self.family.generic is not None:
-            shapes = self.family.generic.shapes
-            return partial(positions_of, shapes, "vision", self.placeholder_ids["vision"])
+        if isinstance(tower := self.family.towers["vision"], GenericTower):
+            return partial(positions_of, tower.shapes, "vision", self.placeholder_ids["vision"])
         merge = self.config.vision_config.spatial_merge_size
         units = tuple((name, self.placeholder_ids[name]) for name in self.spatial_units)
         return partial(_spatial, units, merge, self.family.behind_time)
@@ -193,12 +193,6 @@ class PretrainedModel:
         """The units whose tokens have positions in height and width."""
         towers = self.family.towers.items() if self.family.spatial else ()
         return tuple(name for name, tower in towers if tower.kind == "image")
-
-
-def auto_class(config: Any) -> Any:
-    """Return the Auto class of transformers that builds and loads multimodal models of such a config."""
-    images = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if images else AutoModelForSeq2SeqLM
 
 
 def _counted(first: int, sample: EncodedSample) -> NDArray[np.int64]:

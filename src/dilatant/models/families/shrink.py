@@ -6,6 +6,7 @@ it becomes another number. Token ids are mapped into the small vocabulary.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -99,6 +100,11 @@ def shrink_widths(config: Any, spatial: bool) -> dict[str, Any]:
         settings[key] = narrow
     _fold_ids(settings)
     return settings
+
+
+def narrow_json(config: Any, spatial: bool) -> str:
+    """Return the settings of `shrink_widths` and the model type, as JSON."""
+    return json.dumps({**shrink_widths(config, spatial), "model_type": config.model_type}, default=str)
 
 
 _OF_ENCODERS = ("embed_dim", "mlp_dim", "projection_dim")

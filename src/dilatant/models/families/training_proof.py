@@ -23,7 +23,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.utils import logging as transformers_logging
 
 from dilatant.config.environment import cache_folder
 from dilatant.config.errors import type_and_text
@@ -37,6 +36,7 @@ from dilatant.models.core.unit import Unit
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.shrink import shrink, special_ids
 from dilatant.models.language.language import LanguageUnit, Proof
+from dilatant.models.sources import errors_alone
 
 Result = tuple[Tensor, list[Tensor | None]]
 """A loss and its gradients, None for a parameter that has no influence."""
@@ -61,21 +61,17 @@ def prove(
     """Test packed rows and stages of a language model on a small copy, under its current attention or that set by
     `attach`. whole: the multimodal model that contains it. how: name of that attention in the cache key."""
     begin = time.perf_counter()
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # transformers warns of ids outside the small vocabulary
     try:
         settings = shrink(unit.model.config, has_encoders=whole is None)
         path = _path(unit, settings, how)
         kept = _read(path)
         if kept is not None:
             return kept
-        with seeded(0, "proof"), torch.enable_grad():
+        with errors_alone(), seeded(0, "proof"), torch.enable_grad():
             proof = _prove(unit, whole, settings, attach)
     except Exception as error:
         why = type_and_text(error)
         return Proof(why, why, alone=None, unproven=why, seconds=time.perf_counter() - begin)
-    finally:
-        transformers_logging.set_verbosity(level)
     proof = replace(proof, seconds=time.perf_counter() - begin)
     with suppress(OSError):  # without a writable cache, the proof is not stored
         path.parent.mkdir(parents=True, exist_ok=True)

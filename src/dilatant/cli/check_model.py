@@ -1,0 +1,55 @@
+"""`dilatant check-model`: prove on a small copy how a model can be trained, without its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from dilatant.cli.options import AsJson, say_loading
+from dilatant.config.errors import UserError
+
+RUNGS = {
+    3: "encoders cut between blocks, packed rows",
+    2: "packed rows, an encoder is one stage",
+    1: "every sample is a row of its own",
+}
+
+
+def check_model(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID|FOLDER",
+            help="A model of Hugging Face; its config.json is enough.",
+            show_default=False,
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Prove on a small copy how a model can be trained (packed, cut, LoRA, export). Exits with 2 if it cannot."""
+    say_loading()
+    from dilatant.hf import check_model as checking
+
+    check = checking.check_model(model)
+    if as_json:
+        print(json.dumps(asdict(check), indent=2))
+    if not check.trains:
+        why = check.refusals.get(1) or f"its export is wrong ({check.proven['export']})"
+        raise UserError(f"{model!r} ({check.family}) cannot be trained: {why}")
+    if as_json:
+        return
+    from rich.table import Table
+
+    from dilatant.report.say import open_console
+
+    lines = {"family": check.family, **check.found, "rung": f"{check.rung}: {RUNGS[check.rung]}"}
+    lines |= {f"not rung {rung}": why for rung, why in sorted(check.refusals.items())} | dict(check.proven)
+    table = Table(title=model, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", min_width=16)
+    table.add_column()
+    for name, value in lines.items():
+        table.add_row(name, value)
+    open_console().print(table)

@@ -1,0 +1,139 @@
+"""Processed media: a pretrained model's own processor prepares them, and a blank item of the same size is counted."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.media.media_header import media_size
+from dilatant.data.media.pixels import EncoderInput
+from dilatant.data.media.sound_file import decode_audio
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
+from dilatant.data.media_units.unit_base import ImageUnitBase, SoundUnitBase, UnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize
+
+SHAPE = ".shape"
+"""Suffix of the keyword for the shapes of an item's array, int64 [items, 6], padded with -1. The arrays themselves are
+flattened, so that items of different shapes can be concatenated."""
+_MOST_DIMENSIONS = 6
+
+Arrays = Mapping[str, NDArray]
+
+
+class CountsTokens(Protocol):
+    """Interface of functions that count the tokens of an item. They are hashable and picklable."""
+
+    def __call__(self, item: Arrays) -> tuple[int, int]:
+        """Return the number of tokens of the item in the encoder's blocks, and in the language model."""
+
+    def __hash__(self) -> int: ...
+
+
+class ProcessedUnit(UnitBase):
+    """Base class of media units whose items are prepared by a model's own processor; an item is everything that the
+    processor returns. Its layout need not be known: a blank item of the same size has the same shapes and the same
+    integers."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+
+        @property
+        def processor(self) -> Any: ...
+        @property
+        def count(self) -> CountsTokens: ...
+
+    @abstractmethod
+    def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
+        """Return the shape of a decoded item of this size."""
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return _counted(self.processor, self.count, self.decoded_shape(size))[0]
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return _counted(self.processor, self.count, self.decoded_shape(size))[1]
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        blank = _blank(self.processor, self.decoded_shape(size))
+        return {
+            name: array
+            for name, array in flatten(blank).items()
+            if name.endswith(SHAPE) or is_layout(blank[name])
+        }
+
+    def see(self, decoded: NDArray) -> dict[str, EncoderInput]:
+        """Return the inputs of a decoded item: uint8 [height, width, channels], or float32 [samples]."""
+        item = self.processor(decoded)
+        blank = _blank(self.processor, decoded.shape)
+        if any(
+            array.shape != blank[name].shape or (is_layout(array) and (array != blank[name]).any())
+            for name, array in item.items()
+        ):
+            raise ValueError("its processor makes other shapes of it than of a blank item of its size")
+        return flatten(item)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
+    """Media unit of images that a model's own processor prepares."""
+
+    name: str
+    placeholder_id: int
+    processor: HuggingFaceImageProcessor
+    count: CountsTokens
+    marker: str = "<image>"
+    written: MediaMarkup | None = None
+
+    def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
+        return size.height, size.width, self.processor.channels
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedSoundUnit(ProcessedUnit, SoundUnitBase):
+    """Media unit of sounds that a model's own processor prepares."""
+
+    name: str
+    placeholder_id: int
+    processor: HuggingFaceSoundProcessor
+    count: CountsTokens
+    marker: str = "<audio>"
+    written: MediaMarkup | None = None
+
+    def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
+        return (max(1, round(size.seconds * self.processor.sampling_rate)),)
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        # By the header, as on other ranks; resampling may yield one sample more or less.
+        window = np.zeros(self.decoded_shape(media_size(media)), np.float32)
+        wave = decode_audio(media, self.processor.sampling_rate)[: len(window)]
+        window[: len(wave)] = wave
+        return self.see(window)
+
+
+def is_layout(array: NDArray) -> bool:
+    """Return True for an array of integers, which describes an item; floating-point arrays hold its content."""
+    return not np.issubdtype(array.dtype, np.floating)
+
+
+def flatten(item: Arrays) -> dict[str, EncoderInput]:
+    """Return the arrays of an item, flattened to one dimension, and their shapes."""
+    shapes = {name: [*each.shape, *[-1] * (_MOST_DIMENSIONS - each.ndim)] for name, each in item.items()}
+    return {
+        **{name: np.ravel(each) for name, each in item.items()},
+        **{name + SHAPE: np.array([shape], np.int64) for name, shape in shapes.items()},
+    }
+
+
+@lru_cache(maxsize=4096)
+def _counted(processor: Any, count: CountsTokens, shape: tuple[int, ...]) -> tuple[int, int]:
+    return count(_blank(processor, shape))
+
+
+@lru_cache(maxsize=16)
+def _blank(processor: Any, shape: tuple[int, ...]) -> Arrays:
+    return processor(np.full(shape, 128, np.uint8) if len(shape) > 1 else np.zeros(shape, np.float32))

@@ -1,0 +1,184 @@
+"""Check of a model: prove on a small copy how a model can be trained here, and that it is exported unchanged.
+
+The best of four rungs that is proven counts. 3: each encoder is cut between its blocks, and samples share packed rows.
+2: packed rows, but a unit is one stage. 1: a sample is a row of its own. 0: the model does not open as units.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilatant.config.errors import UserError, one_line, type_and_text
+from dilatant.config.model import LANGUAGE, LoraConfig
+from dilatant.hf.pretrained_export import write_pretrained
+from dilatant.models.core.materialize import seeded
+from dilatant.models.encoders.narrow_encoder import auto_class
+from dilatant.models.families.generic import opens_whole
+from dilatant.models.families.media_proof import (
+    drawn,
+    logits_of,
+    loss_in_transformers,
+    samples_with_media,
+    small_copy,
+)
+from dilatant.models.families.pretrained import PretrainedModel, composite_of
+from dilatant.models.families.training_proof import loss_of
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
+from dilatant.models.row_attention import attend_by_default, choose_attention, media_proof_of
+from dilatant.models.sources import errors_alone, load_language_model, load_pretrained_config
+
+LARGEST_DIFFERENCE = 1e-4
+"""Largest difference of logits, relative to the largest, that passes as fp32 rounding; a wrong weight changes parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """What was found in a model, and what its small copy proves.
+
+    family: its `model_type`. found: part → where it is. rung: the best proven rung. refusals: rung → why it is not
+    reached. proven: what else works, or why not.
+    """
+
+    family: str
+    found: Mapping[str, str]
+    rung: int = 0
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    proven: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """True if the model trains and can be exported."""
+        return self.rung > 0 and self.proven.get("export", YES).startswith(YES)
+
+
+YES = "yes"
+
+
+def check_model(source: str) -> ModelCheck:
+    """Check the model of an id or folder by its `config.json` alone. Raises UserError if it cannot be read."""
+    return check_config(load_pretrained_config(source, "check-model"), source)
+
+
+def check_config(config: Any, where: str) -> ModelCheck:
+    """Check a model with this config (of transformers)."""
+    with errors_alone(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if not opens_whole(config):
+                model = MultimodalModel({}, load_language_model(config, where), device="meta")
+                choose_attention(model)
+                return _of_rows(model, {}, None, {})
+            whole = PretrainedModel.of(config, where)
+            proof = media_proof_of(whole)
+            if proof.alone is not None:
+                return ModelCheck(config.model_type, _found(whole), 0, {1: proof.alone})
+            model = MultimodalModel({}, whole, device="meta")
+            choose_attention(model)
+            more = {"export": _tried(_export, whole), "LoRA": _tried(_lora, whole)}
+            return _of_rows(model, _found(whole), proof.packed, more, proof.cut)
+        except UserError as error:
+            return ModelCheck(config.model_type, {}, 0, {1: str(error)})
+
+
+def _of_rows(
+    model: MultimodalModel,
+    found: Mapping[str, str],
+    packed: str | None,
+    more: Mapping[str, str],
+    cut: str | None = None,
+) -> ModelCheck:
+    """Return the check of a model whose attention is chosen. packed, cut: problems of the proof with media."""
+    language = model.language
+    proof = language.proof
+    refusals = {}
+    if not language.packs_rows:
+        of_text = None if proof is None else proof.packed
+        refusals[2] = packed or of_text or "samples of a packed row would reach each other"
+    uncut = next((unit.uncut for unit in model.units.values() if unit.uncut is not None), None)
+    if cut or uncut:
+        refusals[3] = str(cut or uncut)
+    elif 2 in refusals:
+        refusals[3] = "its samples share no rows"
+    proven = {
+        **more,
+        "tp": _shared(model),
+        "cp": YES if language.row_attention is not None else _without_plans(model),
+    }
+    rung = next(rung for rung in (3, 2, 1) if not any(lower <= rung for lower in refusals))
+    family = model.language.family if model.whole is None else model.whole.config.model_type
+    return ModelCheck(family, found or {"decoder": language.family}, rung, refusals, proven)
+
+
+def _found(whole: PretrainedModel) -> dict[str, str]:
+    family, config = whole.family, whole.config
+    found = {
+        "read": "by transformers' interface" if family.narrow else "by its declaration",
+        "decoder": family.decoder,
+    }
+    for name, tower in family.towers.items():
+        count = whole.encoder(name)
+        found[name] = f"{tower.path}, {len(count.layers)} layers"
+        found[f"{name} projector"] = ", ".join(tower.projector) or "inside the encoder"
+        found[f"{name} token"] = f"{tower.token} = {getattr(config, tower.token)}"
+    if family.unread:
+        found["not trained"] = ", ".join(family.unread)
+    return found
+
+
+def _shared(model: MultimodalModel) -> str:
+    """Return the units that two ranks can share by their plans."""
+    plans = {name: tensor_plan(unit) for name, unit in model.units.items()}
+    names = [
+        name for name, plan in plans.items() if plan.cuts and not degree_problems(model.units[name], plan, 2)
+    ]
+    return f"{', '.join(names)} (by plan; no ranks were run)" if names else "no unit"
+
+
+def _without_plans(model: MultimodalModel) -> str:
+    return f"no: {model.language.without_plans or 'attention over plans is not used'}"
+
+
+def _tried(proof: Callable[[PretrainedModel], str], whole: PretrainedModel) -> str:
+    try:
+        with seeded(0, "check"):
+            return proof(whole)
+    except Exception as error:
+        return f"no: {one_line(error) if isinstance(error, UserError) else type_and_text(error)}"
+
+
+@torch.no_grad()
+def _export(whole: PretrainedModel) -> str:
+    """Export the small copy, read it back by transformers, and compare the logits of samples with media."""
+    small = small_copy(whole)
+    model = drawn(small, attend_by_default)
+    before = composite_of(model.weights_of_whole(), small).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        write_pretrained(model, Path(folder), None)
+        after = auto_class(small.config).from_pretrained(folder).eval()
+    worst = 0.0
+    for sample in samples_with_media(small):
+        old, new = (logits_of(each, small, sample) for each in (before, after))
+        worst = max(worst, float((old - new).abs().max() / old.abs().max()))
+    return YES if worst <= LARGEST_DIFFERENCE else f"no: logits change by {worst:.1g} of the largest"
+
+
+@torch.no_grad()
+def _lora(whole: PretrainedModel) -> str:
+    """Compare the loss of packed units with adapters with transformers' of the model into which they are merged."""
+    units = (*whole.family.towers, LANGUAGE)
+    small = small_copy(whole, LoraConfig(r=2, lora_alpha=2, units=units))
+    model = drawn(small, attend_by_default)
+    samples = samples_with_media(small)
+    wanted = loss_in_transformers(composite_of(model.weights_of_whole(), small).eval(), small, samples)
+    rows = [tuple(range(len(samples)))] if model.language.packs_rows else [(n,) for n in range(len(samples))]
+    difference = float(abs(loss_of(model.units, samples, rows, is_cut=False) / wanted - 1))
+    right = difference <= LARGEST_DIFFERENCE
+    return f"{YES}, in {', '.join(units)}" if right else f"no: the loss changes by {difference:.1g}"
