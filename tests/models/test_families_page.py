@@ -19,6 +19,8 @@ from dilatant.models.encoders.pooled_encoder import PooledTower
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 
+BEGIN = "## Every multimodal architecture of transformers\n"
+"""From here on the page is written by `benchmarks/families_of_transformers.py`."""
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units", "tp")
 HEAD = """# Families: packed equals alone, measured
@@ -85,11 +87,13 @@ def besides(family: str) -> str:
 
 def page() -> str:
     lines = ["| family | besides | " + " | ".join(COLUMNS) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
-    return HEAD + "\n".join([*lines, *(row(family) for family in WHOLES)]) + "\n" + FOOT
+    table = "\n".join([*lines, *(row(family) for family in WHOLES)])
+    _, begin, architectures = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{HEAD}{table}\n{FOOT}\n{begin}{architectures}"
 
 
 def test_the_page_lists_every_family_and_nothing_beyond_rounding() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text, _, _ = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
     assert rows.keys() == WHOLES.keys()
     for family, cells in rows.items():

@@ -25,6 +25,7 @@ from dilatant.models.families.media_proof import (
     drawn,
     logits_of,
     loss_in_transformers,
+    proof_of,
     samples_with_media,
     small_copy,
 )
@@ -32,7 +33,7 @@ from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.training_proof import loss_of
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
-from dilatant.models.row_attention import attend_by_default, choose_attention, media_proof_of
+from dilatant.models.row_attention import attend_by_default, choose_attention
 from dilatant.models.sources import errors_alone, load_language_model, load_pretrained_config
 
 LARGEST_DIFFERENCE = 1e-4
@@ -72,49 +73,39 @@ def check_config(config: Any, where: str) -> ModelCheck:
     with errors_alone(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if not opens_whole(config):
-                model = MultimodalModel({}, load_language_model(config, where), device="meta")
-                choose_attention(model)
-                return _of_rows(model, {}, None, {})
-            whole = PretrainedModel.of(config, where)
-            proof = media_proof_of(whole)
-            if proof.alone is not None:
-                return ModelCheck(config.model_type, _found(whole), 0, {1: proof.alone})
-            model = MultimodalModel({}, whole, device="meta")
-            choose_attention(model)
-            more = {"export": _tried(_export, whole), "LoRA": _tried(_lora, whole)}
-            return _of_rows(model, _found(whole), proof.packed, more, proof.cut)
-        except UserError as error:
-            return ModelCheck(config.model_type, {}, 0, {1: str(error)})
+            return _check(config, where)
+        except Exception as error:
+            return ModelCheck(config.model_type, {}, 0, {1: _why(error)})
 
 
-def _of_rows(
-    model: MultimodalModel,
-    found: Mapping[str, str],
-    packed: str | None,
-    more: Mapping[str, str],
-    cut: str | None = None,
-) -> ModelCheck:
-    """Return the check of a model whose attention is chosen. packed, cut: problems of the proof with media."""
+def _check(config: Any, where: str) -> ModelCheck:
+    refusals: dict[int, str] = {}
+    proven: dict[str, str] = {}
+    whole, found = None, {"decoder": config.model_type}
+    if opens_whole(config):
+        whole = PretrainedModel.of(config, where)
+        found = _found(whole)
+        proof = proof_of(whole, attend_by_default)
+        reasons = {1: proof.alone, 2: proof.packed, 3: proof.cut}
+        refusals = {rung: why for rung, why in reasons.items() if why is not None}
+        if 1 in refusals:
+            return ModelCheck(config.model_type, found, 0, refusals)
+        proven = {"export": _tried(_export, whole), "LoRA": _tried(_lora, whole)}
+    model = MultimodalModel({}, whole or load_language_model(config, where), device="meta")
+    choose_attention(model)
     language = model.language
-    proof = language.proof
-    refusals = {}
     if not language.packs_rows:
-        of_text = None if proof is None else proof.packed
-        refusals[2] = packed or of_text or "samples of a packed row would reach each other"
-    uncut = next((unit.uncut for unit in model.units.values() if unit.uncut is not None), None)
-    if cut or uncut:
-        refusals[3] = str(cut or uncut)
-    elif 2 in refusals:
-        refusals[3] = "its samples share no rows"
-    proven = {
-        **more,
-        "tp": _shared(model),
-        "cp": YES if language.row_attention is not None else _without_plans(model),
-    }
-    rung = next(rung for rung in (3, 2, 1) if not any(lower <= rung for lower in refusals))
-    family = model.language.family if model.whole is None else model.whole.config.model_type
-    return ModelCheck(family, found or {"decoder": language.family}, rung, refusals, proven)
+        of_text = language.proof and language.proof.packed
+        refusals.setdefault(2, of_text or "samples of a packed row would reach each other")
+    if language.uncut is not None:
+        refusals.setdefault(3, language.uncut)
+    plans = YES if language.row_attention is not None else f"no: {language.without_plans}"
+    proven |= {"tp": _shared(model), "cp": plans}
+    return ModelCheck(config.model_type, found, min((3, *(rung - 1 for rung in refusals))), refusals, proven)
+
+
+def _why(error: Exception) -> str:
+    return one_line(error) if isinstance(error, UserError) else type_and_text(error)
 
 
 def _found(whole: PretrainedModel) -> dict[str, str]:
@@ -142,16 +133,12 @@ def _shared(model: MultimodalModel) -> str:
     return f"{', '.join(names)} (by plan; no ranks were run)" if names else "no unit"
 
 
-def _without_plans(model: MultimodalModel) -> str:
-    return f"no: {model.language.without_plans or 'attention over plans is not used'}"
-
-
 def _tried(proof: Callable[[PretrainedModel], str], whole: PretrainedModel) -> str:
     try:
         with seeded(0, "check"):
             return proof(whole)
     except Exception as error:
-        return f"no: {one_line(error) if isinstance(error, UserError) else type_and_text(error)}"
+        return f"no: {_why(error)}"
 
 
 @torch.no_grad()

@@ -32,8 +32,7 @@ from dilatant.attention.masks.packing import (
 )
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
-from dilatant.models.families.media_proof import MediaProof, proof_of, prove_media
-from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.media_proof import prove_media
 from dilatant.models.families.training_proof import prove
 from dilatant.models.language.language import LanguageUnit, Proof
 from dilatant.models.language.media_attention import MediaMasks, in_words
@@ -204,11 +203,6 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
         warnings.warn(
             f"every sample will be a row and a microbatch of its own: in a packed row, {leak}", stacklevel=4
         )
-
-
-def media_proof_of(whole: PretrainedModel) -> MediaProof:
-    """Prove a pretrained multimodal model with media on a small copy, under the attention chosen by default."""
-    return proof_of(whole, attend_by_default)
 
 
 def attend_by_default(model: MultimodalModel) -> None:

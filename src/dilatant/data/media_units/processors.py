@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.audio_unit import LogMelProcessor
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
+from dilatant.data.media_units.unit_base import Fingerprinted
 
 _OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
 
@@ -49,7 +50,7 @@ class HuggingFaceImageProcessor:
 
 
 @dataclass(frozen=True, slots=True)
-class HuggingFaceSoundProcessor:
+class HuggingFaceSoundProcessor(Fingerprinted):
     """A model's own processor of sounds: its saved feature extractor in the class that prepares the inputs of
     `model_type`, built in the process that uses it."""
 
@@ -57,29 +58,27 @@ class HuggingFaceSoundProcessor:
     model_type: str
 
     @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.model_type} {self.settings_json}".encode()).hexdigest()
-
-    @property
     def settings(self) -> dict[str, Any]:
         return json.loads(self.settings_json)
 
     @property
+    def made(self) -> Any:
+        """The transformers processor."""
+        return _transformers_sound_processor(self.settings_json, self.model_type)
+
+    @property
     def sampling_rate(self) -> int:
         """Samples per second."""
-        return int(
-            _extractor_of(_transformers_sound_processor(self.settings_json, self.model_type)).sampling_rate
-        )
+        return int(self.made._audio_processor.sampling_rate)
 
     def __call__(self, wave: NDArray[np.float32]) -> Mapping[str, NDArray]:
         """Return the inputs of a wave, float32 [samples]. Raises ValueError if the processor refuses it."""
-        processor = _transformers_sound_processor(self.settings_json, self.model_type)
         # No public API prepares sounds without texts.
-        settings = processor._merge_kwargs(
-            processor.valid_processor_kwargs, {}, sampling_rate=self.sampling_rate
+        settings = self.made._merge_kwargs(
+            self.made.valid_processor_kwargs, {}, sampling_rate=self.sampling_rate
         )
-        outputs, _ = processor._process_audio([wave], **settings["audio_kwargs"])
-        unused = set(processor.unused_input_names)
+        outputs, _ = self.made._process_audio([wave], **settings["audio_kwargs"])
+        unused = {*self.made.unused_input_names}
         return {name: np.asarray(array) for name, array in outputs.items() if name not in unused}
 
 
@@ -290,10 +289,6 @@ def _transformers_sound_processor(settings_json: str, model_type: str) -> Any:
         raise UserError(
             f"{model_type}: its processor of sounds cannot be made: {str(error).strip().partition(chr(10))[0]}"
         ) from None
-
-
-def _extractor_of(processor: Any) -> Any:
-    return getattr(processor, "feature_extractor", None) or processor.audio_processor
 
 
 def _check_image(

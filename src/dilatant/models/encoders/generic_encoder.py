@@ -51,7 +51,6 @@ from dilatant.models.encoders.narrow_encoder import (
     narrow_encoder,
     patch_of,
     rows_by,
-    rows_of_text,
     taps_of,
     token_key,
     unused_keys,
@@ -300,8 +299,8 @@ class GenericTower(Tower):
             width=width_of_blocks(self.shapes, typical, config),
         )
         narrow, _ = narrow_encoder(self.shapes)
-        rows_of_narrow = rows_of_text(self.shapes, layout_of(typical))
-        width = rows_of_narrow.shape[-1] // narrow.config.get_text_config().hidden_size * host.text_width
+        width = self.shapes.rows(narrow, layout_of(typical)).shape[-1]
+        width = width // narrow.config.get_text_config().hidden_size * host.text_width
         unit = GenericEncoderUnit(
             host.name, model, structure, projector, geometry, width, host.placeholder_id, typical
         )

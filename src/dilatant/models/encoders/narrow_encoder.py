@@ -121,27 +121,16 @@ def _counted(shapes: FeatureShapes, layout: Layout) -> tuple[int, int]:
 def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
     """Run the narrow encoder on ones, without blocks; return the hidden states before them and the rows of the text."""
     model, structure = narrow_encoder(shapes)
-    depth, hidden = structure.num_blocks, torch.zeros(1)
-    for first in (0, depth):
+
+    def run(first: int, hidden: Tensor) -> Tensor:
         part = slice_model(model, structure, first, first, keep_before=True, keep_after=True)
         blocks = part.get_submodule(structure.blocks)
-        is_last = first == depth
-        run = run_slice(
-            partial(rows_by, shapes.kind, part, _ones(layout)),
-            hidden,
-            blocks,
-            enters=is_last,
-            ends=not is_last,
+        return run_slice(
+            lambda _: shapes.rows(part, layout), hidden, blocks, enters=first > 0, ends=first == 0
         )
-        if is_last:
-            return hidden, run
-        hidden = run
-    raise AssertionError("both ends have run")
 
-
-def rows_of_text(shapes: FeatureShapes, layout: Layout) -> Tensor:
-    """Return the rows of the text that the narrow encoder computes for an item: [rows, width]."""
-    return _seen(shapes, layout)[1]
+    hidden = run(0, torch.zeros(1))
+    return hidden, run(structure.num_blocks, hidden)
 
 
 @lru_cache(maxsize=4)

@@ -40,8 +40,8 @@ from dilatant.models.families.training_proof import Result, differ, loss_of, pro
 from dilatant.models.multimodal import MultimodalModel
 
 SAMPLES = ((5, (8.6, 12.1), 3, (10.7, 6.4), 6), (9,), (4, (6.2, 9.7)), ((9.3, 9.3), 2, (7.1, 11.2), 7), (3,))
-"""The parts of each sample: numbers of text tokens; and media, heights and widths of images in patches, or as their
-product tens of milliseconds of a sound. In a row, media meet each other, text and its ends."""
+"""The parts of each sample: numbers of text tokens; and media: height and width of an image in patches, or two numbers
+whose product is the length of a sound in hundredths of a second. In a row, media meet media, text and its ends."""
 
 
 @dataclass(frozen=True, slots=True)
