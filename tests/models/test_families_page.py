@@ -19,7 +19,7 @@ from dilatant.models.encoders.pooled_encoder import PooledTower
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 
-BEGIN = "## Every multimodal architecture of transformers\n"
+BEGIN = "## Other multimodal architectures of transformers\n"
 """From here on the page is written by `benchmarks/families_of_transformers.py`."""
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units", "tp")

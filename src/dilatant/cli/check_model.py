@@ -31,13 +31,15 @@ def check_model(
 ) -> None:
     """Prove on a small copy how a model can be trained (packed, cut, LoRA, export). Exits with 2 if it cannot."""
     say_loading()
-    from dilatant.hf import check_model as checking
+    from dilatant.hf.check_model import check_config
+    from dilatant.models.sources import load_pretrained_config
 
-    check = checking.check_model(model)
+    check = check_config(load_pretrained_config(model, "check-model"), model)
     if as_json:
         print(json.dumps(asdict(check), indent=2))
-    if not check.trains:
-        why = check.refusals.get(1) or f"its export is wrong ({check.proven['export']})"
+    export = check.proven.get("export", "yes")
+    if check.rung == 0 or export != "yes":
+        why = check.refusals.get(1) or f"its export is wrong ({export})"
         raise UserError(f"{model!r} ({check.family}) cannot be trained: {why}")
     if as_json:
         return

@@ -34,7 +34,7 @@ from dilatant.models.families.training_proof import loss_of
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.models.row_attention import attend_by_default, choose_attention
-from dilatant.models.sources import errors_alone, load_language_model, load_pretrained_config
+from dilatant.models.sources import errors_alone, load_language_model, without_bars
 
 LARGEST_DIFFERENCE = 1e-4
 """Largest difference of logits, relative to the largest, that passes as fp32 rounding; a wrong weight changes parts."""
@@ -54,23 +54,13 @@ class ModelCheck:
     refusals: Mapping[int, str] = field(default_factory=dict)
     proven: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def trains(self) -> bool:
-        """True if the model trains and can be exported."""
-        return self.rung > 0 and self.proven.get("export", YES).startswith(YES)
-
 
 YES = "yes"
 
 
-def check_model(source: str) -> ModelCheck:
-    """Check the model of an id or folder by its `config.json` alone. Raises UserError if it cannot be read."""
-    return check_config(load_pretrained_config(source, "check-model"), source)
-
-
 def check_config(config: Any, where: str) -> ModelCheck:
     """Check a model with this config (of transformers)."""
-    with errors_alone(), warnings.catch_warnings():
+    with errors_alone(), without_bars("."), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return _check(config, where)
@@ -115,8 +105,7 @@ def _found(whole: PretrainedModel) -> dict[str, str]:
         "decoder": family.decoder,
     }
     for name, tower in family.towers.items():
-        count = whole.encoder(name)
-        found[name] = f"{tower.path}, {len(count.layers)} layers"
+        found[name] = f"{tower.path}, {len(whole.encoder(name).layers)} layers"
         found[f"{name} projector"] = ", ".join(tower.projector) or "inside the encoder"
         found[f"{name} token"] = f"{tower.token} = {getattr(config, tower.token)}"
     if family.unread:

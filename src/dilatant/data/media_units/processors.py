@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,11 @@ ProcessorSettings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class HuggingFaceImageProcessor:
+class HuggingFaceImageProcessor(Fingerprinted):
     """Any transformers image processor, built from its saved settings in the process that uses it."""
 
     settings_json: str
     channels: int = 3
-
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self.settings_json.encode()).hexdigest()
 
     @property
     def made(self) -> Any:

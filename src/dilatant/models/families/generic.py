@@ -39,15 +39,15 @@ def read_family(config: Any, where: str) -> Family:
         with on_meta():
             model: Any = auto_class(config).from_config(copy.deepcopy(config))
     except Exception as error:
-        raise _refusal(config, where, one_line(error)) from None
+        raise refusal(config, where, one_line(error)) from None
     if getattr(config.get_text_config(), "is_encoder_decoder", False) or config.is_encoder_decoder:
-        raise _refusal(config, where, "its text model is an encoder with a decoder")
+        raise refusal(config, where, "its text model is an encoder with a decoder")
     decoder = _innermost(model)
     holder = next((each for each in (model.base_model, model) if _kinds_of(each)), None)
     if holder is None:
-        raise _refusal(config, where, f"it has neither {' nor '.join(map(method_of, _TOWERS))}")
+        raise refusal(config, where, f"it has neither {' nor '.join(map(method_of, _TOWERS))}")
     if decoder is holder or decoder is model:
-        raise _refusal(config, where, "its text model is no part of its own")
+        raise refusal(config, where, "its text model is no part of its own")
     paths = {id(module): path for path, module in model.named_modules()}
     prefix = f"{paths[id(holder)]}." if holder is not model else ""
     spatial = hasattr(type(holder), "get_rope_index")
@@ -72,22 +72,20 @@ def read_family(config: Any, where: str) -> Family:
             except Exception as error:
                 problems.append(one_line(error) if isinstance(error, UserError) else type_and_text(error))
     if not towers:
-        raise _refusal(config, where, "; ".join(problems))
+        raise refusal(config, where, "; ".join(problems))
     held = [path for tower in towers.values() for path in (tower.path, *tower.projector)]
     if len({*held}) < len(held):
-        raise _refusal(config, where, f"{' and '.join(towers)} share {max(held, key=held.count)}")
+        raise refusal(config, where, f"{' and '.join(towers)} share {max(held, key=held.count)}")
     # Modules of other media, such as an encoder of clips. Should the text need one, the proof fails.
-    unread = [
-        name
+    unread = tuple(
+        f"{prefix}{name}"
         for name, child in holder.named_children()
         if f"{prefix}{name}" not in held
         and child is not model.get_output_embeddings()
         and decoder not in child.modules()
         and any(True for _ in child.parameters())
-    ]
-    is_spatial = spatial and "vision" in towers
-    left = tuple(f"{prefix}{name}" for name in unread)
-    return Family(towers, paths[id(decoder)], is_spatial, narrow=narrow, unread=left)
+    )
+    return Family(towers, paths[id(decoder)], spatial and "vision" in towers, narrow=narrow, unread=unread)
 
 
 _TOWERS: Mapping[str, tuple[str, type[GenericTower]]] = {
@@ -145,7 +143,8 @@ def _contains(entry: Any, module: nn.Module) -> bool:
     return isinstance(entry, nn.Module) and any(each is module for each in entry.modules())
 
 
-def _refusal(config: Any, where: str, why: str) -> UserError:
+def refusal(config: Any, where: str, why: str) -> UserError:
+    """Return the error of a family that cannot be read, or trains otherwise than in transformers."""
     return UserError(
         f"{where}: {config.model_type!r} does not open whole: {why}. Name its encoder and its language model under "
         "model.encoders and model.language_model, or add a Family to dilatant.models.families.families"

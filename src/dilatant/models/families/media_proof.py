@@ -24,7 +24,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.errors import type_and_text
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
@@ -33,6 +33,7 @@ from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaMarkup
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.narrow_encoder import patch_of
 from dilatant.models.families.families import MediaAttention
+from dilatant.models.families.generic import refusal
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.pretrained_answers import composite_inputs
 from dilatant.models.families.shrink import narrow_json, special_ids
@@ -63,11 +64,8 @@ def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None
     assert model.whole is not None
     proof = proof_of(model.whole, attend)
     if proof.alone is not None:
-        raise UserError(
-            f"model: {model.whole.config.model_type!r} is a family that was read from its model, and its small copy "
-            f"does not train as in transformers ({proof.alone}); name its encoder and its language model under "
-            "model.encoders and model.language_model"
-        )
+        why = f"its small copy does not train as in transformers ({proof.alone})"
+        raise refusal(model.whole.config, "model", why)
     model.whole = replace(model.whole, family=replace(model.whole.family, media_attention=proof.mask))
     model.media_attention = proof.mask
     for encoder in model.encoders:

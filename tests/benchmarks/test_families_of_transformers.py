@@ -1,0 +1,30 @@
+"""The table of architectures in docs/families.md is what was measured, and no family falls to a lower rung."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import families_of_transformers
+
+RESULTS = json.loads(families_of_transformers.RESULTS.read_text(encoding="utf-8"))
+PROVEN = {family: result["rung"] for family, result in RESULTS.items() if result["rung"]}
+
+
+def test_the_page_has_the_results_of_every_check() -> None:
+    _, _, table = families_of_transformers.PAGE.read_text(encoding="utf-8").partition(
+        families_of_transformers.BEGIN
+    )
+    assert families_of_transformers.markdown().endswith(table)
+    assert all(result["refusals"] for result in RESULTS.values() if result["rung"] < 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", PROVEN)
+def test_no_family_falls_to_a_lower_rung(family: str) -> None:
+    result = families_of_transformers.check(family)
+    assert result["rung"] >= PROVEN[family], result["refusals"]
