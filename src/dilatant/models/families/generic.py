@@ -64,8 +64,8 @@ def read_family(config: Any, where: str) -> Family:
             problems.append(f"no encoder with a list of blocks was found in it for the kind {kind!r}")
         else:
             projector = tuple(f"{prefix}{name}" for name in touched if name != tower)
-            places = {"holder": prefix[:-1], "narrow": narrow, "inner": blocks}
-            found = of_kind(f"{prefix}{tower}", projector, token, **places)
+            path = f"{prefix}{tower}"
+            found = of_kind(path, projector, token, holder=prefix[:-1], narrow=narrow, inner=blocks)
             try:
                 found.shapes(found.typical(config))
                 towers[unit] = found
@@ -102,15 +102,15 @@ def _kinds_of(holder: Any) -> list[str]:
 def _tower_in(model: Any, holder: Any, touched: Iterable[str], kind: str) -> tuple[str | None, str]:
     """Return the touched module that encodes media, what transformers names or that with most weights in blocks, and
     the path of the blocks in it."""
-    named, found = model.get_encoder(modality=kind), []
+    named = model.get_encoder(modality=kind)
+    found: list[tuple[bool, int, str, str]] = []
     for name in touched:
         with suppress(UserError, AttributeError):
             module = getattr(holder, name)
             blocks = find_structure(module).blocks
             size = sum(parameter.numel() for parameter in module.get_submodule(blocks).parameters())
             found.append((module is named, size, name, blocks))
-    *_, name, blocks = max(found, default=(None, ""))
-    return name, blocks
+    return max(found)[2:] if found else (None, "")
 
 
 def _innermost(model: Any) -> Any:
