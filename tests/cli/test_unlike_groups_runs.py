@@ -58,11 +58,12 @@ def test_a_plan_names_its_groups_everywhere(project: Path, dilatant: Dilatant) -
     code, out, err = dilatant("simulate", folder, "--json")
     assert code == 0, err
     assert fmean(json.loads(out)["step_seconds"]) == pytest.approx(report.step_seconds)
-    # On one kind of devices, each of the faster kind, it cannot be slower but for the latency of messages: so small a
-    # model is bound by its host, which is the same.
+    # On one kind of devices, each of the faster kind, it cannot be slower but for messages: the sum and the gather of
+    # each unit's weights wait for one, which takes 20 µs among H100s and 10 µs among A40s. So small a model is bound by
+    # its host, which is the same.
     code, out, err = dilatant("simulate", folder, "--cluster", "1x3:H100", "--json")
     assert code == 0, err
-    assert fmean(json.loads(out)["step_seconds"]) <= report.step_seconds * 1.01
+    assert fmean(json.loads(out)["step_seconds"]) <= report.step_seconds + 4 * 10e-6
 
 
 def test_mistakes_in_groups_are_one_line_each(project: Path, dilatant: Dilatant) -> None:
