@@ -34,7 +34,7 @@ from machine import machine
 from one_device_trainer import SIZES, save_model, tree
 
 if TYPE_CHECKING:
-    from dilatant.schedule.measured import MeasuredAction
+    from dilatant.schedule.schedule import MeasuredAction
     from dilatant.schedule.simulator.predict import TimedStep
 
 COSTS = ("modelled", "measured")

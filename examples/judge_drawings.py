@@ -23,10 +23,9 @@ from sklearn.svm import SVC
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import ExportedModel, load_exported
-from dilatant.models.generators.sampling import SamplingSettings
+from dilatant.models.generators.diffusion import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.training.evaluation.generation import encoder_inputs
-from dilatant.training.evaluation.image_answers import generate_pictures, rows_behind
+from dilatant.training.evaluation.image_answers import encoder_inputs, generate_pictures, rows_behind
 
 
 def score(question: str, expected: list[str | Image], answered: list[str | Image]) -> float:

@@ -9,12 +9,11 @@ from contextlib import suppress
 from dilatant.config.degrees import Degrees
 from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
+from dilatant.plan.layouts.option import ParallelChains, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
-from dilatant.plan.layouts.parallel_chains import ParallelChains
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.roles import EncoderPosition
-from dilatant.plan.search.candidates import PlanCandidate
-from dilatant.plan.search.estimate import bound, chain_times
+from dilatant.plan.model_spec import EncoderPosition
+from dilatant.plan.search.shapes import bound, chain_times
 from papers.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
 
 MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)

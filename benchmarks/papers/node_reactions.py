@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dilatant.plan.replay.replay import Reaction, RunningPipelines
-from dilatant.plan.templates.compose import lines
-from dilatant.plan.templates.next_pipelines import PipelineChooser, RunningPipeline
-from dilatant.plan.templates.reinstantiate import LayerSpan, node_layers
-from dilatant.plan.templates.templates import Template
+from dilatant.plan.templates.reinstantiate import LayerSpan, PipelineChooser, RunningPipeline, node_layers
+from dilatant.plan.templates.templates import Template, lines
 
 _STOPPED = RunningPipelines((), math.inf)
 

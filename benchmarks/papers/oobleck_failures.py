@@ -14,10 +14,9 @@ from dilatant.config.errors import UserError
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import load_node_trace
-from dilatant.plan.replay.reactions import restart_from_checkpoint
 from dilatant.plan.replay.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
-from dilatant.plan.templates.compose import compose_pipelines
-from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
+from dilatant.plan.templates.templates import LayerMemory, Template, compose_pipelines, plan_templates
+from dilatant.planning.failures import restart_from_checkpoint
 from papers.models import Part, gpt, seconds
 from papers.node_reactions import from_templates
 from papers.tables import Outcome, PaperTable, spread, untested

@@ -12,7 +12,6 @@ from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.plan.replay.node_trace import NodeTrace, load_node_trace
-from dilatant.plan.replay.reactions import without_cost
 from dilatant.plan.replay.replay import (
     COPYING,
     RECONFIGURING,
@@ -25,6 +24,7 @@ from dilatant.plan.replay.replay import (
     Replay,
     replay,
 )
+from dilatant.planning.failures import without_cost
 from papers.node_reactions import from_templates
 from papers.oobleck_failures import FAULTS, MODELS, layer_bytes, templates_of
 from papers.tables import Outcome, PaperTable

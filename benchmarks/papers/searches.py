@@ -14,16 +14,13 @@ from dilatant.plan.costs.partition import partition_layers, partition_layers_in_
 from dilatant.plan.costs.stable_batch import feasible_allocations
 from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.errors import PlanError
-from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.option import Option, ParallelChains, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest, OptionTable
-from dilatant.plan.layouts.parallel_chains import ParallelChains
 from dilatant.plan.layouts.space import SearchProblem, Space
-from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.roles import EncoderPosition
-from dilatant.plan.search.candidates import PlanCandidate
+from dilatant.plan.model_spec import EncoderPosition, ModelSpec
 from dilatant.plan.search.enumeration import enumerate_candidates
-from dilatant.plan.search.estimate import bound, chain_times
 from dilatant.plan.search.search import Enumerate
+from dilatant.plan.search.shapes import bound, chain_times
 from papers.disttrain_search import disaggregated
 
 

@@ -29,8 +29,14 @@ from dilatant.data.sample import EncodedSample
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
-from dilatant.schedule.families.families import eager, gpipe, interleaved, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
+from dilatant.schedule.families.families import (
+    eager,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.schedule import Action, ActionKind
+from dilatant.schedule.schedule import Action, ActionKind, MeasuredAction
 
 PLAN = Plan(
     (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dilatant.plan.boxes import BoxIntervals
-from dilatant.plan.holdings import HeldWeight
+from dilatant.plan.buckets import HeldWeight
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
 SHAPES = {"rows": (7, 3), "columns": (3, 9), "kv": (8, 2), "fused": (10, 3), "partial": (5,), "whole": (4,)}

@@ -17,9 +17,9 @@ from transformers.models.mllama.processing_mllama import (
 from cases.tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.anyres_image_unit import SHAPES
-from dilatant.data.media_units.aspect_image_unit import RATIOS, TILES
 from dilatant.data.media_units.native_image_unit import GRID, STEP
 from dilatant.data.media_units.sound_unit import FRAMES
+from dilatant.data.media_units.tiled_image_unit import RATIOS, TILES
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoders.anyres_encoder import AnyresEncoderUnit
 from dilatant.models.encoders.conformer_encoder import ConformerEncoderUnit

@@ -16,7 +16,7 @@ from cases.tiny_project import Dilatant, tiny_config
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import load_exported
-from dilatant.training.evaluation.generation import generate_answers
+from dilatant.training.evaluation.image_answers import generate_answers
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from dilatant.config import load_config
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import load_exported
 from dilatant.planning.assemble import assemble_samples
-from dilatant.training.evaluation.generation import generate_answers
+from dilatant.training.evaluation.image_answers import generate_answers
 
 CPU = torch.device("cpu")
 

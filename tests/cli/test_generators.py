@@ -22,7 +22,7 @@ from cases.tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
 from cases.tiny_project import Dilatant, tiny_config, write_images
 from cases.tiny_wholes import save_as_the_hub_does
 from dilatant.hf.export import load_exported
-from dilatant.models.generators.sampling import SamplingSettings
+from dilatant.models.generators.diffusion import SamplingSettings
 from dilatant.training.evaluation.image_answers import generate_pictures
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")

@@ -19,7 +19,7 @@ from dilatant.plan import Plan
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.plan_report import PlanReport
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.schedule import MeasuredStep
 from dilatant.schedule.trainability import Trainability
 from dilatant.training.prepare import prepare
 from harness.refused import refused

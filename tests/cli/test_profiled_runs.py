@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from cases.tiny_project import Dilatant, tiny_config
-from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.schedule import MeasuredStep
 
 PIPELINE = {
     "units": {"vision": {}, "language": {"pp": 2}},

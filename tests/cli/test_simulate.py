@@ -14,7 +14,7 @@ from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.planning import planning_problem, simulated_steps
 from dilatant.report.plan_report import PlanReport
-from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.schedule import MeasuredStep
 from harness.refused import refused
 
 

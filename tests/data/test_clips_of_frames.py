@@ -20,11 +20,11 @@ from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.frame_choice import (
     FRAME_TEXTS,
     FirstFrames,
+    FramedClipUnit,
     MiddleFrames,
     SpreadFrames,
     in_words,
 )
-from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
 from dilatant.models.encoders.media import frame_choice

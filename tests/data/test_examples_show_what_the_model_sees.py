@@ -11,11 +11,11 @@ from PIL import Image
 
 from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines
 from dilatant.config import DataSource
-from dilatant.data.index.show_examples import PIXELS, show_examples, spans
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.order.blend import open_blend
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_sample
+from dilatant.planning.problem.describe_data import PIXELS, show_examples, spans
 
 ENCODING = small_encoding()
 

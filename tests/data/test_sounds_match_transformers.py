@@ -13,8 +13,13 @@ from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeat
 from dilatant.config.errors import UserError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media_units.audio_unit import LogMelProcessor
-from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
-from dilatant.data.media_units.usm_sound_unit import UsmMelProcessor, UsmSoundUnit, usm_processor
+from dilatant.data.media_units.sound_unit import (
+    FRAMES,
+    SoundUnit,
+    UsmMelProcessor,
+    UsmSoundUnit,
+    usm_processor,
+)
 from dilatant.data.sample import Media, MediaSize
 
 

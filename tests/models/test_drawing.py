@@ -18,8 +18,14 @@ from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.materialize import materialize
 from dilatant.models.generators.denoiser_source import read_source, scheduler_settings
 from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
-from dilatant.models.generators.diffusion import Diffusion, add_noise, alphas, draw_noise
-from dilatant.models.generators.sampling import SamplingSettings, draw
+from dilatant.models.generators.diffusion import (
+    Diffusion,
+    SamplingSettings,
+    add_noise,
+    alphas,
+    draw,
+    draw_noise,
+)
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}

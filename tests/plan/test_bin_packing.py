@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dilatant.plan.costs.bin_packing import pack_rows
+from dilatant.plan.costs.workload import pack_rows
 
 
 @settings(max_examples=300, deadline=None, print_blob=True)

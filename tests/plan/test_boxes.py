@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from dilatant.plan.boxes import Box, BoxIntervals, atoms, parse_key
-from dilatant.plan.buckets import Bucket, Format, cut_shards, make_buckets, shard_of
-from dilatant.plan.holdings import HeldWeight, Holding, holdings
+from dilatant.plan.buckets import (
+    Bucket,
+    Format,
+    HeldWeight,
+    Holding,
+    cut_shards,
+    holdings,
+    make_buckets,
+    shard_of,
+)
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
 FP32 = Format("float32", 4)

@@ -16,9 +16,9 @@ from cases.model_cases import cost_model
 from cases.search_cases import RULES, open_space, random_vlm, search
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.layouts.unit_layouts import JointLayout, UnitLayout, joined
 from dilatant.plan.limits import SLOW, WORTH
 from dilatant.plan.search.enumeration import enumerate_candidates
+from dilatant.plan.search.separate_units import JointLayout, UnitLayout, joined
 
 ROUNDING = 1 + 1e-9
 

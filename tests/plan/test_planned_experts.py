@@ -16,14 +16,12 @@ from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import Cluster, Link, Workload
 from dilatant.plan.costs.stage_costs import stage_costs
-from dilatant.plan.costs.state_sharing import sharing
-from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.plan.costs.sync_time import sharing, sync_seconds
 from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.layouts.option_table import OptionTable
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec, roles_of
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.roles import roles_of
 from dilatant.plan.search.shapes import shapes
 from dilatant.schedule.plan_scorer import PlanSimulator
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.plan import TooFewDevicesError, compose_pipelines, plan_templates, reinstantiate
-from dilatant.plan.templates.compose import share_microbatches
 from dilatant.plan.templates.reinstantiate import node_layers
+from dilatant.plan.templates.templates import share_microbatches
 from oracles.reinstantiate import fewest_bytes, held_layers
 
 LAYERS = 6

@@ -14,11 +14,6 @@ from hypothesis import strategies as st
 
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace, load_node_trace
-from dilatant.plan.replay.reactions import (
-    compare_recovery,
-    restart_from_checkpoint,
-    without_cost,
-)
 from dilatant.plan.replay.replay import (
     COPYING,
     RECONFIGURING,
@@ -32,6 +27,11 @@ from dilatant.plan.replay.replay import (
     replay,
 )
 from dilatant.plan.templates.templates import plan_templates
+from dilatant.planning.failures import (
+    compare_recovery,
+    restart_from_checkpoint,
+    without_cost,
+)
 from oracles.stepwise_replay import stepwise_replay
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format, make_buckets, shard_of
-from dilatant.plan.costs.state_sharing import sharing
-from dilatant.plan.holdings import Holding
+from dilatant.plan.buckets import Format, Holding, make_buckets, shard_of
+from dilatant.plan.costs.sync_time import sharing
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 

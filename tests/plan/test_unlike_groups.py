@@ -19,8 +19,8 @@ from dilatant.plan import DoesNotFitError, Link, Plan, PlanError, Replica, Stage
 from dilatant.plan.cluster import Cluster, cluster_of_groups
 from dilatant.plan.search.enumeration import enumerate_candidates, spanning_candidates
 from dilatant.plan.search.finals import Finals
+from dilatant.plan.search.search import search_zeros
 from dilatant.plan.search.search_result import NoneFasterError
-from dilatant.plan.search.zero_search import search_zeros
 from dilatant.plan.validate import plan_problems
 from dilatant.schedule.plan_scorer import PlanSimulator
 

@@ -18,9 +18,8 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.planning.measuring.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
-from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.planning.problem.planned_hardware import plan_target
-from dilatant.planning.problem.searched_settings import planned_degrees
+from dilatant.planning.problem.searched_settings import degrees_by_kind, planned_degrees, tensor_shard
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", **WIDTH, "num_key_value_heads": 2, "vocab_size": 65}

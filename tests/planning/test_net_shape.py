@@ -16,7 +16,7 @@ from dilatant.cost.hardware import load_hardware
 from dilatant.models.generators.denoiser_source import read_source
 from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
 from dilatant.models.generators.generator import Generator, GeneratorUnit
-from dilatant.planning.measuring.denoiser_shape import connector_shape, denoiser_layer_shape
+from dilatant.planning.measuring.layer_shapes import connector_shape, denoiser_layer_shape
 
 pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 

@@ -8,8 +8,7 @@ from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
 from dilatant.report.text.gantt_summary import by_lane, data_waits
 from dilatant.schedule.families.families import one_f_one_b
-from dilatant.schedule.measured import DataWait, MeasuredAction
-from dilatant.schedule.schedule import Action, Assignment
+from dilatant.schedule.schedule import Action, Assignment, DataWait, MeasuredAction
 from dilatant.schedule.simulator.simulate import simulate
 
 PLAN = Plan(

@@ -12,8 +12,7 @@ from cases.example_step import PLAN, STEP
 from dilatant.config.errors import UserError
 from dilatant.report.pages.page import write_page
 from dilatant.report.pages.page_links import link_pages
-from dilatant.report.pages.plan_page import write_plan_page
-from dilatant.report.pages.step_page import render_step_page
+from dilatant.report.pages.plan_page import render_step_page, write_plan_page
 
 
 def links(page: Path) -> dict[str, str | None]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.pages.perfetto import trace_events, write_timeline
-from dilatant.schedule.measured import DataWait, MeasuredAction
-from dilatant.schedule.schedule import Action, ActionKind
+from dilatant.schedule.schedule import Action, ActionKind, DataWait, MeasuredAction
 
 F, B = ActionKind.F, ActionKind.B
 PLAN = Plan(

@@ -14,9 +14,9 @@ from dilatant.plan import Plan
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
-from dilatant.plan.replay.reactions import from_planner, restart_from_checkpoint
 from dilatant.plan.replay.replay import RecoveryCosts, replay
 from dilatant.plan.templates.templates import plan_templates
+from dilatant.planning.failures import from_planner, restart_from_checkpoint
 from dilatant.report.pages.replay_page import (
     ReplaySetting,
     _rates,

@@ -10,7 +10,7 @@ import pytest
 from cases.example_step import PLAN, STEP
 from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
 from dilatant.report.pages.page import write_page
-from dilatant.report.pages.step_page import render_step_page
+from dilatant.report.pages.plan_page import render_step_page
 from dilatant.report.step_comparison import Prediction, compare_steps
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment

@@ -21,10 +21,10 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
-from dilatant.plan.replay.reactions import from_planner
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import MembershipPlanner, pipelines_of, ranks_of
 from dilatant.plan.validate import plan_problems
+from dilatant.planning.failures import from_planner
 from dilatant.planning.layout import TrainingPlan
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import Task

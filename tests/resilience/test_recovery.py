@@ -14,7 +14,7 @@ from cases.tiny_project import tiny_config, write_images
 from dilatant.config import load_config
 from dilatant.resilience.protocol.values import ASKED
 from dilatant.resilience.status import read_status
-from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.schedule import MeasuredStep
 from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.run import train
 from harness.faults.chaos import Ended, Fault, losses, run_with_faults, slowed

@@ -13,7 +13,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
 from dilatant.resilience.state_transfer import StateLost, TransferCorrupted, plan_copies, transfer
-from dilatant.training.checkpoints.boxes import BoxPiece
+from dilatant.training.checkpoints.checkpoint import BoxPiece
 from harness.worker_pool import Worker, WorkerPool
 
 SHAPE = (6, 5)

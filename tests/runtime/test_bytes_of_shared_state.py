@@ -13,8 +13,7 @@ from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
 from dilatant.cost.memory import BF16, FP32
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format
-from dilatant.plan.holdings import Holding
+from dilatant.plan.buckets import Format, Holding
 from dilatant.runtime.state.shared_weights import StateLayout, bucket_weights
 from dilatant.training.optimizers.optimizer import build_optimizer
 from harness.worker_pool import Worker, WorkerPool

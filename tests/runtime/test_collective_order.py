@@ -17,8 +17,7 @@ from torch import nn
 
 from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format
-from dilatant.plan.holdings import holdings
+from dilatant.plan.buckets import Format, holdings
 from dilatant.runtime.state.shared_weights import StateLayout, bucket_weights
 
 NAMES = [f"u.0.{name}" for name in SHAPES]

@@ -18,8 +18,7 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families.families import one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import one_f_one_b, zero_bubble_h1
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.training.feeding.inputs import DecodeRequirements
 from harness.checked_steps import check_case

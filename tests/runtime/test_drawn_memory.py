@@ -28,7 +28,7 @@ from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.measuring.layer_costs import costs_in_use
 from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import describe_model
-from dilatant.planning.problem.layer_shards import tensor_shard
+from dilatant.planning.problem.searched_settings import tensor_shard
 from dilatant.runtime.precision import pick_device
 from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import trainable_layers

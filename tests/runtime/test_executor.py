@@ -25,8 +25,7 @@ from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.agreement import Diverged
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.runtime.step.unfinished_step import Ledger
-from dilatant.schedule.families.families import gpipe, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import gpipe, one_f_one_b, zero_bubble_h1
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.simulator.graph import ScheduleError
 from dilatant.schedule.trainability import trainability_of

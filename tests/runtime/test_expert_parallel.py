@@ -23,8 +23,7 @@ from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.shared_weights import StateLayout
-from dilatant.schedule.families.families import one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import one_f_one_b, zero_bubble_h1
 from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 

@@ -25,12 +25,11 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.planning.measuring.layer_costs import costs_in_use
 from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import describe_model
-from dilatant.planning.problem.layer_shards import tensor_shard
 from dilatant.planning.problem.planned_hardware import rules_of
+from dilatant.planning.problem.searched_settings import tensor_shard
 from dilatant.runtime.runtime import Execution, Recovery, Runtime
 from dilatant.runtime.state.shared_weights import StateLayout
-from dilatant.schedule.families.families import gpipe, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import gpipe, one_f_one_b, zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.predict import predict
 from dilatant.training.optimizers.optimizer import build_optimizer

@@ -6,8 +6,7 @@ import pytest
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.step.step_result import ShareCounter
-from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.schedule import Action, ActionKind
+from dilatant.schedule.schedule import Action, ActionKind, MeasuredAction
 
 # Audio shares rank 2 with the language model's last stage; vision has two replicas.
 PLAN = Plan(

@@ -9,8 +9,7 @@ from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
 from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format
-from dilatant.plan.holdings import Holding, Holdings
+from dilatant.plan.buckets import Format, Holding, Holdings
 from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights
 from harness.patience import wait_until
 from harness.worker_pool import Worker, WorkerPool

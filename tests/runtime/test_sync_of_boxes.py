@@ -15,8 +15,7 @@ from torch import nn
 from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format
-from dilatant.plan.holdings import HeldWeight, Holdings, holdings
+from dilatant.plan.buckets import Format, HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.state.shared_weights import StateLayout, bucket_weights
 from harness.worker_pool import Worker, WorkerPool

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.costs.stage_costs import StageCosts
-from dilatant.schedule.families.families import eager, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import eager, one_f_one_b, zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
-from dilatant.schedule.simulator.memory_sweep import StepBytes
 from dilatant.schedule.simulator.predict import predict
-from dilatant.schedule.simulator.simulate import run
+from dilatant.schedule.simulator.simulate import StepBytes, run
 from dilatant.schedule.trainability import trainability_of
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.dependencies import messages
-from dilatant.schedule.families.families import eager
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import eager, zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import message_sums

@@ -13,11 +13,16 @@ from msgspec.structs import replace
 from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.families.families import eager, interleaved, one_f_one_b
-from dilatant.schedule.families.zero_bubble import split_backward, zero_bubble_h1, zero_bubble_h2
-from dilatant.schedule.measured import MeasuredStep
-from dilatant.schedule.plan_arrays import plan_arrays
-from dilatant.schedule.schedule import ActionKind, Assignment, Schedule
+from dilatant.schedule.families.families import (
+    eager,
+    interleaved,
+    one_f_one_b,
+    split_backward,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
+from dilatant.schedule.packed import plan_arrays
+from dilatant.schedule.schedule import ActionKind, Assignment, MeasuredStep, Schedule
 from dilatant.schedule.simulator.simulate import simulate
 from dilatant.schedule.trainability import all_trainable, trainability_of
 from dilatant.schedule.validate import schedule_problems, validate

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from cases.step_cases import random_step
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.families.families import eager, one_f_one_b
-from dilatant.schedule.measured import MeasuredStep
-from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, MeasuredStep, Schedule
 from dilatant.schedule.simulator.graph import ScheduleError
 from dilatant.schedule.trainability import all_trainable, trainability_of
 from dilatant.schedule.validate import schedule_problems, validate

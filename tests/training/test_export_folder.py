@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilatant.config import UserError
-from dilatant.hf.export_folder import check_target, replacing
+from dilatant.hf.export import check_target, replacing
 
 
 def write(folder: Path, text: str) -> None:

@@ -16,7 +16,7 @@ from dilatant.config.errors import UserError, list_problems
 if TYPE_CHECKING:
     from dilatant.data.sample import Media, Turn
     from dilatant.data.text.encode import EncodedPrompt
-    from dilatant.models.generators.sampling import SamplingSettings
+    from dilatant.models.generators.diffusion import SamplingSettings
 
 _COLDEST = 0.001
 """Below this temperature, scaled logits exceed the range of float16, and later that of float32."""
@@ -104,7 +104,7 @@ class DrawingOptions:
     drawing_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to a picture.")] = 20
 
     def settings(self) -> SamplingSettings:
-        from dilatant.models.generators.sampling import SamplingSettings
+        from dilatant.models.generators.diffusion import SamplingSettings
 
         return SamplingSettings(self.drawing_steps, self.guidance)
 
@@ -144,7 +144,7 @@ class Answerer:
 
     def answer(self, prompt: EncodedPrompt, **more: Any) -> str:
         """Return the answer to a prompt. more: further keywords for transformers' `generate`."""
-        from dilatant.training.evaluation.generation import generate_answers
+        from dilatant.training.evaluation.image_answers import generate_answers
 
         (text,) = generate_answers(
             self.model, self.tokenizer, [prompt], self.device, self.max_new_tokens, self.stop_ids,

@@ -23,7 +23,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's newest valid checkpoint in the Hugging Face layout; its best one with `evaluation.keep_best`."""
-    from dilatant.hf.export_folder import check_target
+    from dilatant.hf.export import check_target
     from dilatant.report.say import open_console, say, warn
 
     console = open_console(stderr=as_json)

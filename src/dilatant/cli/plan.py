@@ -85,7 +85,7 @@ def plan(
     resolved = with_cost_file(options.read(), costs)
 
     from dilatant.plan.framework_flags import FRAMEWORKS, framework_flags
-    from dilatant.plan.roles import roles_of
+    from dilatant.plan.model_spec import roles_of
     from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.planned_run import (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dilatant.planning.planning import PlannedRun, PlanningProblem
     from dilatant.report.plan_report import PlanReport
     from dilatant.report.step_comparison import Prediction
-    from dilatant.schedule.measured import MeasuredStep
+    from dilatant.schedule.schedule import MeasuredStep
 
 
 def simulate(
@@ -160,7 +160,7 @@ def _with(config: Config, section: str, **values: Any) -> Config:
 
 def _measured(folder: Path) -> MeasuredStep | None:
     """Return the step that a run measured, or None if the folder has none."""
-    from dilatant.schedule.measured import MeasuredStep
+    from dilatant.schedule.schedule import MeasuredStep
 
     path = folder / "step.json"
     if not path.is_file():
@@ -261,8 +261,7 @@ def _write_pages(
     """Write the plan's page; for a run with a measured step also that step's page, with its prediction."""
     from dilatant.report.pages.page import write_page
     from dilatant.report.pages.page_links import link_pages
-    from dilatant.report.pages.plan_page import write_plan_page
-    from dilatant.report.pages.step_page import render_step_page
+    from dilatant.report.pages.plan_page import render_step_page, write_plan_page
 
     written = {write_plan_page(report, page): "the same as a page: open it in a browser"}
     if run.measured is not None and page.parent == run.folder:

@@ -20,6 +20,7 @@ from dilatant.plan.errors import PlanError as PlanError
 from dilatant.plan.errors import TooFewDevicesError as TooFewDevicesError
 from dilatant.plan.layouts.space import SearchProblem as SearchProblem
 from dilatant.plan.layouts.space import SearchSettings as SearchSettings
+from dilatant.plan.model_spec import EncoderPosition as EncoderPosition
 from dilatant.plan.model_spec import LayerSpec as LayerSpec
 from dilatant.plan.model_spec import ModelSpec as ModelSpec
 from dilatant.plan.model_spec import UnitSpec as UnitSpec
@@ -27,14 +28,13 @@ from dilatant.plan.plan import Plan as Plan
 from dilatant.plan.plan import Replica as Replica
 from dilatant.plan.plan import Stage as Stage
 from dilatant.plan.plan import UnitPlan as UnitPlan
-from dilatant.plan.roles import EncoderPosition as EncoderPosition
 from dilatant.plan.search.finals import RankedPlan as RankedPlan
 from dilatant.plan.search.search_result import SearchResult as SearchResult
-from dilatant.plan.templates.compose import compose_pipelines as compose_pipelines
-from dilatant.plan.templates.compose import share_microbatches as share_microbatches
 from dilatant.plan.templates.reinstantiate import reinstantiate as reinstantiate
 from dilatant.plan.templates.templates import LayerMemory as LayerMemory
 from dilatant.plan.templates.templates import Template as Template
+from dilatant.plan.templates.templates import compose_pipelines as compose_pipelines
 from dilatant.plan.templates.templates import plan_templates as plan_templates
+from dilatant.plan.templates.templates import share_microbatches as share_microbatches
 from dilatant.plan.validate import InvalidPlanError as InvalidPlanError
 from dilatant.plan.validate import plan_problems as plan_problems

@@ -11,7 +11,7 @@ from dilatant.config.degrees import AXES
 from dilatant.config.files.own_files import require_plain
 from dilatant.cost.memory import ZEROS
 from dilatant.plan.costs.stable_batch import sample_work
-from dilatant.plan.roles import roles_of
+from dilatant.plan.model_spec import roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.why_not import AskedLayout
 from dilatant.plan.templates.copies import copies_on_nodes

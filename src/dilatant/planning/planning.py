@@ -26,8 +26,8 @@ from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, squares_of
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.layouts.space import SearchProblem, SearchSettings
+from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan
-from dilatant.plan.roles import EncoderPosition
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.refusals import microbatch_sizes_for
 from dilatant.plan.search.search import search
@@ -51,7 +51,7 @@ from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import NamedPolicy
 from dilatant.schedule.assignment.step_assignment import QUICK
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.schedule import MeasuredStep
 from dilatant.schedule.simulator.predict import predict
 from dilatant.schedule.timeline import Timeline
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dilatant.plan import Plan
-from dilatant.schedule.measured import DataWait, MeasuredAction
-from dilatant.schedule.schedule import Action
+from dilatant.schedule.schedule import Action, DataWait, MeasuredAction
 from dilatant.schedule.timeline import (
     COMMUNICATION,
     DRAIN,

@@ -14,10 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stable_batch import StableBatch
-from dilatant.plan.costs.state_sharing import sharing
-from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.costs.sync_time import sharing
+from dilatant.plan.model_spec import EncoderPosition, ModelSpec, roles_of
 from dilatant.plan.plan import PlacedStage
-from dilatant.plan.roles import EncoderPosition, roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import SearchResult
 from dilatant.report.plan_report import (

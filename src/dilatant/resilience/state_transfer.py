@@ -15,7 +15,7 @@ from torch import Tensor
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.plan.boxes import Box
-from dilatant.training.checkpoints.boxes import BoxPiece
+from dilatant.training.checkpoints.checkpoint import BoxPiece
 
 _HASH_BYTES = 16
 

@@ -18,8 +18,7 @@ from dilatant.models.language.extension import ContextParallel
 from dilatant.models.language.language_stage import LanguageStage
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format
-from dilatant.plan.holdings import Holdings
+from dilatant.plan.buckets import Format, Holdings
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.routes import stages_before
 from dilatant.runtime.state.owned_weights import OwnedWeights

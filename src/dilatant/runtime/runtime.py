@@ -42,8 +42,7 @@ from dilatant.runtime.step.unfinished_step import UnfinishedStep
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.dependencies import messages
-from dilatant.schedule.measured import MeasuredAction, MeasuredStep
-from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.schedule import Action, Assignment, MeasuredAction, MeasuredStep, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1
+from dilatant.schedule.families.families import zero_bubble_h1
 from dilatant.schedule.simulator.simulate import simulate
 
 

@@ -19,15 +19,13 @@ from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.sync_time import SyncSeconds, sync_seconds
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.limits import LARGE_CLUSTER
-from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.model_spec import ModelSpec, roles_of
 from dilatant.plan.plan import Plan
-from dilatant.plan.roles import roles_of
 from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import QUICK, Microbatching, assign_step
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT, PackedActions, pack
-from dilatant.schedule.plan_arrays import plan_arrays
+from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT, PackedActions, pack, plan_arrays
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import TimedStep, time_step

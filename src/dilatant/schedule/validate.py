@@ -15,9 +15,10 @@ from dilatant.schedule.packed import (
     KINDS,
     WEIGHT_GRADIENT,
     PackedActions,
+    PlanArrays,
     pack,
+    plan_arrays,
 )
-from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.graph import ScheduleError, try_build
 from dilatant.schedule.trainability import Trainability

@@ -26,8 +26,8 @@ from dilatant.report.metrics import StepMetrics, finite_or_none
 from dilatant.report.pages.page import Page, write_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_timeline
+from dilatant.report.pages.plan_page import render_step_page
 from dilatant.report.pages.stats_page import render_stats_page
-from dilatant.report.pages.step_page import render_step_page
 from dilatant.report.progress import ProgressLine
 from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.report.say import open_console, say, warn

@@ -20,7 +20,7 @@ from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import LaunchPlace, hide_gpus, place_from
 from dilatant.data.order.blend import Blend
-from dilatant.hf.export_folder import check_target
+from dilatant.hf.export import check_target
 from dilatant.models.core.freeze import audit
 from dilatant.planning.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
 from dilatant.planning.layout import TrainingPlan, prove_schedule, zero_text

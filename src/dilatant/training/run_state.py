@@ -19,8 +19,7 @@ from dilatant.data.order.sampler import SamplerState
 from dilatant.plan.boxes import Box, parse_key
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.checkpoints.boxes import Tensors
-from dilatant.training.checkpoints.checkpoint import load, stored_shapes
+from dilatant.training.checkpoints.checkpoint import Tensors, load, stored_shapes
 from dilatant.training.feeding.step_data import count_steps
 from dilatant.training.optimizers.master_weights import AVERAGE, Averages, WithMasters
 from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_tensors

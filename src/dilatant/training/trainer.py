@@ -32,7 +32,7 @@ from dilatant.runtime.runtime import Execution, Recovery, Runtime
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.step_result import StepResult
-from dilatant.schedule.measured import DataWait
+from dilatant.schedule.schedule import DataWait
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation, Evaluator

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from dilatant.config.model import LANGUAGE
-from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
+from dilatant.data.media_units.frame_choice import FramedClipUnit
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
 from dilatant.data.sample import MediaKind, MediaMarkup, MediaUnit, Role

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.data.media_units.sound_unit import FRAMES
-from dilatant.data.media_units.usm_sound_unit import UsmSoundUnit, usm_processor
+from dilatant.data.media_units.sound_unit import FRAMES, UsmSoundUnit, usm_processor
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import shell_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
+from dilatant.data.media_units.frame_choice import FramedClipUnit
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, fixed_size
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit, check_tiles

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from dilatant.attention.hook import plan_of_items
 from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.config.errors import UserError
-from dilatant.data.media_units.framed_clip_unit import FramedClipUnit
+from dilatant.data.media_units.frame_choice import FramedClipUnit
 from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit
 from dilatant.data.media_units.soft_token_image_unit import SOFT_TOKENS, soft_token_processor
 from dilatant.data.sample import MediaMarkup

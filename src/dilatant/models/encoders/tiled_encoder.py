@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
-from dilatant.data.media_units.aspect_image_unit import RATIOS, TILES, AspectImageUnit
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
+from dilatant.data.media_units.tiled_image_unit import RATIOS, TILES, AspectImageUnit
 from dilatant.data.sample import MediaMarkup
 from dilatant.models.core.cross_attention import visible_tiles
 from dilatant.models.core.geometry import EncoderGeometry

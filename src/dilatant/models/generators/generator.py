@@ -21,7 +21,7 @@ from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
 from dilatant.models.encoders.projector import build_projector
 from dilatant.models.generators.denoiser_families import BLOCKS, DenoiserCut, net_width
-from dilatant.models.generators.denoiser_slice import DenoiserSlice, rows_between
+from dilatant.models.generators.denoisers import DenoiserSlice, rows_between
 from dilatant.models.generators.diffusion import Diffusion
 
 HEAD_SIZE = 64

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dilatant.data.media_units.aspect_image_unit import TILES
+from dilatant.data.media_units.tiled_image_unit import TILES
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.cross_attention import STATES, CrossAttentionRows, gather_rows, visible_tiles
 from dilatant.models.language.extension import Extension, LanguageForward

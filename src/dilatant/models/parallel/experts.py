@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dilatant.comm.expert_group import ExpertGroup
-from dilatant.comm.tensor_group import TensorGroup
+from dilatant.comm.tensor_group import ExpertGroup, TensorGroup
 from dilatant.models.core.recompute import mixed
 
 GroupedProduct = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]

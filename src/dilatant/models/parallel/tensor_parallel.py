@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.comm.expert_group import ExpertGroup
-from dilatant.comm.tensor_group import TensorGroup
+from dilatant.comm.tensor_group import ExpertGroup, TensorGroup
 from dilatant.models.adapters.lora import adapter_of, plain_linear
 from dilatant.models.core.cross_attention import STATES
 from dilatant.models.core.loss import IGNORED

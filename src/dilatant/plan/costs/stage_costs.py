@@ -16,7 +16,7 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.costs.state_sharing import sharing
+from dilatant.plan.costs.sync_time import sharing
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import PlacedStage, Plan
 

@@ -14,7 +14,7 @@ from dilatant.config.recompute import Recompute
 from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.plan.costs.stage_costs import LayerTable, layer_table, stage_peaks
-from dilatant.plan.costs.state_sharing import parts_of_a_rank, ranks_together
+from dilatant.plan.costs.sync_time import parts_of_a_rank, ranks_together
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.model_spec import ModelSpec
 

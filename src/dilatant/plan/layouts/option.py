@@ -1,12 +1,18 @@
-"""Options: layouts of one unit, or of several colocated units, with their contribution to a step."""
+"""Options (layouts of one or several colocated units, with their contribution to a step), combinations of them side by
+side, and plan candidates."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from dilatant.plan.costs.unit_layers import MeanCosts
+from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.rank_mapping import Chain
 
 UNLIMITED = 1 << 30
@@ -86,3 +92,129 @@ class ChainTimes(NamedTuple):
     def least(self) -> float:
         """Seconds that no schedule of the chain beats."""
         return min(max(self.stages, self.synced, self.path), max(self.stages_split, self.path_split))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelChains:
+    """Chains that run in parallel, before or after the language model."""
+
+    options: tuple[Option, ...] = ()
+    gpus: int = 0
+    slowest: float = 0.0
+    fill: float = 0.0
+    stages: int = 0
+
+    def beside(self, option: Option) -> ParallelChains:
+        return ParallelChains(
+            (*self.options, option),
+            self.gpus + option.gpus,
+            max(self.slowest, option.slowest),
+            max(self.fill, option.total),
+            max(self.stages, option.stages),
+        )
+
+
+def side_by_side(each: Sequence[Sequence[Option]], budget: int) -> list[list[ParallelChains]]:
+    """Return [devices up to `budget`]: the Pareto-optimal combinations of one option of each list on at most that many
+    devices."""
+    combinations: Mapping[int, Sequence[ParallelChains]] = {0: [ParallelChains()]}
+    for options in each:
+        combinations = _extended(combinations, options, budget)
+    return _cumulated(combinations, budget)
+
+
+def _extended(
+    combinations: Mapping[int, Sequence[ParallelChains]], options: Sequence[Option], budget: int
+) -> dict[int, list[ParallelChains]]:
+    """Return `combinations` with one of `options` added to each, on at most `budget` devices; only Pareto-optimal
+    results."""
+    old = [one for group in combinations.values() for one in group]
+    gpus = np.add.outer([one.gpus for one in old], [option.gpus for option in options])
+    slowest = np.maximum.outer([one.slowest for one in old], [option.slowest for option in options])
+    fill = np.maximum.outer([one.fill for one in old], [option.total for option in options])
+    found: dict[int, list[ParallelChains]] = defaultdict(list)
+    least = np.full(budget + 1, np.inf)
+    for flat in np.lexsort((fill.ravel(), slowest.ravel())).tolist():
+        row, column = divmod(flat, len(options))
+        devices = int(gpus[row, column])
+        if devices <= budget and fill[row, column] < least[devices]:
+            least[devices] = fill[row, column]
+            found[devices].append(old[row].beside(options[column]))
+    return found
+
+
+def _cumulated(
+    combinations: Mapping[int, Sequence[ParallelChains]], budget: int
+) -> list[list[ParallelChains]]:
+    """Return [devices up to `budget`]: the Pareto-optimal combinations on at most that many devices.
+    Of equal combinations the one on the most devices is kept."""
+    result: list[list[ParallelChains]] = []
+    kept: list[ParallelChains] = []
+    for devices in range(budget + 1):
+        new = combinations.get(devices, ())
+        if new:
+            kept = [
+                *(old for old in kept if not any(one.slowest <= old.slowest and one.fill <= old.fill for one in new)),
+                *(
+                    one
+                    for one in new
+                    if not any(
+                        old.slowest <= one.slowest and old.fill <= one.fill
+                        and (old.slowest, old.fill) != (one.slowest, one.fill)
+                        for old in kept
+                    )
+                ),
+            ]  # fmt: skip
+        result.append(kept)
+    return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanCandidate:
+    """Chains of stages with their numbers of replicas; `replicas` is the language model's.
+
+    `estimate`: seconds of a step from fill time, slowest stage and exposed gradient sync; `bound`: a lower bound for
+    any schedule of this candidate, from the work of its slowest stage. `groups`: for each option, the device group it
+    uses, if groups differ; several options may then hold one unit, each some of its replicas. Empty on a homogeneous
+    cluster.
+    `row_tokens`: maximum language-model tokens per microbatch, if microbatches are cut by tokens; `num_microbatches` is
+    then the minimum of a step and `microbatch_size` the mean.
+    """
+
+    encoders_at: EncoderPosition
+    replicas: int
+    microbatch_size: int
+    num_microbatches: int
+    options: tuple[Option, ...]
+    counts: tuple[int, ...]
+    estimate: float
+    bound: float
+    groups: tuple[int, ...] = ()
+    row_tokens: int | None = None
+    gpus: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        taken = 0
+        for count, option in zip(self.counts, self.options):
+            taken += count * option.gpus
+        object.__setattr__(self, "gpus", taken)  # computed once: sorting reads it often
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        return tuple(
+            replace(option.chain, replicas=count) for count, option in zip(self.counts, self.options)
+        )
+
+    def in_group(self, group: int) -> PlanCandidate:
+        """Return this candidate, found for one group alone, as a candidate for the whole cluster."""
+        return replace(self, groups=(group,) * len(self.options))
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if all units have equally many replicas, without interleaved chunks."""
+        return len(set(self.counts)) == 1 and all(option.chain.chunks == 1 for option in self.options)
+
+    def gpus_in(self, group: int) -> int:
+        """Return the number of devices of one group that the candidate uses."""
+        chains = zip(self.options, self.counts, self.groups)
+        return sum(count * option.gpus for option, count, there in chains if there == group)

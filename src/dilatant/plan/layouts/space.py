@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.costs.bin_packing import pack_rows
 from dilatant.plan.costs.unit_layers import UnitLayers
-from dilatant.plan.costs.workload import Workload
-from dilatant.plan.layouts.option import ChainTimes, Option
+from dilatant.plan.costs.workload import Workload, pack_rows
+from dilatant.plan.layouts.option import ChainTimes, Option, ParallelChains, side_by_side
 from dilatant.plan.layouts.option_table import OptionTable
-from dilatant.plan.layouts.parallel_chains import ParallelChains, side_by_side
 from dilatant.plan.limits import LARGE_CLUSTER, SMALL_CLUSTER
-from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.roles import Roles, roles_of
+from dilatant.plan.model_spec import ModelSpec, Roles, roles_of
 
 
 @dataclass(frozen=True, slots=True)

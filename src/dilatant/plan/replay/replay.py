@@ -1,7 +1,7 @@
 """Replay of a run against a node trace: the remaining throughput, and the lost time by cause.
 
 Whole steps are simulated. A step commits or did not happen; a change of membership stops training for a while, and a
-*reaction* decides how to continue: a function from the running pipelines to the next ones (`reactions`).
+*reaction* decides how to continue: a function from the running pipelines to the next ones (`planning.failures`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Simulation of candidates as plans, in several rank orders, with more recomputation where they overflow memory."""
+"""Simulation of candidates as plans, in several rank orders, with more recomputation where they overflow memory,
+and with one more pipeline on idle devices."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,14 +18,14 @@ from dilatant.plan.costs.score import PlanScore, PlanScorer
 from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.costs.unit_layers import LEVELS, UnitLayers
 from dilatant.plan.errors import PlanError
-from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.option import Option, PlanCandidate
+from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
+from dilatant.plan.limits import MAX_EXTENDED_CANDIDATES
+from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan
-from dilatant.plan.rank_mapping import RankOrder, map_ranks
-from dilatant.plan.roles import EncoderPosition
-from dilatant.plan.search.candidates import PlanCandidate
+from dilatant.plan.rank_mapping import RankOrder, map_ranks, replicas_of
 from dilatant.plan.search.refusals import rejection
-from dilatant.plan.search.spare_devices import promising, with_extra_pipeline
 from dilatant.plan.templates.copies import copies_on_nodes
 
 
@@ -244,3 +245,56 @@ def _more_recomputed(
         if tuple(layers) != (unit.recompute or nothing):
             changed[unit.name] = tuple(layers)
     return _recomputing(plan, changed) if changed else None
+
+
+def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list[PlanCandidate]:
+    """Return, best first, the candidates that could beat `best` seconds if their idle devices shared the work.
+
+    Candidates with unequal numbers of replicas per unit, or with chunks, are excluded.
+    """
+    devices = space.cluster.num_devices
+    with_idle = [
+        one
+        for one in found
+        if one.gpus < devices and one.is_uniform and one.estimate * one.gpus / devices < best
+    ]
+    return sorted(with_idle, key=lambda one: one.estimate * one.gpus)[:MAX_EXTENDED_CANDIDATES]
+
+
+def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> Iterator[Plan]:
+    """Yield the plan with one more pipeline on its idle devices, for all degrees that leave less than one group idle.
+
+    The language model has one stage per group of ranks, cut independently, with all encoders in the first. Slower
+    pipelines get fewer samples (`schedule.assignment.step_assignment`). Yields nothing for models with generators.
+    """
+    roles, cluster = space.roles, space.cluster
+    if roles.generators:
+        return
+    idle = sorted({*range(cluster.num_devices)} - {*plan.ranks})
+    for degrees in space.table.units.all_degrees([*roles.encoders, roles.language]):
+        groups = _groups(idle, degrees.ranks, cluster.gpus_per_node)
+        groups = groups[: space.model.unit(roles.language).most_stages]
+        share = len(groups) * degrees.ranks / cluster.num_devices
+        if not groups or share * space.global_batch < 1:
+            continue
+        samples = max(1, round(share * space.global_batch / candidate.num_microbatches))
+        shape = roles.language, degrees, len(groups), samples, candidate.num_microbatches
+        option = space.table.chain(ChainRequest(*shape, roles.encoders), 0)
+        if option is not None:
+            ranks = {(0, 0, number): group for number, group in enumerate(groups)}
+            added = {
+                unit.name: replicas_of(unit.name, option.chain, len(unit.layers), 0, ranks)
+                for unit in space.model.units
+            }
+            yield Plan(
+                tuple(replace(unit, replicas=(*unit.replicas, *added[unit.name])) for unit in plan.units)
+            )
+
+
+def _groups(idle: list[int], width: int, per_node: int) -> list[tuple[int, ...]]:
+    """Divide the idle ranks into groups of `width`, each on one node."""
+    found = []
+    for _, ranks in itertools.groupby(sorted(idle), lambda rank: rank // per_node):
+        own = list(ranks)
+        found += [tuple(own[at : at + width]) for at in range(0, len(own) - width + 1, width)]
+    return found

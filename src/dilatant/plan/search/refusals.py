@@ -12,11 +12,10 @@ from dilatant.cost.memory import bytes_text
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
-from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.plan import Plan
-from dilatant.plan.search.candidates import PlanCandidate
 
 
 def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.plan.errors import PlanError
-from dilatant.plan.roles import EncoderPosition
-from dilatant.plan.search.candidates import PlanCandidate
+from dilatant.plan.layouts.option import PlanCandidate
+from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.search.finals import Finals, RankedPlan
 
 

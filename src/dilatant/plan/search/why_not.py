@@ -15,10 +15,9 @@ from dilatant.config.files.yaml_text import read_yaml
 from dilatant.cost.memory import ZEROS, Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScorer
-from dilatant.plan.layouts.option import Option
+from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import MATCHES_EXPLAINED, MATCHES_PLANNED
-from dilatant.plan.search.candidates import PlanCandidate
 from dilatant.plan.search.enumeration import all_candidates
 from dilatant.plan.search.finals import Finals, RankedPlan
 from dilatant.plan.search.search_result import SearchResult

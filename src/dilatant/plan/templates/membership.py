@@ -15,8 +15,7 @@ from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.templates.copies import copies_on_unlike_nodes, disjoint
-from dilatant.plan.templates.next_pipelines import PipelineChooser, RunningPipeline
-from dilatant.plan.templates.reinstantiate import LayerSpan, node_layers
+from dilatant.plan.templates.reinstantiate import LayerSpan, PipelineChooser, RunningPipeline, node_layers
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 
 Pipeline = Mapping[str, tuple[Replica, ...]]

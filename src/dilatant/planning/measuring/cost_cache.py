@@ -17,8 +17,8 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel, load_costs
 from dilatant.planning.measuring.layer_costs import misfits
 from dilatant.planning.problem.describe_model import ModelDescription
-from dilatant.planning.problem.layer_shards import degrees_by_kind
 from dilatant.planning.problem.planned_hardware import Target
+from dilatant.planning.problem.searched_settings import degrees_by_kind
 
 REACH = 2
 """Factor by which a row may exceed the longest measured one: beyond that, a fit (above all attention's square) is

@@ -38,9 +38,8 @@ from dilatant.planning.problem.describe_model import (
     ModelDescription,
     weights_by_layer,
 )
-from dilatant.planning.problem.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
-from dilatant.planning.problem.searched_settings import planned_degrees
+from dilatant.planning.problem.searched_settings import degrees_by_kind, planned_degrees, tensor_shard
 from dilatant.runtime.precision import pick_device
 from dilatant.schedule.plan_scorer import step_costs
 

@@ -11,8 +11,7 @@ from dilatant.config.files.durable import write_durably
 from dilatant.plan.plan import Plan
 from dilatant.report.pages.generations_page import Generation
 from dilatant.report.text.wording import ACTION_NAMES, counted
-from dilatant.schedule.measured import DataWait, MeasuredAction
-from dilatant.schedule.schedule import Action
+from dilatant.schedule.schedule import Action, DataWait, MeasuredAction
 from dilatant.schedule.timeline import WAITING_FOR_DATA
 
 FlowArrow = tuple[Action, Action]

@@ -1,14 +1,16 @@
-"""Plan report as a page, one HTML file that needs no network and opens from a disk, and on a terminal."""
+"""Plan report as a page, one HTML file that needs no network and opens from a disk, and on a terminal; and the page of
+a measured step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from dilatant.report.gantt import GanttChart
+from dilatant.plan import Plan
+from dilatant.report.gantt import GanttChart, measured_chart, predicted_chart
 from dilatant.report.pages.charts import histogram
 from dilatant.report.pages.model_graph import model_graph
 from dilatant.report.pages.page import Page, pack_chart, render, write_page
@@ -29,13 +31,14 @@ from dilatant.report.parts import (
 from dilatant.report.plan_report import DeviceGroup, MemoryUse, PlanReport, SizeDistribution, WorkloadRatio
 from dilatant.report.printed_parts import print_parts
 from dilatant.report.say import print_line
-from dilatant.report.step_comparison import comparison_section
-from dilatant.report.text.gantt_summary import work_of
+from dilatant.report.step_comparison import Prediction, comparison_section
+from dilatant.report.text.gantt_summary import data_waits, losses, measurement, pace, work_of
 from dilatant.report.text.gantt_tables import cause_tones, idle_section, stage_name, timeline_parts
 from dilatant.report.text.plan_summary import explain, suggest, summarize
 from dilatant.report.text.wording import (
     bytes_text,
     count_text,
+    counted,
     listed,
     lost_to,
     percent_text,
@@ -43,6 +46,7 @@ from dilatant.report.text.wording import (
     seconds_text,
     unbroken,
 )  # fmt: skip
+from dilatant.schedule.schedule import DataWait, MeasuredAction
 
 
 def write_plan_page(report: PlanReport, path: str | Path) -> Path:
@@ -347,3 +351,40 @@ def _footer(report: PlanReport) -> str:
     if report.planning_seconds is not None:
         facts.append(f"planned in {seconds_text(report.planning_seconds)}")
     return f"Predicted by simulation: {listed(facts)}."
+
+
+def render_step_page(
+    actions: Sequence[MeasuredAction],
+    plan: Plan,
+    title: str,
+    prediction: Prediction | None = None,
+    waits: Sequence[DataWait] = (),
+) -> str:
+    """Return the page as text; all values are escaped. Raises ValueError without actions."""
+    measured = measured_chart(actions, plan, waits)
+    computed = measured_chart(actions, plan)  # predictions exclude waits for data
+    predicted = None if prediction is None else predicted_chart(prediction.timeline)
+    charts = {"Who computed what, when": measured}
+    if predicted is not None:
+        charts = {"The step as predicted": predicted, "The step as measured": measured}
+    tones = cause_tones(plan, [cause for chart in charts.values() for cause in chart.idle_fractions()])
+    samples = {sample for one in actions for sample in one.samples}
+    microbatches = {(one.unit, one.action.stage, one.action.microbatch) for one in actions}
+    most = max(sum(1 for _, stage, _ in microbatches if stage == placed.index) for placed in plan.stages())
+    sentences = [losses(measured, plan), *data_waits(waits, measured.seconds), *pace(measured, plan)]
+    if predicted is not None:
+        sentences = [*measurement(predicted, computed, plan), *sentences]
+    longest = max(chart.seconds for chart in charts.values())
+    parts = [summary(map(unbroken, sentences))]
+    if predicted is not None and prediction is not None:
+        note = f"By costs {prediction.origin}, without the summing of gradients."
+        parts.append(comparison_section(predicted, computed, plan, tones, note))
+    return render(
+        f"{title} · Dilatant timeline",
+        title,
+        f"{seconds_text(measured.seconds)} for {counted(len(samples), 'sample')} in "
+        f"{counted(most, 'microbatch')} on {counted(len(plan.ranks), 'rank')}",
+        [*parts, *timeline_parts(charts, plan), idle_section(measured, plan, tones)],
+        "Measured, every action on every rank.",
+        [pack_chart(chart, plan, name, longest) for name, chart in charts.items()],
+    )

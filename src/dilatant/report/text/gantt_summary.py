@@ -10,7 +10,7 @@ from dilatant.report.gantt import GanttChart
 from dilatant.report.step_comparison import OTHER_WORK, work_by_unit
 from dilatant.report.text.gantt_tables import stage_name
 from dilatant.report.text.wording import layers_text, listed, lost_to, percent_text, ranks_text, seconds_text
-from dilatant.schedule.measured import DataWait
+from dilatant.schedule.schedule import DataWait
 
 NOTABLE = 0.01
 """Losses below this fraction of device time are not mentioned."""

@@ -10,8 +10,8 @@ import numpy as np
 from dilatant.config.recompute import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
-from dilatant.plan.roles import EncoderPosition
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import SearchResult
 from dilatant.report.text.wording import (

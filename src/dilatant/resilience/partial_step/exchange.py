@@ -16,8 +16,7 @@ from dilatant.resilience.partial_step.handover import PartialGradients, read_exp
 from dilatant.resilience.state_transfer import transfer
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.partial_step import AccumulationReport, ReusePlan
-from dilatant.training.checkpoints.boxes import BoxPiece, pieces_of
-from dilatant.training.checkpoints.checkpoint import list_checkpoints
+from dilatant.training.checkpoints.checkpoint import BoxPiece, list_checkpoints, pieces_of
 from dilatant.training.trainer import Trainer
 
 

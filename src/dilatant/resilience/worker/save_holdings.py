@@ -14,8 +14,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.plan.boxes import Box
 from dilatant.resilience.state_transfer import StateLost, finder, plan_copies
-from dilatant.training.checkpoints.boxes import BoxPiece, pieces_of
-from dilatant.training.checkpoints.checkpoint import list_checkpoints
+from dilatant.training.checkpoints.checkpoint import BoxPiece, list_checkpoints, pieces_of
 from dilatant.training.checkpoints.writer import CheckpointWriter
 from dilatant.training.trainer import Trainer
 

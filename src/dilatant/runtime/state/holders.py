@@ -10,7 +10,7 @@ from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.tensor_plan import TensorPlan, tensor_plan
 from dilatant.plan.boxes import Box, BoxIntervals, atoms
-from dilatant.plan.holdings import HeldWeight, Holdings, holdings
+from dilatant.plan.buckets import HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan, Stage
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Pending
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BucketShard
-from dilatant.plan.holdings import Holdings
+from dilatant.plan.buckets import BucketShard, Holdings
 from dilatant.runtime.state.shared_groups import group_of
 
 

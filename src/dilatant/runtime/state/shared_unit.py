@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.expert_group import ExpertGroup
-from dilatant.comm.tensor_group import TensorGroup
+from dilatant.comm.tensor_group import ExpertGroup, TensorGroup
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.slicing import held_blocks
 from dilatant.models.core.stage import Stage

@@ -13,8 +13,7 @@ from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
 from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BUCKET_BYTES, BucketShard, Format, make_buckets, shard_of
-from dilatant.plan.holdings import Holdings
+from dilatant.plan.buckets import BUCKET_BYTES, BucketShard, Format, Holdings, make_buckets, shard_of
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.shared_groups import group_of, open_groups

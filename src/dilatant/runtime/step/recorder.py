@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.schedule import Action
+from dilatant.schedule.schedule import Action, MeasuredAction
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dilatant.plan.plan import Plan
-from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.schedule import MeasuredAction
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.plan.costs.bin_packing import pack_rows
 from dilatant.plan.costs.depth import eager_depths, path_depths
+from dilatant.plan.costs.workload import pack_rows
 from dilatant.schedule.assignment.pipeline_shape import (
     ByUnit,
     MicrobatchProblem,

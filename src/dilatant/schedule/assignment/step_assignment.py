@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.plan.costs.bin_packing import pack_rows
 from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
-from dilatant.plan.costs.workload import Workload
+from dilatant.plan.costs.workload import Workload, pack_rows
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.schedule.assignment.assign import Microbatches, Policy, assign_microbatches, split_by_pattern
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, ScheduleFamily

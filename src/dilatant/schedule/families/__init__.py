@@ -1,7 +1,14 @@
 """Schedule families: the order in which ranks compute."""
 
-from dilatant.schedule.families.families import eager, gpipe, half_eager, interleaved, one_f_one_b
-from dilatant.schedule.families.zero_bubble import zero_bubble_h1, zero_bubble_h2
+from dilatant.schedule.families.families import (
+    eager,
+    gpipe,
+    half_eager,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
 
 FAMILIES = {
     "gpipe": gpipe,

@@ -1,4 +1,4 @@
-"""Schedule families on a graph of units: GPipe, 1F1B, eager and interleaved 1F1B.
+"""Schedule families on a graph of units: GPipe, 1F1B, eager and interleaved 1F1B, and zero-bubble.
 
 All families are one construction. Every action gets a *virtual time*; a rank runs its actions in that order. Units that
 nothing consumes (the sinks) set the clock: microbatch i of a sink replica runs forward on its last stage at slot i and
@@ -24,8 +24,17 @@ from numpy.typing import NDArray
 
 from dilatant.plan.costs.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces, cut_pieces, unit_pairs
-from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
+from dilatant.schedule.packed import (
+    BACKWARD,
+    FORWARD,
+    PackedActions,
+    Pieces,
+    PlanArrays,
+    cut_pieces,
+    pack,
+    plan_arrays,
+    unit_pairs,
+)
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, all_trainable
 
@@ -296,3 +305,45 @@ def _stages_on_ranks(arrays: PlanArrays) -> tuple[tuple[tuple[int, ...], ...], N
     groups: dict[tuple[int, ...], int] = {}
     group_of = [groups.setdefault(tuple(own), len(groups)) for own in on_rank.values()]
     return tuple(groups), np.array(group_of, dtype=np.int64)
+
+
+def zero_bubble_h1(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """Build ZB-H1: 1F1B with delayed weight gradients, where no stage holds more than 1F1B's first stage does."""
+    limit = max(path_depths(plan), default=1)
+    schedule = one_f_one_b(plan, assignment, trainability)
+    return split_backward(plan, assignment, schedule, trainability, [limit] * len(plan.stages()))
+
+
+def zero_bubble_h2(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """Build ZB-H2: eager 1F1B with delayed weight gradients; twice 1F1B's memory, no bubble between equal stages."""
+    limit = 2 * max(path_depths(plan), default=1) - 1
+    schedule = eager(plan, assignment, trainability)
+    return split_backward(plan, assignment, schedule, trainability, [limit] * len(plan.stages()))
+
+
+def split_backward(
+    plan: Plan,
+    assignment: Assignment,
+    schedule: Schedule,
+    trainability: Trainability | None,
+    limits: Sequence[int],
+) -> Schedule:
+    """Split every backward of `schedule` that has weight gradients into halves.
+
+    A rank runs pending weight gradients, oldest first: before a forward that would leave more than `limits[stage]`
+    pieces without their weight or input gradient; one after each input gradient once the rank has no more forwards; and
+    the rest at the end. Backwards without weight gradients stay whole.
+    """
+    from dilatant.schedule.rank_kernels import split_rows
+
+    trainability = trainability or all_trainable(plan)
+    packed = pack(plan_arrays(plan), assignment, schedule)
+    offsets, kind, stage, piece = split_rows(
+        packed.offsets,
+        packed.kind,
+        packed.stage,
+        packed.piece,
+        np.asarray(trainability.weight_gradient),
+        np.asarray(limits, dtype=np.int64),
+    )
+    return Schedule(PackedActions(packed.ranks, offsets, kind, stage, piece, packed.pieces))

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.cluster import Cluster
-from dilatant.schedule.packed import FORWARD
-from dilatant.schedule.plan_arrays import PlanArrays
+from dilatant.schedule.packed import FORWARD, PlanArrays
 from dilatant.schedule.simulator.graph import ScheduleGraph
 
 

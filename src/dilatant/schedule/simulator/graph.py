@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import KINDS, PackedActions, pack, unit_pairs
-from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
+from dilatant.schedule.packed import KINDS, PackedActions, PlanArrays, pack, plan_arrays, unit_pairs
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 
 

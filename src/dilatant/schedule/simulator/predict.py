@@ -23,8 +23,7 @@ from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_G
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.contention import travel
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
-from dilatant.schedule.simulator.memory_sweep import StepBytes
-from dilatant.schedule.simulator.simulate import op_ends, run
+from dilatant.schedule.simulator.simulate import StepBytes, op_ends, run
 from dilatant.schedule.timeline import Timeline
 
 Tokens = Mapping[str, ArrayLike]

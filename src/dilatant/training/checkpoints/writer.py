@@ -23,8 +23,16 @@ from safetensors.torch import save_file
 
 from dilatant.config import UserError
 from dilatant.config.files.durable import sync_file, sync_folder, write_durably
-from dilatant.training.checkpoints.boxes import BoxPiece, Shapes, Tensors, pieces_of
-from dilatant.training.checkpoints.checkpoint import CONTINUED, Checkpoint, damage, list_checkpoints
+from dilatant.training.checkpoints.checkpoint import (
+    CONTINUED,
+    BoxPiece,
+    Checkpoint,
+    Shapes,
+    Tensors,
+    damage,
+    list_checkpoints,
+    pieces_of,
+)
 from dilatant.training.checkpoints.files import (
     FROZEN,
     MANIFEST,

@@ -20,8 +20,8 @@ from dilatant.data.order.blend import Blend
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.evaluation.answer_metrics import Metric, measure
-from dilatant.training.evaluation.generation import decode_answer
 from dilatant.training.evaluation.greedy_answers import GreedyAnswer, verify_answers, write_answers
+from dilatant.training.evaluation.image_answers import decode_answer
 from dilatant.training.feeding.feed import StepInput
 from dilatant.training.feeding.inputs import RankInputs
 from dilatant.training.run_state import RunState

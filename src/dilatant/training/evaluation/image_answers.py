@@ -1,4 +1,5 @@
-"""Answers with texts and pictures: where the model writes a generator's start text, the generator draws a picture."""
+"""Answers of a whole model, token by token, with texts and pictures: where the model writes a generator's start text,
+the generator draws a picture."""
 
 from __future__ import annotations
 
@@ -16,17 +17,19 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.text.encode import EncodedPrompt
 from dilatant.models.core.stage import StepData, in_dtype_of
-from dilatant.models.generators.diffusion import Diffusion, generator_of
+from dilatant.models.generators.diffusion import Diffusion, SamplingSettings, draw, generator_of
 from dilatant.models.generators.generator import GeneratorUnit
-from dilatant.models.generators.sampling import SamplingSettings, draw
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.training.evaluation.generation import encoder_inputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
     Drawn = Image | NDArray[np.float32]
+from collections.abc import Collection
+
+from dilatant.data.media.pixels import EncoderInput
+from dilatant.models.core.stage import on_device
 
 
 class _Announced(StoppingCriteria):
@@ -172,3 +175,57 @@ def to_image(pixels: Tensor) -> Image:
 
     values = ((pixels.cpu().numpy() + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
     return Image.fromarray(values[0] if len(values) == 1 else np.moveaxis(values, 0, -1))
+
+
+def generate_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[EncodedPrompt],
+    device: torch.device,
+    max_new_tokens: int,
+    stop_ids: Collection[int] | None = None,
+    **generation: Any,
+) -> list[str]:
+    """Return the model's answer to each prompt, up to one of `stop_ids` (default: the tokenizer's end-of-text token);
+    greedy unless `generation` says otherwise. model: a `MultimodalModel`, or a whole model as transformers loads it."""
+    if stop_ids is None:
+        stop_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    longest = max(len(prompt.sample.input_ids) for prompt in prompts)
+    input_ids = torch.full((len(prompts), longest), pad or 0)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        ids = torch.as_tensor(prompt.sample.input_ids)
+        input_ids[row, longest - len(ids) :] = ids
+        attention_mask[row, longest - len(ids) :] = 1
+    written = model.generate(
+        input_ids.to(device),
+        encoder_inputs=encoder_inputs(prompts, device),
+        attention_mask=attention_mask.to(device),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        eos_token_id=list(stop_ids) or None,
+        **{"do_sample": False, **generation},
+    )
+    return [decode_answer(tokenizer, row, stop_ids) for row in written.tolist()]
+
+
+def decode_answer(tokenizer: Any, written: Sequence[int], stop_ids: Collection[int]) -> str:
+    """Decode an answer without the token that ends it, which may not be flagged as special."""
+    end = next((at for at, token in enumerate(written) if token in stop_ids), len(written))
+    return str(tokenizer.decode(written[:end], skip_special_tokens=True))
+
+
+def encoder_inputs(
+    prompts: Sequence[EncodedPrompt], device: torch.device
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Collect the media of all prompts as encoder inputs: unit → keyword → [items, ...]."""
+    collected: dict[str, dict[str, list[EncoderInput]]] = {}
+    for prompt in prompts:
+        for unit, inputs in prompt.sample.media.items():
+            for name, values in inputs.items():
+                collected.setdefault(unit, {}).setdefault(name, []).append(values)
+    return {
+        unit: {name: on_device(values, device) for name, values in inputs.items()}
+        for unit, inputs in collected.items()
+    }

@@ -18,10 +18,9 @@ from dilatant.data.media.image_file import decode_image
 from dilatant.data.sample import Dataset, Media, Sample
 from dilatant.data.text.encode import EncodedPrompt, encode_prompt
 from dilatant.hf.export import ExportedModel
-from dilatant.models.generators.sampling import SamplingSettings
+from dilatant.models.generators.diffusion import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.training.evaluation.generation import generate_answers
-from dilatant.training.evaluation.image_answers import answer_with_pictures
+from dilatant.training.evaluation.image_answers import answer_with_pictures, generate_answers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
