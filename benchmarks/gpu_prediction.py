@@ -8,9 +8,10 @@ sheet, or measured first as `dilatant plan` does. For each of these, one row hol
 
 `compute_seconds` lasts from the start of a step's first action to the end of its last one; `step_seconds` also
 includes the wait for data and the update. Both have a prediction. `actions` has the seconds of a step by unit and kind:
-as predicted (the device's and the host's, of which an action takes the longer), as measured, and, from a trace of one
-more step, those in which kernels ran and in which the host issued them (longer than without a trace). `kernels` are
-those that took most of that step; `layers` the predicted seconds of one layer of each type on a microbatch's mean row.
+as predicted (the device's and the host's, of which an action takes the longer), as measured, and, with `--trace`, from
+a trace of one more step, those in which kernels ran and in which the host issued them (longer than without a trace).
+`kernels` are those that took most of that step; `layers` the predicted seconds of one layer of each type on a
+microbatch's mean row.
 Without a GPU there are no peak bytes, no MFU and no kernels.
 """
 
@@ -128,8 +129,10 @@ def predict(
 
     whole = tree(model, data, scratch / "run", settings)
     whole["cluster"] = {"gpus_per_node": 1}
-    whole["train"]["steps"] += 1  # the last one is traced and not timed
-    whole["train"]["profile"] = {"steps": [whole["train"]["steps"]] * 2}
+    last = whole["train"]["steps"]
+    if settings.trace:
+        whole["train"]["steps"] += 1  # the last one is traced and not timed
+        whole["train"]["profile"] = {"steps": [last + 1] * 2, "memory": False}
     if costs == "modelled":
         whole["plan"] = {"measure_seconds": 0}
     config = parse_config(whole, scratch)
@@ -164,18 +167,20 @@ def predict(
         trainer.run(observe)
     finally:
         trainer.close()
-    timed = steps[settings.warm_up : -1]
-    compute, predicted = (statistics.median(own) for own in zip(*seconds[settings.warm_up : -1], strict=True))
+    timed = steps[settings.warm_up : last]
+    compute, predicted = (
+        statistics.median(own) for own in zip(*seconds[settings.warm_up : last], strict=True)
+    )
     taken = statistics.median(metrics.step_seconds - metrics.data_wait_seconds for metrics in timed)
     whole_step = statistics.median(metrics.predicted_seconds or float("nan") for metrics in timed)
-    traced, kernels = read_trace(scratch / "run" / "traces")
+    traced, kernels = read_trace(scratch / "run" / "traces") if settings.trace else ({}, {})
     actions = {
         name: {
             **{
-                key: statistics.median(known[name][key] for _, known in by_action[settings.warm_up : -1])
+                key: statistics.median(known[name][key] for _, known in by_action[settings.warm_up : last])
                 for key in ("predicted", "predicted_device", "predicted_host")
             },
-            "measured": statistics.median(own[name] for own, _ in by_action[settings.warm_up : -1]),
+            "measured": statistics.median(own[name] for own, _ in by_action[settings.warm_up : last]),
             **traced.get(name, {}),
         }
         for name in by_action[-1][0]
@@ -254,6 +259,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--warm-up", type=int, default=3)
     options.add_argument("--batch", type=int, default=32, help="samples of a step")
     options.add_argument("--workers", type=int, default=2)
+    options.add_argument("--trace", action="store_true", help="also trace a step, for its kernels")
     options.add_argument("--json", type=Path)
     return options
 

@@ -79,7 +79,7 @@ def test_kernels_belong_to_the_action_that_launched_them(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_prediction_is_compared_with_a_step(tmp_path: Path) -> None:
-    command = "--size tiny --precision fp32 --steps 1 --warm-up 1 --batch 4 --workers 0"
+    command = "--trace --size tiny --precision fp32 --steps 1 --warm-up 1 --batch 4 --workers 0"
     settings = gpu_prediction.parser().parse_args(command.split())
     save_model(tmp_path / "model", SIZES[settings.size])
     gpu_prediction.write_charts(tmp_path / "charts", 8)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch.profiler import profile, record_function
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config
@@ -51,9 +50,7 @@ class StepProfiler:
             if folder is None:
                 yield
                 return
-            # A recomputation that ends early raises, which the profiler of torch 2.11 turns into a SystemError on GPUs.
-            whole = set_checkpoint_early_stop(False)
-            with whole, profile() as trace, record_function(f"step {number}"), self._named_ranges():
+            with profile() as trace, record_function(f"step {number}"), self._named_ranges():
                 yield
             _write(folder / f"{self._place}.json.gz", trace.export_chrome_trace)
         except Exception as error:
