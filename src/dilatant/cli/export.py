@@ -23,20 +23,20 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's newest valid checkpoint in the Hugging Face layout; its best one with `evaluation.keep_best`."""
-    from dilatant.hf.export import check_target
     from dilatant.report.say import open_console, say, warn
 
     console = open_console(stderr=as_json)
     require_plain(folder, is_run=True)
     config = read_run(folder, trust=trust, needs_data=False)
     target = to or folder / "export"
-    check_target(target, folder)
     say_loading()
 
+    from dilatant.hf.export import check_target
     from dilatant.planning.assemble import assemble_encoding, assemble_model
     from dilatant.training.checkpoints.checkpoint import best_of, newest_valid
     from dilatant.training.export_checkpoint import export_checkpoint
 
+    check_target(target, folder)
     checkpoint, warnings = newest_valid(folder / "checkpoints")
     for warning in warnings:
         warn(console, warning)

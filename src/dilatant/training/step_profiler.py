@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.profiler import profile, record_function
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config
@@ -46,11 +47,15 @@ class StepProfiler:
     def step(self, number: int) -> Iterator[None]:
         """Open the context in which step `number` (counted from 1) runs."""
         folder = trace_folder(self._config, number)
+        # torch ends a recomputation early by an exception, and seems to lose it (SystemError, torch 2.11) when memory
+        # is freed on the way and Python's stack is recorded.
+        whole = nullcontext() if self._record is None else set_checkpoint_early_stop(False)
         try:
             if folder is None:
-                yield
+                with whole:
+                    yield
                 return
-            with profile() as trace, record_function(f"step {number}"), self._named_ranges():
+            with whole, profile() as trace, record_function(f"step {number}"), self._named_ranges():
                 yield
             _write(folder / f"{self._place}.json.gz", trace.export_chrome_trace)
         except Exception as error:
