@@ -140,6 +140,17 @@ def test_check_model_needs_no_more_than_a_config(tmp_path: Path, dilatant: Dilat
     assert "3: encoders cut between blocks, packed rows" in out
 
 
+def test_check_model_proves_a_declared_family_whose_pixels_are_normalised_later(
+    tmp_path: Path, dilatant: Dilatant
+) -> None:
+    vision = {**VISION, "model_type": "clip_vision_model", "projection_dim": 16}
+    config = CONFIG_MAPPING["llava"](text_config=TEXT, vision_config=vision, image_token_index=299)
+    config.save_pretrained(tmp_path / "model")  # the image units of this family keep pixels as uint8
+    code, out, err = dilatant("check-model", tmp_path / "model", "--json")
+    assert code == 0, err
+    assert (json.loads(out)["rung"], json.loads(out)["refusals"]) == (3, {})
+
+
 def test_check_model_refuses_in_one_line_what_cannot_train(tmp_path: Path, dilatant: Dilatant) -> None:
     CONFIG_MAPPING["blip"]().save_pretrained(tmp_path / "model")
     code, out, err = dilatant("check-model", tmp_path / "model")

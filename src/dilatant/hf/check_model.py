@@ -42,7 +42,7 @@ LARGEST_DIFFERENCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """What was found in a model, and what its small copy proves.
+    """Store what was found in a model, and what its small copy proves.
 
     family: its `model_type`. found: part → where it is. rung: the best proven rung. refusals: rung → why it is not
     reached. proven: what else works, or why not.

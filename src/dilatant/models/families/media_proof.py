@@ -28,7 +28,7 @@ from dilatant.config.errors import type_and_text
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
-from dilatant.data.media.pixels import concatenate_inputs
+from dilatant.data.media.pixels import as_array, concatenate_inputs
 from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaMarkup
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.narrow_encoder import patch_of
@@ -47,8 +47,8 @@ whose product is the length of a sound in hundredths of a second. In a row, medi
 
 @dataclass(frozen=True, slots=True)
 class MediaProof:
-    """How the small copy trains under `mask`: the first problem of packed rows, of samples alone in whole units, and of
-    a stage for every layer; None for no problem."""
+    """Store how the small copy trains under `mask`: the first problem of packed rows, of samples alone in whole units,
+    and of a stage for every layer; None for no problem."""
 
     mask: MediaAttention
     packed: str | None
@@ -201,7 +201,7 @@ def logits_of(composite: nn.Module, whole: PretrainedModel, sample: EncodedSampl
     """Return the logits of the family's own forward of one sample alone: [tokens, vocabulary]."""
     ids = torch.as_tensor(sample.input_ids)[None]
     media = {
-        name: {key: torch.as_tensor(np.asarray(each)) for key, each in inputs.items()}
+        name: {key: torch.as_tensor(as_array(each)) for key, each in inputs.items()}
         for name, inputs in sample.media.items()
     }
     return composite(**composite_inputs(whole, ids, media, torch.float32), use_cache=False).logits[0]

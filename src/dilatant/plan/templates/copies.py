@@ -28,7 +28,7 @@ class Redundancy:
 
     @property
     def shortage(self) -> str:
-        """What is missing, and what the next loss may do; empty if nothing is missing."""
+        """Return what is missing, and what the next loss may do; empty if nothing is missing."""
         count = self.fewest
         if count >= self.wanted:
             return ""
