@@ -53,6 +53,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # modules that are not freed at exit: nanobind would list them as leaked below the result
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerPool]:
     """Pool of processes that runs a function on several ranks."""

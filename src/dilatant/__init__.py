@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dilatant.models.multimodal import MultimodalModel as MultimodalModel
     from dilatant.plan.plan import ParallelSpec as ParallelSpec
     from dilatant.plan.plan import Plan as Plan
-    from dilatant.resilience.launch import train as train
+    from dilatant.resilience.train import train as train
     from dilatant.training.feeding.loading import make_loader as make_loader
     from dilatant.training.parallelize import Auto as Auto
     from dilatant.training.parallelize import parallelize as parallelize
@@ -44,7 +44,7 @@ __getattr__, __all__ = lazy_names(
         "models.language.language_stage": "MultimodalOutput",
         "models.multimodal": "MultimodalModel",
         "plan.plan": "ParallelSpec Plan",
-        "resilience.launch": "train",
+        "resilience.train": "train",
         "training.feeding.loading": "make_loader",
         "training.parallelize": "Auto parallelize",
     },

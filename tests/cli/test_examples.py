@@ -76,6 +76,7 @@ def test_digits_are_drawn(
         assert recognised(load_exported(tmp_path / "run" / "export"), 30)[0] >= 0.95
 
 
+@pytest.mark.slow
 def test_own_parts_train_on_two_ranks(tmp_path: Path) -> None:
     """The parts are defined in the script, which other processes import."""
     script = [

@@ -14,7 +14,8 @@ import pytest
 
 from dilatant.comm import launch
 from dilatant.comm.comm import Comm
-from dilatant.comm.launch import Worker, WorkerFailed, launch_local
+from dilatant.comm.errors import WorkerFailed
+from dilatant.comm.launch import Worker, launch_local
 from dilatant.config.environment import LaunchPlace, first_host, place_from
 from dilatant.config.errors import UserError
 from harness.patience import HANG_SECONDS

@@ -28,9 +28,9 @@ def config_of(family: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "is_cut"),
     [
-        ("mistral3", True),  # native sizes, Pixtral
         ("deepseek_vl", True),
         ("glmasr", True),  # sounds
+        pytest.param("mistral3", True, marks=pytest.mark.slow),  # native sizes, Pixtral
         pytest.param("qwen3_asr", True, marks=pytest.mark.slow),
         pytest.param("got_ocr2", True, marks=pytest.mark.slow),
         pytest.param("glm4v", True, marks=pytest.mark.slow),  # M-RoPE

@@ -149,14 +149,9 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
         from dilatant.resilience.processes.agent_run import launched_agent, run_agent
 
         return run_agent(launched_agent(config, place))  # skips the imports below, which only its ranks need
-    if place is None and (config.parallel.is_laid_out or config.parallel.auto):
-        from dilatant.comm.fork_server import warm_up
-
-        warm_up()  # before the imports below, so that both run concurrently
-
-    from dilatant.comm.launch import WorkerFailed
-    from dilatant.resilience.launch import train
-    from dilatant.training.run import RunStopped
+    from dilatant.comm.errors import WorkerFailed
+    from dilatant.resilience.train import train
+    from dilatant.training.stop_signal import RunStopped
 
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")

@@ -1,4 +1,4 @@
-"""Errors of communication: aborted, or timed out."""
+"""Errors of communication (aborted, or timed out), and the failure of a worker."""
 
 from __future__ import annotations
 
@@ -18,3 +18,16 @@ class CommTimeout(RuntimeError):
     def __init__(self, message: str, culprits: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.culprits = tuple(culprits)
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended the run. The message begins with its rank and error; `details` is its traceback.
+    killed_by: the signal that killed it, if any. exit_code: exit code for a scheduler."""
+
+    def __init__(
+        self, message: str, details: str = "", killed_by: int | None = None, exit_code: int = 1
+    ) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.details = details
+        self.killed_by = killed_by

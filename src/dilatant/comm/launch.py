@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dilatant.comm.errors import CommAborted, CommTimeout
+from dilatant.comm.errors import CommAborted, CommTimeout, WorkerFailed
 from dilatant.comm.fork_server import (
     NO_GUARD,
     NO_GUARD_EXIT,
@@ -64,19 +64,6 @@ class Worker:
 def local_worker() -> Worker:
     """Return the worker of a single-rank run: it has no store, and communication opens no socket."""
     return worker_here(0, 1, 0, 1, None)
-
-
-class WorkerFailed(RuntimeError):
-    """A worker ended the run. The message begins with its rank and error; `details` is its traceback.
-    killed_by: the signal that killed it, if any. exit_code: exit code for a scheduler."""
-
-    def __init__(
-        self, message: str, details: str = "", killed_by: int | None = None, exit_code: int = 1
-    ) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        self.details = details
-        self.killed_by = killed_by
 
 
 @dataclass(frozen=True, slots=True)

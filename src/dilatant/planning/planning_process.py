@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from dilatant.comm.errors import WorkerFailed
 from dilatant.comm.fork_server import (
     NO_GUARD,
     NO_GUARD_EXIT,
@@ -25,7 +26,6 @@ from dilatant.comm.fork_server import (
     remove_orphaned_folder,
     warm_up,
 )
-from dilatant.comm.launch import WorkerFailed
 from dilatant.config import Config, UserError
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.memberships import plan_resiliently

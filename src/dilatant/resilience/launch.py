@@ -13,23 +13,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import msgspec
 
-from dilatant.comm.fork_server import require_main_guard
-from dilatant.comm.launch import WorkerFailed, launch_local
+from dilatant.comm.errors import WorkerFailed
+from dilatant.comm.launch import launch_local
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.token import fresh_token, shared_token
 from dilatant.config import Config, UserError
 from dilatant.config.environment import place_from
 from dilatant.config.files.durable import write_durably
-from dilatant.config.own_parts import Parts
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.report.run_folder import RunFolder
@@ -45,7 +44,6 @@ from dilatant.resilience.status import PAGE, TRACE, read_events, write_history
 from dilatant.resilience.worker.rank import FOLDER, train_rank_resiliently
 from dilatant.resilience.worker.worker_process import RESULT
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
-from dilatant.training.own_parts import config_with_parts
 from dilatant.training.rank import RunResult, Show, console_for
 from dilatant.training.run import Resilient
 from dilatant.training.run import train as train_once
@@ -70,25 +68,8 @@ class LeaderAddresses:
     trains_here: bool
 
 
-def train(
-    config: Config | Mapping[str, Any] | str | Path,
-    *,
-    overwrite: bool = False,
-    show: Show = "nothing",
-    **parts: Unpack[Parts],
-) -> RunResult:
-    """Train the model of a config, evaluate it on held-out data and export it into the run folder.
-
-    config: also a YAML file, or a mapping of its sections. overwrite: start anew in an output_dir that holds a run.
-    show: where progress is shown. parts: the user's own data sets, loss, optimizer, schedule, callbacks and metrics,
-    see `Parts` and docs/python.md. Starts the ranks of the layout, or is one of them under torchrun, Slurm or
-    Kubernetes. With `resilience.enabled` a launcher starts one process per machine instead: the first is the leader,
-    the others are agents. Raises UserError for a mistake in config, parts, data or folder, WorkerFailed when a rank
-    fails (with `resilience.enabled`: when no rank can continue), RunStopped when a signal ends a run before it trains;
-    after a later signal the run saves and returns.
-    """
-    require_main_guard()
-    config = config_with_parts(config, parts)
+def train_as_configured(config: Config, *, overwrite: bool = False, show: Show = "nothing") -> RunResult:
+    """Train in ranks that fail together or, with `resilience.enabled`, recover from losses; see `dilatant.train`."""
     if not config.resilience.enabled:
         return train_once(config, overwrite=overwrite, show=show)
     place, address = place_from(), config.resilience.address

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dilatant.comm import fork_server
-from dilatant.comm.launch import Worker, WorkerFailed, launch
+from dilatant.comm.errors import WorkerFailed
+from dilatant.comm.launch import Worker, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import LaunchPlace, hide_gpus, place_from
 from dilatant.data.order.blend import Blend
@@ -35,20 +35,7 @@ from dilatant.training.optimizers.optimizer import check_optimizer
 from dilatant.training.own_parts import find_loss
 from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
-from dilatant.training.stop_signal import StopSignal
-
-
-class RunStopped(Exception):
-    """Raised when a signal ends a run before training begins or after it ends: no step is lost. exit_code: as in
-    `RunResult`. can_resume: `output_dir` holds the run."""
-
-    def __init__(self, exit_code: int, output_dir: str) -> None:
-        self.exit_code = exit_code
-        self.can_resume = Path(output_dir, "config.yaml").exists()
-        then = "go on with `dilatant resume`" if self.can_resume else "nothing had begun, so start it again"
-        super().__init__(
-            f"stopped by {signal.Signals(exit_code - 128).name} while no step was trained; {then}"
-        )
+from dilatant.training.stop_signal import RunStopped, StopSignal
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +83,6 @@ def train(
             f"{place.launcher} started {place.size} processes, but parallel: single asks for one; start one, or let "
             "the run plan for them (parallel: auto)"
         )
-    is_local = resilient is None or resilient.nodes is None
-    if is_local and place is None and (plans or config.parallel.is_laid_out):
-        fork_server.warm_up()  # before our own imports, which take as long as the server's
     is_first = place is None or place.rank == 0
     console = console_for(show if is_first else "nothing")
     folder = RunFolder(config.output_dir)

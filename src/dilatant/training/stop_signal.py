@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -62,3 +63,16 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+
+class RunStopped(Exception):
+    """Raised when a signal ends a run before training begins or after it ends: no step is lost. exit_code: as in
+    `RunResult`. can_resume: `output_dir` holds the run."""
+
+    def __init__(self, exit_code: int, output_dir: str) -> None:
+        self.exit_code = exit_code
+        self.can_resume = Path(output_dir, "config.yaml").exists()
+        then = "go on with `dilatant resume`" if self.can_resume else "nothing had begun, so start it again"
+        super().__init__(
+            f"stopped by {signal.Signals(exit_code - 128).name} while no step was trained; {then}"
+        )
