@@ -74,7 +74,6 @@ class _Start:
     size: int
     port: int
     token: bytes
-    payload: bytes
     folder: str | None
 
 
@@ -142,11 +141,11 @@ def launch_local(
     server = StoreServer("127.0.0.1", 0, token)
     workers: dict[int, tuple[Any, Connection]] = {}
 
-    def begin(rank: int, payload: bytes) -> Connection:
-        ours, theirs = context.Pipe(duplex=False)
+    def begin(rank: int) -> Connection:
+        ours, theirs = context.Pipe()
         process = context.Process(
             target=_serve,
-            args=(theirs, _Start(rank, num_workers, server.port, token, payload, folder)),
+            args=(theirs, _Start(rank, num_workers, server.port, token, folder)),
             name=f"dilatant-{rank}",
         )
         process.start()
@@ -156,13 +155,17 @@ def launch_local(
 
     def begin_again() -> dict[Connection, int]:
         assert newcomers is not None
-        return {begin(rank, _pickled(function, theirs)): rank for rank, theirs in newcomers()}
+        again = {begin(rank): (rank, _pickled(function, theirs)) for rank, theirs in newcomers()}
+        for connection, (_, payload) in again.items():
+            _send(connection, payload)
+        return {connection: rank for connection, (rank, _) in again.items()}
 
     try:
         store = connect("127.0.0.1", server.port, token, on_one_machine=True)
-        for rank in range(num_workers):
-            begin(rank, payload)
+        connections = [begin(rank) for rank in range(num_workers)]
         started()
+        for connection in connections:
+            _send(connection, payload)
         results = _watch(workers, store, None if newcomers is None else begin_again)
         _join([process for process, _ in workers.values()], GRACE_SECONDS)
         return results
@@ -173,6 +176,13 @@ def launch_local(
             connection.close()
         _join([process for process, _ in workers.values()], GRACE_SECONDS)
         server.close()
+
+
+def _send(connection: Connection, payload: bytes) -> None:
+    """Send what a worker runs, once all workers run: each takes it only after it has imported the user's script, which
+    they thus do at the same time. The end of a worker that takes nothing is noticed when its result is awaited."""
+    with contextlib.suppress(OSError):
+        connection.send_bytes(payload)
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -310,9 +320,10 @@ def _serve(connection: Connection, start: _Start) -> None:
     ).start()
     heed_launcher()
     try:
+        payload = connection.recv_bytes()
         store = connect("127.0.0.1", start.port, start.token, on_one_machine=True)
         worker = worker_here(start.rank, start.size, start.rank, start.size, store)
-        function, args = pickle.loads(start.payload)
+        function, args = pickle.loads(payload)
         answer: Any = (function(worker, *args),)
     except BaseException as error:
         answer = _report(start.rank, error)
