@@ -32,7 +32,7 @@ train: install
 # Two processes take files in turn, those of the command line (long ones) early: more processes would crowd the tests that
 # start ranks of their own.
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 slow: install
 	$(BIN)/python -m pytest -m slow
