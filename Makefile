@@ -29,8 +29,8 @@ train: install
 	$(BIN)/python examples/digits.py data/digits
 	$(BIN)/dilatant train examples/quickstart.yaml --overwrite
 
-# Two processes take files in turn, those of the command line (long ones) early: more processes would crowd the tests that
-# start ranks of their own.
+# Three processes take files in turn, those of the command line (long ones) early. Many tests wait, so three fill two
+# cores; more would crowd the tests that start ranks of their own.
 test: install lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
