@@ -168,10 +168,9 @@ def test_expanded_gradients_equal_dense_attention() -> None:
         check(expanded, tuning, 2e-5)
 
 
-@pytest.mark.parametrize(
-    "heads_per_gather", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, None))]
-)
-@pytest.mark.parametrize("kind", [pytest.param("document_causal", marks=pytest.mark.slow), "embedded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads_per_gather", [1, 2, None])
+@pytest.mark.parametrize("kind", ["document_causal", "embedded"])
 def test_head_groups_gathered_in_turn_equal_dense_gradients(kind: str, heads_per_gather: int | None) -> None:
     """The output of each group is a view of its heads in the whole output; one rank suffices to test the order."""
     mask = mask_kinds.build_mask(SHORT_ROW, kind)

@@ -22,7 +22,9 @@ size up takes a thousand."""
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "forward" else pytest.mark.slow) for name in KERNELS]
+)
 def test_hopper_kernels_keep_the_warpgroup_tensor_cores_fed(name: str, head_dim: int) -> None:
     compiled = compile_kernel(name, tuning_for(head_dim, 2, (9, 0)), head_dim)
     assert compiled.warpgroup_products > 0

@@ -28,7 +28,7 @@ def config_of(family: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "is_cut"),
     [
-        ("deepseek_vl", True),
+        pytest.param("deepseek_vl", True, marks=pytest.mark.slow),
         ("glmasr", True),  # sounds
         pytest.param("mistral3", True, marks=pytest.mark.slow),  # native sizes, Pixtral
         pytest.param("qwen3_asr", True, marks=pytest.mark.slow),

@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("language", "zero", "stays"),
     [
         ({"replicas": 2, "pp": 2}, "none", (0, 3)),
-        ({"replicas": 2, "tp": 2}, "none", (1, 2, 3)),
+        pytest.param({"replicas": 2, "tp": 2}, "none", (1, 2, 3), marks=pytest.mark.slow),
         ({"replicas": 4}, "node", (2, 3)),
     ],
     ids=["pipelines", "tensor", "shards"],

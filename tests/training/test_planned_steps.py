@@ -76,7 +76,7 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
         pytest.param("random", None, 4, False, marks=pytest.mark.slow),
         pytest.param("entrain", None, 4, False, marks=pytest.mark.slow),
         pytest.param("balanced", 100, 4, False, marks=pytest.mark.slow),
-        ("searched", 100, 4, False),
+        pytest.param("searched", 100, 4, False, marks=pytest.mark.slow),
         (
             "balanced",
             100,
