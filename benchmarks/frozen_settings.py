@@ -138,7 +138,7 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--markdown", action="store_true", help="the table of docs/models.md")
+    parser.add_argument("--markdown", action="store_true", help="the table of examples/recipes.md")
     parser.add_argument("--only", nargs="*", choices=SETTINGS, help="the others' results are read from --out")
     given = parser.parse_args()
     results = {}
