@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import ErrorType
 
 from dilatant.comm import backends
-from dilatant.comm.comm import Comm
+from dilatant.comm.comm import ABORTED, Comm
 from dilatant.comm.deadlines import DeadlineThread, ProgressDeadline, Stalled
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Group
@@ -110,6 +110,30 @@ def test_a_host_blocked_on_a_gpu_is_freed_and_names_the_cause(
 ) -> None:
     for reason in workers.run(_host_waits_for_its_device, 2, how):
         assert re.match(rf"rank [01] waited over 3 s for .*; {expected}", reason), reason
+
+
+def _aborts_before_another_rank_asks(worker: Worker) -> tuple[str, list[int]]:
+    meet(worker)
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=1)
+    store = worker.store.clone()
+    comm.world.barrier()
+    found: tuple[str, list[int]] = "", []
+    if worker.rank == 0:
+        comm.abort("rank 1 is late", notify_others=False)
+        store.set("aborted", b"")
+        store.wait(["answered"])  # busy with what follows an abort
+    else:
+        store.wait(["aborted"])
+        found = comm._describe_others()
+        store.set("answered", b"")
+    store.close()
+    comm.close()
+    return found
+
+
+def test_a_rank_that_has_aborted_is_not_blamed_for_what_it_does_then(workers: WorkerPool) -> None:
+    _, (text, culprits) = workers.run(_aborts_before_another_rank_asks, 2)
+    assert (text, culprits) == (f"rank 0 {ABORTED}", [])
 
 
 class _Handle:

@@ -33,6 +33,8 @@ from dilatant.comm.store.store import Store
 
 WORLD = "world"
 """Name of the group of all ranks."""
+ABORTED = "waits for nothing more: its communication is aborted"
+"""Answer of a rank to a check after an abort: not it, but what it aborted for, keeps others waiting."""
 
 
 class Comm:
@@ -358,7 +360,9 @@ class Comm:
         self.abort(text, notify_others=False)
 
     def _activity(self) -> str:
-        """Describe what the main thread is doing; the text begins with "waits" if it waits for other ranks."""
+        """Describe what the main thread is doing; the text begins with "waits" if it does not keep other ranks waiting."""
+        if self._reason is not None:
+            return ABORTED
         waiting = self._waiting
         if waiting is not None:
             return f"waits for {waiting[0]} since {time.monotonic() - waiting[1]:.0f} s"
@@ -383,6 +387,8 @@ class Comm:
                 f"nor does the store (of the launcher, or of rank 0 under an outer one) answer: {reason}",
                 [],
             )
+        if ABORTED in answers.values():
+            self._await_abort()  # that rank's message gives the reason
         others = [rank for rank in range(self.size) if rank != self.rank]
         absent = [str(rank) for rank in others if rank not in inboxes]
         silent = [str(rank) for rank in inboxes if rank not in answers]
