@@ -360,7 +360,7 @@ class Comm:
         self.abort(text, notify_others=False)
 
     def _activity(self) -> str:
-        """Describe what the main thread is doing; the text begins with "waits" if it does not keep other ranks waiting."""
+        """Describe what the main thread is doing; the text begins with "waits" if it keeps no other rank waiting."""
         if self._reason is not None:
             return ABORTED
         waiting = self._waiting
