@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,23 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import require_plain
 
 
+class Layout(StrEnum):
+    """Format of exported weights."""
+
+    HF = "hf"
+    DCP = "dcp"
+
+
 def export(
     folder: RunPath,
     to: Annotated[
         Path | None,
         typer.Option(help="Where to: a new folder, or an earlier export. The run's own export/ by default."),
     ] = None,
+    layout: Annotated[
+        Layout,
+        typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp)."),
+    ] = Layout.HF,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -29,6 +41,12 @@ def export(
     require_plain(folder, is_run=True)
     config = read_run(folder, trust=trust, needs_data=False)
     target = to or folder / "export"
+    lora = config.model.lora
+    if layout is Layout.DCP and lora is not None and not lora.merge:
+        raise UserError(
+            "--format dcp is for whole models, but model.lora.merge is false: the export is the adapter alone, in "
+            "peft's format; leave --format out"
+        )
     say_loading()
 
     from dilatant.hf.export import check_target
@@ -46,7 +64,8 @@ def export(
         checkpoint = best_of(checkpoint)
     tokenizer, encoding = assemble_encoding(config)
     model = assemble_model(config, tokenizer, encoding, hollow=True)
-    export_checkpoint(checkpoint.path, model, config, encoding, target, folder)
+    is_dcp = layout is Layout.DCP
+    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, is_dcp)
     if as_json:
         print(json.dumps({"export": str(target), "step": checkpoint.step}))
     say(console, f"step {checkpoint.step} exported to {target}")

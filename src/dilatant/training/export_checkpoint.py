@@ -21,7 +21,13 @@ from dilatant.training.optimizers.master_weights import AVERAGE
 
 
 def export_checkpoint(
-    checkpoint: Path, model: MultimodalModel, config: Config, encoding: Encoding, folder: Path, run: Path
+    checkpoint: Path,
+    model: MultimodalModel,
+    config: Config,
+    encoding: Encoding,
+    folder: Path,
+    run: Path,
+    dcp: bool = False,
 ) -> None:
     """Load `checkpoint` into `model` and export it in the dtypes of its source files. See `export_model`."""
     dtypes = source_dtypes(config.model)
@@ -48,4 +54,4 @@ def export_checkpoint(
     averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
     if averages:
         load(checkpoint, {"model": {}, "optimizer": averages}, known=set(weights))
-    export_model(model, encoding, folder, run, config.model.id, config.model)
+    export_model(model, encoding, folder, run, config.model.id, config.model, dcp)
