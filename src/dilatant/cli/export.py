@@ -31,6 +31,13 @@ def export(
         Layout,
         typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp)."),
     ] = Layout.HF,
+    licence: Annotated[
+        str | None, typer.Option("--license", help="Licence in the model card, as on the hub: apache-2.0.")
+    ] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Also upload the export; a new repository is private."),
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -50,11 +57,14 @@ def export(
     say_loading()
 
     from dilatant.hf.export import check_target
+    from dilatant.hf.hub_upload import check_push, push
     from dilatant.planning.assemble import assemble_encoding, assemble_model
     from dilatant.training.checkpoints.checkpoint import best_of, newest_valid
     from dilatant.training.export_checkpoint import export_checkpoint
 
     check_target(target, folder)
+    if push_to_hub is not None:
+        check_push(push_to_hub)
     checkpoint, warnings = newest_valid(folder / "checkpoints")
     for warning in warnings:
         warn(console, warning)
@@ -64,8 +74,11 @@ def export(
         checkpoint = best_of(checkpoint)
     tokenizer, encoding = assemble_encoding(config)
     model = assemble_model(config, tokenizer, encoding, hollow=True)
-    is_dcp = layout is Layout.DCP
-    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, is_dcp)
-    if as_json:
-        print(json.dumps({"export": str(target), "step": checkpoint.step}))
+    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout is Layout.DCP, licence)
     say(console, f"step {checkpoint.step} exported to {target}")
+    result = {"export": str(target), "step": checkpoint.step}
+    if push_to_hub is not None:
+        result["hub"] = push(target, push_to_hub, checkpoint.step)
+        say(console, f"pushed to {result['hub']}")
+    if as_json:
+        print(json.dumps(result))

@@ -74,13 +74,14 @@ def export_model(
     source: str | None = None,
     config: ModelConfig | None = None,
     dcp: bool = False,
+    card: str = "",
 ) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
     run: the run folder, which is never replaced. source: the id or folder of a pretrained VLM, None if it began from
     scratch. config: the model's section; without it, adapters are not written. dcp: write the weights as checkpoints of
-    torch (see `convert_to_dcp`). Raises UserError if `folder` holds anything else (see `check_target`, which can be
-    called before the work begins) or the disk cannot take the export.
+    torch (see `convert_to_dcp`). card: the model card. Raises UserError if `folder` holds anything else (see
+    `check_target`, which can be called before the work begins) or the disk cannot take the export.
     """
     check_target(folder, run)
     generation = getattr(model.language.model, "generation_config", None)
@@ -123,6 +124,8 @@ def export_model(
                 },
             )
             (writing / _TEMPLATE).write_text(encoding.chat.template.text, encoding="utf-8")
+            if card:
+                (writing / "README.md").write_text(card, encoding="utf-8")
             _use_template(writing if model.whole else writing / LANGUAGE, encoding.chat.template.text)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
