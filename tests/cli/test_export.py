@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -51,6 +52,31 @@ def test_export_spares_foreign_files_and_replaces_an_export(
         assert code == 0
         assert json.loads(out) == {"export": str(mine / "[b]new"), "step": 6}
     assert tree(mine / "[b]new") == tree(run / "export")
+
+
+def test_an_export_for_torch_has_a_card_and_is_pushed_only_with_a_token(
+    run: Path, dilatant: Dilatant, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path_factory.mktemp("for_torch") / "export"
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    for options, says in (
+        (("--push-to-hub", "me/mine"), "needs a token"),
+        (("--push-to-hub", "not/a/name"), "--push-to-hub: "),
+    ):
+        code, _, err = dilatant("export", run, "--to", target, *options)
+        assert code == 2
+        assert says in err
+        assert not target.exists()
+    code, _, err = dilatant("export", run, "--to", target, "--format", "dcp", "--license", "apache-2.0")
+    assert code == 0, err
+    assert (target / "language/.metadata").is_file()
+    assert not [*target.rglob("model*.safetensors")]
+    card = huggingface_hub.ModelCard((target / "README.md").read_text())
+    assert card.data.license == "apache-2.0"
+    assert "| steps | 6 of " in card.text
+    code, _, err = dilatant("generate", target, "--prompt", "a")
+    assert code == 2
+    assert "without --format dcp" in err
 
 
 def test_a_run_whose_data_are_gone_is_exported_with_a_word(own_run: Path, dilatant: Dilatant) -> None:

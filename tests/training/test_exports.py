@@ -12,7 +12,8 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cases.cut_wholes import opened
@@ -25,7 +26,8 @@ from dilatant.config.model import LoraConfig
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import load_tokenizer
-from dilatant.hf.stored_weights import read_pretrained, tensor_files
+from dilatant.hf.export import load_exported
+from dilatant.hf.stored_weights import check_sources, read_pretrained, tensor_files
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.build import build_model
 from dilatant.models.core.materialize import allocate
@@ -38,7 +40,9 @@ from dilatant.training.export_checkpoint import export_checkpoint
 Weights = dict[str, torch.Tensor]
 
 
-def export_of(base: Path, tree: dict[str, Any], train: Callable[[Weights], Weights] = lambda w: w) -> Path:
+def export_of(
+    base: Path, tree: dict[str, Any], train: Callable[[Weights], Weights] = lambda w: w, dcp: bool = False
+) -> Path:
     """The export of a run that began with the config's sources, and changed the weights as `train` does."""
     data = {"train": [{"path": "x.jsonl"}], "max_length": 8}
     steps = {"steps": 1, "global_batch_size": 1}
@@ -56,8 +60,9 @@ def export_of(base: Path, tree: dict[str, Any], train: Callable[[Weights], Weigh
     writer.publish()
     writer.close()
     encoding = Encoding(chat_tokenizer(tokenizer), media_units(config.model, tokenizer))
-    export_checkpoint(base / "run/step-00000001", build(), config, encoding, base / "export", base / "run")
-    return base / "export"
+    export = base / ("dcp" if dcp else "export")
+    export_checkpoint(base / "run/step-00000001", build(), config, encoding, export, base / "run", dcp)
+    return export
 
 
 def as_parts(base: Path, **case: Any) -> dict[str, Any]:
@@ -241,3 +246,62 @@ def parse_text() -> Any:
 def test_experts_without_adapters_are_named() -> None:
     with pytest.warns(UserWarning, match=r"experts of 5 blocks \(.*mlp.experts, ...\) are no linear layers"):
         opened("qwen3_vl_moe", lora=LoraConfig())
+
+
+def read_by_torch(folder: Path, state: Weights) -> Weights:
+    """Fill a state dict from a checkpoint of torch, which refuses one that lacks any of its keys."""
+    checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl_moe"])
+def test_torch_loads_an_export_into_a_model_by_its_own_keys(tmp_path: Path, family: str) -> None:
+    save_as_the_hub_does(family, tmp_path / "m")
+    mixed(tmp_path / "m", lambda key: "norm" in key and key.endswith("weight"))
+    torch.manual_seed(1)
+    tree = {"id": "m", "lora": {"r": 2}}
+    drawn = lambda w: {k: 0.1 * torch.randn_like(v) if is_adapter(k) else v for k, v in w.items()}  # noqa: E731
+    plain = export_of(tmp_path, tree, drawn)
+    torch.manual_seed(1)
+    folder = export_of(tmp_path, tree, drawn, dcp=True)
+    names = {str(path.relative_to(plain)) for path in plain.rglob("*")}
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == {
+        *(names - {"model.safetensors"}), ".metadata", "__0_0.distcp"
+    }  # fmt: skip
+    expected = AutoModelForImageTextToText.from_pretrained(plain, dtype="auto").state_dict()
+    empty = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).state_dict()
+    read = read_by_torch(folder, {key: torch.zeros_like(tensor) for key, tensor in empty.items()})
+    assert [
+        key for key in expected if not torch.equal(read[key].to(expected[key].dtype), expected[key])
+    ] == []
+    dtypes = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    in_fp32 = {key for key, entry in dtypes.items() if entry.properties.dtype == torch.float32}
+    assert in_fp32 == {key for key in dtypes if "norm" in key and key.endswith("weight")}
+    with pytest.raises(UserError, match="without --format dcp to ask the model"):
+        load_exported(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:model.encoders.vision.projector")
+def test_parts_go_on_from_an_export_as_checkpoints_of_torch(tmp_path: Path) -> None:
+    tree = as_parts(tmp_path, tied=True)
+    load_tokenizer("bytes").save_pretrained(str(tmp_path / "m/words"))
+    tree["language_model"] |= {"id": str(resized(tmp_path / "m/language"))}
+    folders = [export_of(tmp_path, tree, dcp=dcp) for dcp in (False, True)]
+    empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folders[1] / "language"))
+    read = read_by_torch(folders[1] / "language", empty.state_dict())
+    assert torch.equal(read["lm_head.weight"], read["model.embed_tokens.weight"])  # a checkpoint has both
+    again = []
+    for folder in folders:
+        tree = {"output_dir": "run", "model": {"id": folder.name}}
+        data, steps = {"train": [{"path": "x.jsonl"}]}, {"steps": 1, "global_batch_size": 1}
+        config = parse_config({**tree, "data": data, "train": steps}, base=tmp_path).model
+        model = build_model(config, hollow=config.units, tokenizer=load_model_tokenizer(config))
+        check_sources(model, config)
+        weights = {name: w for unit in model.units.values() for name, w in unit.named_logical_parameters()}
+        boxes = {name: Box.of(name, tuple(weight.shape)) for name, weight in weights.items()}
+        again.append(read_pretrained(model, config, boxes, 1))
+        assert again[-1].keys() == boxes.keys()
+    assert [name for name in again[0] if not torch.equal(again[0][name], again[1][name])] == []
+    expected = AutoModelForCausalLM.from_pretrained(folders[0] / "language").state_dict()
+    assert [key for key in expected if not torch.equal(expected[key], read[key])] == []

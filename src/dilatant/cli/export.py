@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +14,29 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import require_plain
 
 
+class Layout(StrEnum):
+    """Format of exported weights."""
+
+    HF = "hf"
+    DCP = "dcp"
+
+
 def export(
     folder: RunPath,
     to: Annotated[
         Path | None,
         typer.Option(help="Where to: a new folder, or an earlier export. The run's own export/ by default."),
+    ] = None,
+    layout: Annotated[
+        Layout,
+        typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp)."),
+    ] = Layout.HF,
+    licence: Annotated[
+        str | None, typer.Option("--license", help="Licence in the model card, as on the hub: apache-2.0.")
+    ] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Also upload the export; a new repository is private."),
     ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -29,14 +48,23 @@ def export(
     require_plain(folder, is_run=True)
     config = read_run(folder, trust=trust, needs_data=False)
     target = to or folder / "export"
+    lora = config.model.lora
+    if layout is Layout.DCP and lora is not None and not lora.merge:
+        raise UserError(
+            "--format dcp is for whole models, but model.lora.merge is false: the export is the adapter alone, in "
+            "peft's format; leave --format out"
+        )
     say_loading()
 
     from dilatant.hf.export import check_target
+    from dilatant.hf.hub_upload import check_push, push
     from dilatant.planning.assemble import assemble_encoding, assemble_model
     from dilatant.training.checkpoints.checkpoint import best_of, newest_valid
     from dilatant.training.export_checkpoint import export_checkpoint
 
     check_target(target, folder)
+    if push_to_hub is not None:
+        check_push(push_to_hub)
     checkpoint, warnings = newest_valid(folder / "checkpoints")
     for warning in warnings:
         warn(console, warning)
@@ -46,7 +74,11 @@ def export(
         checkpoint = best_of(checkpoint)
     tokenizer, encoding = assemble_encoding(config)
     model = assemble_model(config, tokenizer, encoding, hollow=True)
-    export_checkpoint(checkpoint.path, model, config, encoding, target, folder)
-    if as_json:
-        print(json.dumps({"export": str(target), "step": checkpoint.step}))
+    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout is Layout.DCP, licence)
     say(console, f"step {checkpoint.step} exported to {target}")
+    result = {"export": str(target), "step": checkpoint.step}
+    if push_to_hub is not None:
+        result["hub"] = push(target, push_to_hub, checkpoint.step)
+        say(console, f"pushed to {result['hub']}")
+    if as_json:
+        print(json.dumps(result))

@@ -219,8 +219,9 @@ class ModelConfig(Section):
 
     id: IdOrPath | None = None
     """A whole vision-language model: an id on the hub or a folder, such as Qwen2.5-VL, InternVL3 or LLaVA. Its encoders
-    become units (`vision`), its text model the unit `language`. The export of a model of parts is also accepted; its
-    encoders, projectors and language model are loaded."""
+    become units (`vision`), its text model the unit `language`. The weights may be a checkpoint of torch (DCP) beside
+    `config.json`. The export of a model of parts is also accepted; its encoders, projectors and language model are
+    loaded."""
     config: dict[str, Any] | None = None
     """A transformers config of a whole model with its `model_type`; the model starts from random weights."""
     tokenizer: IdOrPath | None = None

@@ -31,6 +31,8 @@ from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
 from dilatant.hf.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
+from dilatant.hf.dcp_export import convert_to_dcp
+from dilatant.hf.dcp_files import METADATA
 from dilatant.hf.pretrained_export import copy_companion_files, write_pretrained
 from dilatant.hf.stored_weights import read_pretrained_vlm
 from dilatant.models.core.materialize import allocate
@@ -71,12 +73,15 @@ def export_model(
     run: Path | None = None,
     source: str | None = None,
     config: ModelConfig | None = None,
+    dcp: bool = False,
+    card: str = "",
 ) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
     run: the run folder, which is never replaced. source: the id or folder of a pretrained VLM, None if it began from
-    scratch. config: the model's section; without it, adapters are not written. Raises UserError if `folder` holds
-    anything else (see `check_target`, which can be called before the work begins) or the disk cannot take the export.
+    scratch. config: the model's section; without it, adapters are not written. dcp: write the weights as checkpoints of
+    torch (see `convert_to_dcp`). card: the model card. Raises UserError if `folder` holds anything else (see
+    `check_target`, which can be called before the work begins) or the disk cannot take the export.
     """
     check_target(folder, run)
     generation = getattr(model.language.model, "generation_config", None)
@@ -99,6 +104,8 @@ def export_model(
                     assert config.lora is not None
                     place = writing / ADAPTERS / adapted.folder if config.lora.merge else writing
                     write_adapter(adapted, config.lora, place)
+                if dcp:
+                    convert_to_dcp(model, writing)
             for unit in encoding.units:
                 place = writing if model.whole else writing / unit.name
                 _save_settings(unit, place, config is not None and config.processor is not None)
@@ -117,6 +124,8 @@ def export_model(
                 },
             )
             (writing / _TEMPLATE).write_text(encoding.chat.template.text, encoding="utf-8")
+            if card:
+                (writing / "README.md").write_text(card, encoding="utf-8")
             _use_template(writing if model.whole else writing / LANGUAGE, encoding.chat.template.text)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
@@ -141,6 +150,11 @@ def _save_settings(unit: MediaUnit, place: Path, is_requested: bool) -> None:
 def load_exported(folder: Path) -> ExportedModel:
     """Read what `export_model` wrote. Raises UserError."""
     markers, drawn = _read_conversation(folder)
+    if any((place / METADATA).is_file() for place in (folder, folder / LANGUAGE)):
+        raise UserError(
+            f"{str(folder)!r} holds its weights as a checkpoint of torch, for training; export the run again without "
+            "--format dcp to ask the model"
+        )
     if (folder / "config.json").is_file():
         return _load_pretrained_vlm(folder, drawn)
     if not (folder / "adapter_config.json").is_file():

@@ -31,7 +31,8 @@ from dilatant.models.families.pretrained import (
 )
 from dilatant.models.multimodal import MultimodalModel
 
-_UNREAD = "model-unread.safetensors"
+UNREAD = "model-unread.safetensors"
+"""File of an export with weights of the source that transformers does not read."""
 _ROTARY = ("rope_theta", "rope_scaling")
 _OF_OTHERS = re.compile(r"visual|vision|audio|inv_freq|attn\.(masked_)?bias")
 """Keys of encoders, which are no part of a language model, and of computed tensors."""
@@ -84,9 +85,9 @@ def copy_companion_files(source: str, model: PreTrainedModel, folder: Path) -> N
     unread = dict(Layout(files, {key: key for key in unread_keys}).tensors(unread_keys))
     if not unread:
         return
-    save_file(unread, folder / _UNREAD, {"format": "pt"})
-    weight_map = {key: file.name for key, file in written.items()} | dict.fromkeys(unread, _UNREAD)
-    size = sum(file.stat().st_size for file in {*written.values(), folder / _UNREAD})
+    save_file(unread, folder / UNREAD, {"format": "pt"})
+    weight_map = {key: file.name for key, file in written.items()} | dict.fromkeys(unread, UNREAD)
+    size = sum(file.stat().st_size for file in {*written.values(), folder / UNREAD})
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     write_object(folder / INDEX, index)
 
@@ -166,7 +167,7 @@ def _differences(
 
 def _layout_of(whole: PretrainedModel, files: Mapping[str, Path]) -> Layout:
     """Find the weights of a pretrained VLM by the keys of its own state dict."""
-    return Layout(files, stored_keys(whole, files) if files else {})
+    return Layout(files, stored_keys(whole.composite(), files) if files else {})
 
 
 def _file(source: str, name: str) -> Path | None:

@@ -1,4 +1,5 @@
-"""Weights from safetensors files: a rank opens the files of its units and reads its own tensors, nothing else.
+"""Weights from safetensors files, or from checkpoints of torch (DCP): a rank opens the files of its units and reads its
+own tensors, nothing else.
 
 Checkpoints that transformers converts while it loads them (renamed or merged weights) cannot be read by name.
 Transformers reads their units whole, and what this rank does not hold is dropped.
@@ -7,8 +8,10 @@ Transformers reads their units whole, and what this rank does not hold is droppe
 from __future__ import annotations
 
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,15 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
 from dilatant.config.model import EncoderConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
-from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key
+from dilatant.hf.dcp_files import METADATA, DcpTensors, is_dcp
+from dilatant.models.adapters.lora import (
+    MAGNITUDE,
+    adapted_key,
+    is_adapter,
+    magnitude_of,
+    plain_key,
+    tied_keys,
+)
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
 from dilatant.models.encoders.projector import misfit, stored_projector
@@ -42,8 +53,8 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Weights in safetensors files. files: stored key → file. keys: name of a weight → its stored key, for the weights
-    that the files hold by name."""
+    """Weights in files. files: stored key → file. keys: name of a weight → its stored key, for the weights that the
+    files hold by name."""
 
     files: Mapping[str, Path]
     keys: Mapping[str, str]
@@ -61,7 +72,7 @@ class Layout:
         """Find the weights of a pretrained VLM, without generators."""
         whole = model.whole
         assert whole is not None
-        stored = stored_keys(whole, files) if files else {}
+        stored = stored_keys(whole.composite(), files) if files else {}
         pairs = ((weight.name, whole.key_of(unit, weight)) for unit, weight in model.weights_of_whole())
         return cls(files, {name: stored[key] for name, key in pairs if key in stored})
 
@@ -170,6 +181,40 @@ def read_pretrained(
     return weights | _read_generators(model, config, held) | read_adapters(model, config, held)
 
 
+def check_sources(model: MultimodalModel, config: ModelConfig) -> None:
+    """Check the checkpoints of torch (DCP) among the sources of a model: warn of tensors that are not read. Raises
+    UserError for weights that one lacks; transformers, which begins some at random, does not read this format."""
+    sources = {f"model.encoders.{name}": (name, entry.id) for name, entry in config.encoders.items()}
+    place = "model.id" if config.is_whole else "model.language_model"
+    for where, (name, source) in (sources | {place: (model.graph.anchor, config.text.id)}).items():
+        if source is None or not is_dcp(source):
+            continue
+        files = pretrained_files(source) or {}
+        if model.whole is not None:
+            composite = model.whole.composite()
+            wanted, found = {key: key for key in composite.state_dict()}, stored_keys(composite, files)
+            tied = tied_keys(composite)
+        else:
+            unit = model.units[name]
+            found, tied = dict(Layout.of_unit(unit, "model", files).keys), unit.tied
+            own = [
+                weight for weight in unit.weights if weight.part == "model" and not is_adapter(weight.name)
+            ]
+            wanted = {weight.name: plain_key(weight.key) for weight in own}
+        lacking = [wanted[name] for name in wanted if name not in found and name not in tied]
+        others = sorted(files.keys() - found.values())
+        if lacking:
+            raise UserError(
+                f"{where}: {source!r} lacks {len(lacking)} weights of its model, such as {lacking[0]!r}, and holds "
+                f"{others[:1]}; a checkpoint of torch needs the keys of the Hugging Face model's state_dict()"
+            )
+        if others:
+            warnings.warn(
+                f"{where}: {source!r} holds {len(others)} tensors that are not read, such as {others[0]!r}",
+                stacklevel=2,
+            )
+
+
 def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torch.dtype]:
     """Return logical name → floating dtype of the weights that the files of pretrained ids hold by name; the dtype may
     differ from weight to weight (fp32 norms in a bf16 model)."""
@@ -271,9 +316,12 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
 
 
 def pretrained_files(source: str) -> Mapping[str, Path] | None:
-    """Return stored key → file of a pretrained folder or id, downloaded when accessed; None without safetensors."""
+    """Return stored key → file of a pretrained folder or id, downloaded when accessed; None without safetensors and
+    without a checkpoint of torch. Raises UserError."""
     if Path(source).is_dir():
         folder = Path(source)
+        if is_dcp(folder):
+            return _keys(folder / METADATA)
         return tensor_files(folder) if any(folder.glob("*.safetensors")) else None
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     index = cached_file(source, INDEX, **options)
@@ -345,10 +393,12 @@ def _read(tensors: Any, stored: str, box: Box | None) -> Tensor:
     return part
 
 
-def open_tensors(file: Path) -> safe_open:
-    """Open a safetensors file. Raises UserError."""
+def open_tensors(file: Path) -> AbstractContextManager[Any]:
+    """Open a safetensors file, or a checkpoint of torch by its metadata. Raises UserError."""
     if not file.is_file():
         raise UserError(f"weights cannot be read from {str(file)!r}: there is no such file")
+    if file.name == METADATA:
+        return nullcontext(DcpTensors(file))
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

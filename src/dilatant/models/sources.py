@@ -227,11 +227,13 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the config of an id or folder, cache first. Raises UserError, without long retries when offline."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        is_adapter = (Path(name) / "adapter_config.json").is_file()
-        found = "; it is an adapter: write 'model.lora.adapter' for it, and the id of its model here"
+        found = ""
+        if (Path(name) / "adapter_config.json").is_file():
+            found = "; it is an adapter: write 'model.lora.adapter' for it, and the id of its model here"
+        elif (Path(name) / ".metadata").is_file():
+            found = "; copy config.json and the tokenizer of its model beside the checkpoint of torch"
         raise UserError(
-            f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout"
-            f"{found if is_adapter else ''}"
+            f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout{found}"
         )
     if Path(name).is_dir():
         _refuse_absurd(_plain_config(Path(name) / "config.json", where), where)

@@ -26,6 +26,7 @@ from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_
 from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.state.exact_sums import ExactGradients
+from dilatant.runtime.state.full_state import gather_full_state, load_full_state
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of, slice_of, trainable_layers
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.shared_weights import StateLayout
@@ -296,6 +297,38 @@ class Runtime:
                 for number, (tokens, losses) in zip(outcome.samples, parts, strict=True):
                     predicted[number] = SamplePredictions(tokens.tolist(), losses.tolist())
             return predicted
+
+    def log_probabilities(self, samples: Sequence[EncodedSample]) -> list[Tensor]:
+        """Return the log-probability of each target token, fp32 [targets] for each sample, on every rank; called by all
+        ranks. Targets are the labels that are not -100; the model runs in evaluation mode, without gradients."""
+        modes = {number: module.training for number, module in self.modules.items()}
+        self.train(False)
+        own = self.predict(samples)
+        for number, module in self.modules.items():
+            module.train(modes[number])
+        first: dict[int, int] = {}  # several ranks may predict a sample
+        for rank, numbers in enumerate(all_gather_object(self.comm, list(own))):
+            first = {**dict.fromkeys(numbers, rank), **first}
+        counts = [sample.target_tokens for sample in samples]
+        found = torch.zeros(sum(counts))
+        parts = list(found.split(counts))
+        for number, predicted in own.items():
+            if first[number] == self.comm.rank:
+                parts[number].copy_(-torch.tensor(predicted.losses))
+        self.comm.world.sum_(found, "log-probabilities").wait()
+        return parts
+
+    def state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:
+        """Gather all weights on the host of rank 0, under Hugging Face keys (see `full_state.full_keys`); other ranks
+        return an empty dict, unless `everywhere`. Called by all ranks. Adapters are not merged."""
+        return gather_full_state(self.model, self.holdings, self.comm, self.tensors(), everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load weights as `state_dict` returns them; every rank passes all of them, and copies what it holds. An
+        optimizer that has masters of its own is made afterwards. Called by all ranks. Raises UserError."""
+        load_full_state(self.model, self.boxes, self.tensors(), state)
+        self.owned.follow()
+        self._shared.require_equal()
 
     def grad_norm(self) -> float:
         """Return the current norm of all gradients, the same on every rank; called by all ranks."""

@@ -17,13 +17,23 @@ from dilatant.models.core.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.training.checkpoints.checkpoint import load, stored_shapes
+from dilatant.training.checkpoints.files import read_manifest
+from dilatant.training.model_card import model_card
 from dilatant.training.optimizers.master_weights import AVERAGE
 
 
 def export_checkpoint(
-    checkpoint: Path, model: MultimodalModel, config: Config, encoding: Encoding, folder: Path, run: Path
+    checkpoint: Path,
+    model: MultimodalModel,
+    config: Config,
+    encoding: Encoding,
+    folder: Path,
+    run: Path,
+    dcp: bool = False,
+    licence: str | None = None,
 ) -> None:
-    """Load `checkpoint` into `model` and export it in the dtypes of its source files. See `export_model`."""
+    """Load `checkpoint` into `model` and export it in the dtypes of its source files, with a model card. See
+    `export_model` and `model_card`."""
     dtypes = source_dtypes(config.model)
     of_source = stored_dtypes(model, config.model)
     for name, unit in model.units.items():
@@ -48,4 +58,5 @@ def export_checkpoint(
     averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
     if averages:
         load(checkpoint, {"model": {}, "optimizer": averages}, known=set(weights))
-    export_model(model, encoding, folder, run, config.model.id, config.model)
+    card = model_card(config, run, read_manifest(checkpoint).step, licence)
+    export_model(model, encoding, folder, run, config.model.id, config.model, dcp, card)

@@ -14,6 +14,7 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
 from dilatant.data.order.blend import Blend
 from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
+from dilatant.hf.stored_weights import check_sources
 from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
@@ -75,6 +76,7 @@ def prepare(
         if (own_loss := find_loss(config)) is not None:
             model.use_loss(checked_loss(own_loss, model.language.config.vocab_size))
         refuse_unkeyed_dropout(model.units.values())
+        check_sources(model, config.model)
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:

@@ -286,10 +286,9 @@ def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: PretrainedModel)
     return composite.to(device)
 
 
-def stored_keys(whole: PretrainedModel, stored: Iterable[str]) -> dict[str, str]:
-    """Map keys of the composite's state to the keys under which they are stored, without weights that transformers
-    computes from several stored ones. If its conversion table cannot be read, only equal keys are mapped."""
-    model = whole.composite()
+def stored_keys(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Map keys of a model's state to the keys under which they are stored, without weights that transformers computes
+    from several stored ones. If its conversion table cannot be read, only equal keys are mapped."""
     state = dict(model.state_dict())
     keys = list(stored)
     found = {key: key for key in keys if key in state}

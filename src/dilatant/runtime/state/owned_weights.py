@@ -94,6 +94,12 @@ class OwnedWeights:
                 yield from ((cell, tensor if cell == box else tensor[box.place(cell)]) for cell in cells)
 
     @torch.no_grad()
+    def follow(self) -> None:
+        """Copy the weights into the parameters that are copies of them, after the weights were loaded."""
+        for key, view in self._copies.items():
+            self.parameters[key].copy_(view)
+
+    @torch.no_grad()
     def gather(self) -> None:
         """All-gather the updated weights from their owners to all holders; called by all ranks after every update."""
         if self._copies:
