@@ -9,6 +9,7 @@ import yaml
 
 from cases.tiny_project import Dilatant
 from cases.tiny_wholes import save_as_the_hub_does
+from dilatant.config import load_config
 
 
 @pytest.fixture
@@ -35,6 +36,24 @@ def test_train_without_a_config_shows_and_trains_its_config(inside: Path, dilata
     assert yaml.safe_load((inside / "mine.yaml").read_text(encoding="utf-8")) == tree
     assert "id: whole" in out
     assert (inside / "runs" / "whole-lora" / "export" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_kept_config_elsewhere_names_the_same_files(inside: Path, dilatant: Dilatant) -> None:
+    (inside / "kept").mkdir()
+    given = ("--model", "whole", "--data", "train.jsonl", "--eval", "./train.jsonl", "--output", "runs/mine")
+    code, _, err = dilatant(
+        "train", *given, "--set", "data.cache_dir=cache", "--save-config", "kept/mine.yaml"
+    )
+    assert code == 0, err
+    config = load_config(inside / "kept" / "mine.yaml")
+    assert config.model.id == str(inside / "whole")
+    assert [each.path for each in (*config.data.train, *config.data.eval)] == [
+        str(inside / "train.jsonl")
+    ] * 2
+    assert (config.output_dir, config.data.cache_dir) == (
+        str(inside / "runs" / "mine"),
+        str(inside / "cache"),
+    )
 
 
 def test_what_a_start_lacks_is_said(inside: Path, dilatant: Dilatant) -> None:

@@ -34,7 +34,8 @@ def changed(**top: object) -> dict:
     return {**GOOD, **top}
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted([*ROOT.glob("examples/*.yaml"), *ROOT.glob("src/dilatant/recipes/*.yaml")])
 OVERRIDES: tuple[tuple[str, ...], ...] = (
     ("model.generators.image={config: {_class_name: SD3Transformer2DModel}}",),
     (
@@ -59,12 +60,10 @@ OVERRIDES: tuple[tuple[str, ...], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    "given", [*(example.name for example in sorted(EXAMPLES.glob("*.yaml"))), *OVERRIDES], ids=str
-)
+@pytest.mark.parametrize("given", [*(str(path.relative_to(ROOT)) for path in SHIPPED), *OVERRIDES], ids=str)
 def test_saved_config_reads_back_equal(tmp_path: Path, given: str | tuple[str, ...]) -> None:
     if isinstance(given, str):
-        config = load_config(EXAMPLES / given)
+        config = load_config(ROOT / given)
     else:
         config = load_config(write(tmp_path, GOOD), given)
     saved = tmp_path / "elsewhere"

@@ -25,6 +25,7 @@ from dilatant.cli import (
     evaluate,
     export,
     generate,
+    init,
     plan,
     profile,
     resume,
@@ -66,6 +67,7 @@ def _options(
 
 for _verb in (
     *(
+        init.init,
         plan.plan,
         simulate.simulate,
         profile.profile,

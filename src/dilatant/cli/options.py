@@ -119,6 +119,17 @@ def _check_writable(path: Path, shown: str) -> None:
         raise UserError(f"{shown} cannot be written: {error.strerror}") from None
 
 
+def write_new(path: Path, text: str, option: str) -> None:
+    """Write a file that does not exist yet. option: the option that names it, for errors. Raises UserError."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{option} {str(path)!r} is there already; name another file") from None
+    except OSError as error:
+        raise UserError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from None
+
+
 def _replaceable(path: Path, is_same: Same) -> bool:
     try:
         text = path.read_text(encoding="utf-8")

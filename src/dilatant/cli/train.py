@@ -22,6 +22,7 @@ from dilatant.cli.options import (
     say_loading,
     seen_from_here,
     show_places,
+    write_new,
 )
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
@@ -77,18 +78,20 @@ class StartOptions:
             encoders = (
                 tuple(PretrainedModel.of(config, "--model").family.towers) if opens_whole(config) else None
             )
-        tree = starting_config(model, self.data, self.held_out, encoders, self.lora, self.output_dir)
+        folder = None if self.save_config is None else self.save_config.parent
+        names = (model, self.data, self.held_out, encoders, self.lora, self.output_dir)
+        tree = starting_config(*names, folder or Path())
         if trust:
             tree["model"].get("language_model", tree["model"])["trust_remote_code"] = True
         for override in overrides:
-            apply_override(tree, override)
+            apply_override(tree, override, folder)
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def train(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.", show_default=False),
+        typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False),
     ] = None,
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
     *,
@@ -125,14 +128,7 @@ def train(
     say_loading()
     text = start.to_yaml(overrides, trust)
     if start.save_config is not None:
-        shown = repr(str(start.save_config))
-        try:
-            with start.save_config.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise UserError(f"--save-config {shown} is there already; name another file") from None
-        except OSError as error:
-            raise UserError(f"--save-config {shown} cannot be written: {error.strerror}") from None
+        write_new(start.save_config, text, "--save-config")
         print(f"train it with\n  dilatant train {shlex.quote(str(start.save_config))}", file=sys.stderr)
         raise typer.Exit(0)
     print(text, file=sys.stderr if as_json else sys.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,50 @@ def starting_config(
     encoders: tuple[str, ...] | None,
     lora: bool,
     output_dir: str | None = None,
+    folder: Path = Path(),
 ) -> dict[str, Any]:
     """Return the tree of a config. data, held_out: files, folders or hub ids. encoders: the encoder units of a whole
-    model; None for a language model alone. Without LoRA, encoders are frozen and everything else trains."""
+    model; None for a language model alone. folder: the folder of the file to be written; paths are given from the
+    working folder. Without LoRA, encoders are frozen and everything else trains."""
+    named = model_of(model, folder)
     projectors = [f"{unit}.projector" for unit in encoders or ()]
     optimizer: dict[str, Any] = {"learning_rate": LORA_RATE if lora else FULL_RATE, "weight_decay": 0.0}
     if encoders is None:
-        tree: dict[str, Any] = {"language_model": {"id": model}, **({"lora": {}} if lora else {})}
+        tree: dict[str, Any] = {"language_model": {"id": named}, **({"lora": {}} if lora else {})}
     elif lora:
-        tree = {"id": model, "lora": {"train": projectors}}
+        tree = {"id": named, "lora": {"train": projectors}}
         optimizer["groups"] = {name: {"learning_rate": PROJECTOR_RATE} for name in projectors}
     else:
-        tree = {"id": model, "freeze": [f"{unit}.encoder" for unit in encoders]}
+        tree = {"id": named, "freeze": [f"{unit}.encoder" for unit in encoders]}
     name = Path(model).name or "model"
-    sources: dict[str, Any] = {"train": [_source(each) for each in data]}
+    sources: dict[str, Any] = {"train": [source_of(each, folder) for each in data]}
     if held_out:
-        sources["eval"] = [_source(each) for each in held_out]
+        sources["eval"] = [source_of(each, folder) for each in held_out]
     return {
-        "output_dir": output_dir or f"runs/{name}{'-lora' if lora else ''}",
+        "output_dir": seen_from(output_dir, folder)
+        if output_dir
+        else f"runs/{name}{'-lora' if lora else ''}",
         "model": tree,
         "data": {**sources, "max_length": TOKENS},
         "train": {"global_batch_size": BATCH, "epochs": 1, "optimizer": optimizer},
     }
 
 
-def _source(text: str) -> dict[str, str]:
+def seen_from(path: str, folder: Path) -> str:
+    """Return a path of the working folder as a file in `folder` has to write it; it stays if it is absolute or begins
+    with `~` or a variable."""
+    if path.startswith(("/", "~", "$")):
+        return path
+    return os.path.relpath(path, os.path.realpath(folder))
+
+
+def model_of(text: str, folder: Path) -> str:
+    """Return the id that a file in `folder` has to write for a model, which is a folder or an id of the hub."""
+    return seen_from(text, folder) if os.path.exists(text) else text
+
+
+def source_of(text: str, folder: Path) -> dict[str, str]:
+    """Return the data source that a file in `folder` has to write for a file, a folder or an id of the hub."""
     is_path = text.startswith(("/", "./", "../", "~")) or Path(text).suffix in _SUFFIXES
-    is_path = is_path or Path(text).expanduser().exists() or any(c in text for c in "*?[")
-    return {"path": text} if is_path else {"id": text}
+    is_path = is_path or os.path.exists(text) or any(c in text for c in "*?[")
+    return {"path": seen_from(text, folder)} if is_path else {"id": text}
