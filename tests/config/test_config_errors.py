@@ -215,7 +215,10 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ),
         ("learning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
         ("optimizer.betas=1", "unknown key 'optimizer'; did you mean 'train.optimizer'?"),
-        ("train.report_to=nothing", "Input should be 'tensorboard', 'wandb' or 'trackio' (given: 'nothing')"),
+        (
+            "train.report_to=nothing",
+            "Input should be 'tensorboard', 'wandb', 'trackio', 'swanlab', 'mlflow' or 'comet_ml' (given: 'nothing')",
+        ),
         ("evaluation.steps=2", "name held-out data in data.eval"),
         (
             "model.encoders.more={kind: image, config: {model_type: siglip_vision_model}}",

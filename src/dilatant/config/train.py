@@ -13,6 +13,7 @@ from dilatant.config.recompute import Recompute
 LOSS = "loss"
 METRICS = ("exact_match", "anls", "wer")
 _OWN_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+TrackerName = Literal["tensorboard", "wandb", "trackio", "swanlab", "mlflow", "comet_ml"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -127,8 +128,9 @@ class TrainConfig(Section):
     """Number of newest checkpoints to keep; older ones are deleted."""
     resume: Annotated[str, PathRule(("never", "auto"))] = "never"
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
-    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Experiment trackers besides metrics.jsonl: one name or a list; `none`, `[]` or null for none."""
+    report_to: tuple[TrackerName, ...] = ("tensorboard",)
+    """Experiment trackers besides metrics.jsonl: one name or a list; `none`, `[]` or null for none. All but
+    `tensorboard` need the extra of their name, and take account, server and project from their own settings."""
     profile: ProfileConfig | None = None
 
     @field_validator("report_to", mode="before")

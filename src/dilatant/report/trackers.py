@@ -1,8 +1,12 @@
-"""Experiment trackers: TensorBoard by default; wandb and trackio if requested and installed."""
+"""Experiment trackers: TensorBoard by default; others, by the names that transformers has for them, if requested and
+installed. Servers, projects and accounts come from the trackers' own settings and environment variables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +26,33 @@ def open_trackers(
 
     Raises UserError when a tracker's package is not installed.
     """
-    makers: dict[str, type[_TensorBoard] | type[_WandbLike]] = {
+    makers: dict[str, Callable[[str, Path, Mapping[str, Any], int], Tracker]] = {
         "tensorboard": _TensorBoard,
-        "wandb": _WandbLike,
-        "trackio": _WandbLike,
+        **dict.fromkeys(("wandb", "trackio", "swanlab"), _WandbLike),
+        "mlflow": _MLflow,
+        "comet_ml": _Comet,
     }
     return [makers[name](name, folder, config, first_step) for name in names]
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise UserError for a tracker whose package is not installed; nothing is imported."""
+    for name in names:
+        if name != "tensorboard" and find_spec(name) is None:
+            raise _not_installed(name)
+
+
+def _not_installed(name: str) -> UserError:
+    return UserError(
+        f"train.report_to names {name!r}, which is not installed; pip install 'dilatant[{name}]'"
+    )
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise _not_installed(name) from None
 
 
 class _TensorBoard:
@@ -46,19 +71,52 @@ class _TensorBoard:
 
 
 class _WandbLike:
-    """Tracker for wandb, and for trackio, which has the same API."""
+    """Tracker for wandb, and for trackio and SwanLab, which have the same API."""
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
-        try:
-            self._module = __import__(name)
-        except ImportError:
-            raise UserError(
-                f"train.report_to names {name!r}, which is not installed; pip install 'dilatant[{name}]'"
-            ) from None
-        self._module.init(project="dilatant", name=folder.name, config=dict(config), resume="allow")
+        self._module = _package(name)
+        named = (
+            {"experiment_name": folder.name}
+            if name == "swanlab"
+            else {"name": folder.name, "resume": "allow"}
+        )
+        self._module.init(project="dilatant", config=dict(config), **named)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._module.log(dict(scalars), step=step)
 
     def close(self) -> None:
         self._module.finish()
+
+
+class _MLflow:
+    """Tracker for MLflow. The config is the artifact config.json, since parameters are limited in number and length."""
+
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
+        self._module = _package(name)
+        self._ends = self._module.active_run() is None  # a run that the user has begun goes on
+        if self._ends:
+            self._module.start_run(run_name=folder.name)
+        self._module.log_dict(dict(config), "config.json")
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        # Names of data sets may hold characters that MLflow refuses.
+        named = {re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII): value for name, value in scalars.items()}
+        self._module.log_metrics(named, step=step)
+
+    def close(self) -> None:
+        if self._ends:
+            self._module.end_run()
+
+
+class _Comet:
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
+        module = _package(name)
+        self._experiment = module.start(experiment_config=module.ExperimentConfig(name=folder.name))
+        self._experiment.log_parameters(dict(config))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._experiment.log_metrics(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._experiment.end()

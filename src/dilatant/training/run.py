@@ -27,6 +27,7 @@ from dilatant.planning.layout import TrainingPlan, prove_schedule, zero_text
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import show_progress, warn
 from dilatant.report.text.wording import counted
+from dilatant.report.trackers import check_trackers
 from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.checkpoints.starting_point import StartingPoint, find_start, with_template_date
 from dilatant.training.evaluation.answer_metrics import find_metric
@@ -68,6 +69,7 @@ def train(
     if config.train.device == "cpu":
         hide_gpus()
     check_optimizer(config.train.optimizer)
+    check_trackers(config.train.report_to)
     for metric in config.evaluation.metrics if config.holds_out else ():
         find_metric(metric)
     find_loss(config)
