@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from cases.tiny_project import SIDES, tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, parse_config
 from dilatant.planning.assemble import assemble_samples, with_sizes
 from dilatant.training.references import FILE, References
+from harness.faults.chaos import Fault, run_with_faults
 
 RATE = {"learning_rate": 0.02}
 
@@ -81,13 +83,8 @@ def test_a_resumed_run_compares_with_the_model_that_it_began_with(pairs: Path) -
     assert file.read_bytes() == written
 
 
-@pytest.mark.parametrize(
-    "preferences",
-    [
-        pytest.param({"method": "orpo", "share_prompt": False}, marks=pytest.mark.slow),
-        {"method": "simpo"},
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preferences", [{"method": "orpo", "share_prompt": False}, {"method": "simpo"}])
 def test_methods_without_a_reference_learn_without_one(pairs: Path, preferences: dict[str, Any]) -> None:
     train(project(pairs, "run", steps=30, global_batch_size=12, preferences=preferences))
     first, *_, last = steps(pairs, "run")
@@ -121,3 +118,18 @@ def test_ranks_that_go_on_with_a_run_read_its_references(pairs: Path) -> None:
     less = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 8})})
     with pytest.raises(UserError, match=r"references\.json' lacks log-probabilities of pairs"):
         References(with_sizes(less, assemble_samples(less)), inputs, pairs.parent / "run" / FILE).read()
+
+
+@pytest.mark.slow
+def test_a_run_on_pairs_survives_the_loss_of_a_rank(pairs: Path) -> None:
+    few = {"steps": 8, "optimizer": {"learning_rate": 0.002}}
+    train(project(pairs, "alone", **few))
+    layout = {"units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}, "microbatches": 2}
+    limits = {"enabled": True, "lease_seconds": 10.0, "fence_seconds": 60.0}
+    tree = {**project(pairs, "run", **few), "parallel": layout, "resilience": limits}
+    (pairs.parent / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    ended = run_with_faults(pairs.parent, Fault(3, "worker:1"))
+    assert (ended.exit_code, ended.injected) == (0, 1), ended.output
+    wanted = [step["loss"] for step in steps(pairs, "alone")]
+    # First gradients of AdamW are scaled to 1, and so is the noise of sums in another order.
+    assert ended.losses == pytest.approx(wanted, rel=1e-4)
