@@ -326,3 +326,40 @@ def test_user_mistakes_name_the_place_and_the_limit():
         mask_kinds.sliding_window(RowLayout.of_lengths([5]), 0)
     with pytest.raises(MaskError, match=r"own 4096 is outside .*attend -1 is outside"):
         pack_fields(4096, -1)
+
+
+@checked
+@given(
+    groups=st.lists(
+        st.tuples(
+            st.integers(0, 3),  # text
+            st.integers(0, 3),  # a picture's tokens
+            st.integers(1, 3),  # text to its end
+            st.lists(st.integers(1, 4), min_size=1, max_size=2),  # what follows, in one or two ways
+            st.booleans(),  # whether the ways share what is before them
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    kind=st.sampled_from(["causal", "bidirectional", "embedded"]),
+    window=st.sampled_from([None, 3]),
+)
+def test_ways_on_from_a_shared_beginning_see_it_and_themselves(groups, kind, window):
+    samples, lengths, shared = [], [], []
+    for before, picture, after, ways, shares in groups:
+        samples += [[("text", before), ("vision", picture), ("text", after + way)] for way in ways]
+        lengths.append([before + picture + after + way for way in ways])
+        shared.append(before + picture + after if shares else 0)
+    apart = packing.media_mask(RowLayout.of_samples(samples, MODALITIES), kind).with_window(window)
+    joined = packing.share_beginnings(apart, lengths, shared)
+    dense, tokens, start = seen(apart), [], 0
+    for number, (ways, common) in enumerate(zip(lengths, shared)):
+        for way, length in enumerate(ways):
+            tokens += [(number, way, at, start) for at in range(common if way else 0, length)]
+            start += length
+    expected = np.zeros((len(tokens), len(tokens)), bool)
+    for q, (number, way, at, first) in enumerate(tokens):
+        for k, (other, other_way, other_at, _) in enumerate(tokens):
+            is_own = number == other and (way == other_way or (other_way == 0 and other_at < shared[number]))
+            expected[q, k] = is_own and dense[first + at, first + other_at]
+    np.testing.assert_array_equal(seen(joined), expected)

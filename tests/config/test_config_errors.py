@@ -169,6 +169,11 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
             "'profile.steps' begin after 'steps: 4'",
         ),
         ("train.steps=many", "(given: 'many')"),
+        ("train.preferences.method=kto", "train.preferences.method"),
+        ("train.preferences={gamma: 1}", "'gamma' is for simpo, and the method is dpo"),
+        ("train.preferences={method: ipo, label_smoothing: 0.1}", "'label_smoothing' is for dpo and simpo"),
+        ("train={preferences: {}, loss: a.b}", "train.loss: 'train.preferences' is a loss already"),
+        ("train={pref_beta: 0.1}", "write 'train.preferences.beta'"),
         ("data.train.7.weight=1", "does not exist"),
         ("train.steps", "must look like"),
         ("model.language_model.tokenizer.a=1", "is not a section"),
@@ -423,3 +428,25 @@ def test_media_masks_are_named_by_encoder(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             masks(**said)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.train_on=all", "data.train_on: preferences are about answers"),
+        ("data.truncation=right", "data.truncation: pairs are not cut"),
+        ("evaluation={metrics: [anls]}", "evaluation.metrics: pairs are judged without writing answers"),
+        (
+            "evaluation={keep_best: exact_match, steps: 1}",
+            "evaluation.keep_best: of pairs, only 'loss' is known",
+        ),
+        (
+            "model.generators.image={config: {_class_name: SD3Transformer2DModel}}",
+            "model.generators.image: pictures have no log-probabilities",
+        ),
+    ],
+)
+def test_keys_that_pairs_have_no_use_for_are_refused(tmp_path: Path, override: str, says: str) -> None:
+    path = write(tmp_path, changed(train={"preferences": {}}))
+    with pytest.raises(UserError, match=re.escape(says)):
+        load_config(path, ["data.val_size=2", override])

@@ -39,7 +39,7 @@ def test_evaluation_uses_averaged_weights_and_restores_them(
     chat = SimpleNamespace(stop_ids=())
     samples: Any = SimpleNamespace(tokenizer=None, held_out=object(), encoding=SimpleNamespace(chat=chat))
     question = SimpleNamespace(batch=SimpleNamespace(problems=[]))
-    inputs: Any = SimpleNamespace(held_out=lambda limit, size: [question])
+    inputs: Any = SimpleNamespace(held_out=lambda *_: [question])
     for own in (averages, None):
         state = RunState.__new__(RunState)
         state.runtime, state.optimizer, state.averages = runtime, optimizer, own

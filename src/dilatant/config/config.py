@@ -26,7 +26,7 @@ from dilatant.config.own_parts import PART_NAMES, OwnPart, PartName, refuse_miss
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.resilience import ResilienceConfig
-from dilatant.config.train import EvaluationConfig, TrainConfig
+from dilatant.config.train import LOSS, EvaluationConfig, TrainConfig
 
 
 class DebugConfig(Section):
@@ -92,6 +92,29 @@ class Config(Section):
                 f"evaluation.{wanted[0]}: there is nothing to evaluate on; name held-out data in data.eval, or take "
                 "some of data.train with data.val_size"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _learns_pairs_whole(self) -> Self:
+        if self.train.preferences is None:
+            return self
+        evaluation, drawing = self.evaluation, next(iter(self.model.generators), None)
+        for is_wrong, problem in (
+            (self.train.loss, "train.loss: 'train.preferences' is a loss already; leave one of them out"),
+            (self.data.train_on != "assistant", "data.train_on: preferences are about answers; leave it out"),
+            (self.data.truncation != "error", "data.truncation: pairs are not cut; leave it out"),
+            (drawing, f"model.generators.{drawing}: pictures have no log-probabilities to prefer by"),
+            (
+                evaluation.metrics != EvaluationConfig().metrics,
+                "evaluation.metrics: pairs are judged without writing answers, by loss and rewards; leave it out",
+            ),
+            (
+                evaluation.keep_best not in (None, LOSS),
+                "evaluation.keep_best: of pairs, only 'loss' is known",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,8 @@ from dilatant.config.base import AnyPath, PathRule, Section
 Column = Literal[
     "question",
     "answer",
+    "chosen",
+    "rejected",
     "input",
     "system",
     "history",

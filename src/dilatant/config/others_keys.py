@@ -37,6 +37,11 @@ _KEYS_BY_ANSWER = {
     "write 'media_dir' of the data source: the folder that relative paths of media start from": (
         "image_folder image_dir image_root images_root video_folder media_root root root_dir"
     ),
+    "write 'train.preferences: {method: dpo}'": "rlhf_type pref_loss dpo_loss loss_type",
+    "write 'train.preferences.beta'": "pref_beta dpo_beta",
+    "write 'train.preferences.gamma'": "simpo_gamma",
+    "write 'train.preferences.sft_weight'": "pref_ftx rpo_alpha",
+    "the reference is the model that the run starts from: delete the key": "ref_model ref_model_name_or_path",
     "write 'train.epochs'": "num_train_epochs num_epochs",
     "write 'train.steps'": "max_steps train_iters",
     "write 'data.max_length'": "cutoff_len max_seq_length max_seq_len model_max_length",

@@ -79,6 +79,38 @@ class ProfileConfig(Section):
         return steps
 
 
+class PreferencesConfig(Section):
+    """Training on pairs of a better and a worse answer to one prompt; `{}` for DPO."""
+
+    method: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """The loss of a pair of answers ([preferences.md](preferences.md)). `dpo` and `ipo` compare with the model that the
+    run starts from; `simpo` and `orpo` need no such reference."""
+    beta: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Scale of the rewards; with `orpo`, weight of the odds ratio. Default: 0.1, with `simpo` 2."""
+    gamma: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """With `simpo`: the margin of rewards that a pair should have. Default: 1."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """With `dpo` and `simpo`: the share of pairs whose answers are supposed to be in the wrong order."""
+    sft_weight: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Weight of the mean cross entropy of the chosen answer's tokens, added to the loss of its pair. Default: 0, with
+    `orpo` 1."""
+    share_prompt: bool = True
+    """Run the prompt and its media once for both answers. `false` runs them for each answer, as some models need."""
+
+    @model_validator(mode="after")
+    def _keys_of_the_method(self) -> Self:
+        if self.gamma is not None and self.method != "simpo":
+            raise ValueError(f"'gamma' is for simpo, and the method is {self.method}; leave it out")
+        if self.label_smoothing and self.method not in ("dpo", "simpo"):
+            raise ValueError(f"'label_smoothing' is for dpo and simpo, not {self.method}; leave it out")
+        return self
+
+    @property
+    def has_reference(self) -> bool:
+        """Return True if the loss needs log-probabilities by the model that the run starts from."""
+        return self.method in ("dpo", "ipo")
+
+
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
     """Total optimizer steps, including those before a resume."""
@@ -98,6 +130,7 @@ class TrainConfig(Section):
     loss: str | None = Field(None, pattern=r"^[A-Za-z_]\w*(\.\w+)*[.:]\w+$")
     """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy
     ([python.md](python.md#loss)). The `loss` of evaluations stays the cross entropy."""
+    preferences: PreferencesConfig | None = None
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip gradients to this norm over the whole model; `null`: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

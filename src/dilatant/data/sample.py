@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -68,7 +68,8 @@ class Sample:
     marker belongs to which encoder depends on the model, so media are placed when the sample is encoded. tools: the
     tools that the assistant may call, as JSON text for chat templates; "" for none.
     unused: the record's columns, and keys inside them, that the sample does not use.
-    encoded: the user's own tokens and inputs, in place of a conversation.
+    encoded: the user's own tokens and inputs, in place of a conversation. rejected: the whole conversation with the
+    worse answer, if `turns` ends with the better one of two.
     """
 
     id: str
@@ -77,6 +78,7 @@ class Sample:
     tools: str = ""
     unused: tuple[str, ...] = field(default=(), compare=False)
     encoded: EncodedSample | None = field(default=None, compare=False)
+    rejected: tuple[Turn, ...] = ()
 
 
 class Dataset(Protocol):
@@ -163,6 +165,9 @@ class EncodedSample:
     draw: the sample's number in training order, which keys its randomness. source: the number of its data set, if data
     are read by index. targets, content: `target_tokens` and `content_digest` from the index; if None, they are
     computed. made_seconds: time spent on reading and decoding.
+    branch: of a chosen and a rejected answer to one prompt, (shared, second): both sequences begin with the first
+    `shared` tokens; the chosen one goes on to token `second`, and the rejected one from there. reference: the
+    log-probabilities of both answers by the reference model.
     """
 
     id: str
@@ -175,6 +180,27 @@ class EncodedSample:
     content: int | None = None
     source: int = 0
     made_seconds: float = 0.0
+    branch: tuple[int, int] | None = None
+    reference: tuple[float, float] | None = None
+
+    @property
+    def shared_tokens(self) -> int:
+        """The number of first tokens that both answers of a pair follow; 0 without a pair."""
+        return 0 if self.branch is None else self.branch[0]
+
+    def sequences(self) -> tuple[EncodedSample, ...]:
+        """Return what the language model reads by itself: the sample, or each answer of a pair behind its prompt."""
+        if self.branch is None:
+            return (self,)
+        shared, second = self.branch
+        everything = np.arange(len(self.input_ids))
+        found = []
+        for place, at in enumerate((everything[:second], np.delete(everything, slice(shared, second)))):
+            # Without a shared prompt, each answer has its own copy of the media.
+            media = self.media if shared else {unit: _half_of(own, place) for unit, own in self.media.items()}
+            part = replace(self, input_ids=self.input_ids[at], labels=self.labels[at], media=media)
+            found.append(replace(part, branch=None, targets=None, content=None))
+        return tuple(found)
 
     @property
     def key(self) -> str:
@@ -196,6 +222,12 @@ class EncodedSample:
     def content_digest(self) -> int:
         """The `content_digest` of ids and labels."""
         return content_digest(self.input_ids, self.labels) if self.content is None else self.content
+
+
+def _half_of(inputs: Mapping[str, EncoderInput], half: int) -> dict[str, EncoderInput]:
+    """Return the first or the second half of the inputs that tell the sizes of items, without pixels."""
+    arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+    return {name: np.array_split(value, 2)[half] for name, value in arrays.items()}
 
 
 def digest_of(value: object) -> str:

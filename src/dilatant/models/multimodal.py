@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dilatant.attention.hook import PLAN_KEYWORD
-from dilatant.attention.linear_rows import cache_keyword
+from dilatant.attention.linear_rows import cache_keyword, linear_layers
 from dilatant.attention.masks.mask import visible
 from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.files.exports import is_export_of_parts
 from dilatant.config.model import LANGUAGE
 from dilatant.config.signatures import require_call
+from dilatant.config.train import PreferencesConfig
+from dilatant.data.sample import EncodedSample
 from dilatant.data.text.tokenizer import load_tokenizer
 from dilatant.models.core.dtype import dtype_of_config
 from dilatant.models.core.freeze import freeze
@@ -41,6 +43,7 @@ from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.language.media_attention import MediaMasks, in_words, read_media_attention
 from dilatant.models.language.merge import prepend_placeholders
+from dilatant.models.language.pair_loss import MEASURES, PairLoss
 from dilatant.models.language.token_loss import TokenLoss
 from dilatant.models.saving import load_model, read_connectors, save_model
 from dilatant.models.sources import load_language_model, load_pretrained_config
@@ -141,10 +144,29 @@ class MultimodalModel(nn.Module):
 
     def use_loss(self, loss: TokenLoss) -> None:
         """Train the language model by this loss; call it before the model is cut into stages."""
+        self.language.token_loss = loss
+        self._count_loss(loss.count)
+
+    def use_preferences(self, how: PreferencesConfig) -> None:
+        """Train the language model on pairs of answers; call it before the model is cut into stages, and once its
+        attention is chosen. Samples need a `branch` and, for a method that compares, a `reference`. Raises UserError
+        for a model that cannot run such samples."""
+        language, media, why = self.language, self.media_attention, None
+        needs_all = callable(media) or media == "prefix" or linear_layers(language.model)
+        if not language.packs_rows or language.crossing is not None:
+            why = "cannot run two answers in one row, which preferences need; take another model"
+        elif how.share_prompt and (needs_all or language.row_attention is None):
+            why = "cannot run one prompt for two answers; set train.preferences.share_prompt: false"
+        if why is not None:
+            raise UserError(f"{language.family} {why}")
+        self._count_loss(_one)
+        language.pair_loss, measures = PairLoss(how), dict.fromkeys(MEASURES, Loss(_one, weight=0.0))
+        self.graph = replace(self.graph, losses={**self.graph.losses, **measures})
+
+    def _count_loss(self, count: Callable[[EncodedSample], float]) -> None:
         language = self.language
-        language.token_loss = loss
-        language.losses = {**language.losses, language.unit: Loss(loss.count)}
-        self.graph = replace(self.graph, losses={**self.graph.losses, language.unit: Loss(loss.count)})
+        language.losses = {**language.losses, language.unit: Loss(count)}
+        self.graph = replace(self.graph, losses={**self.graph.losses, language.unit: Loss(count)})
 
     @property
     def output_ids(self) -> dict[str, int]:
@@ -486,6 +508,10 @@ class MultimodalModel(nn.Module):
         if not tokens:
             return input_ids, attention_mask, labels
         return prepend_placeholders(input_ids, attention_mask, labels, tokens)
+
+
+def _one(sample: EncodedSample) -> float:
+    return 1.0
 
 
 def _check_names(

@@ -71,6 +71,7 @@ def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
     data = config.data
     tokenizer = load_model_tokenizer(config.model)
     units = media_units(config.model, tokenizer)
+    preferences = config.train.preferences
     return tokenizer, Encoding(
         chat=chat_tokenizer(
             tokenizer,
@@ -84,6 +85,8 @@ def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
         max_length=min(data.max_length, config.row_tokens),
         targets=image_targets(config.model, tokenizer),
         truncates=data.truncation == "right",
+        pairs=preferences is not None,
+        shares_prompt=preferences is None or preferences.share_prompt,
     )
 
 

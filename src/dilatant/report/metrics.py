@@ -12,7 +12,8 @@ from typing import Any
 class StepMetrics:
     """Metrics of one step; `step` counts from 1.
     losses: the terms of the weighted sum `loss`, by name, if there are several; source_losses: loss per token of each
-    data set, if there are several. `tokens` is by unit; `tokens_per_second` counts the language model's tokens.
+    data set, if there are several. rewards: of pairs of answers, by name (see `pair_loss.MEASURES`). `tokens` is by
+    unit; `tokens_per_second` counts the language model's tokens.
     skipped_updates: steps so far whose loss or gradient was not finite and which changed nothing. `busy` and `waited`:
     as in `StepTimes`. predicted_seconds: of the step's actions and gradient sync; `step_seconds` also includes the
     wait for data and the update. is_rough: the prediction uses costs that are neither measured nor corrected by a step.
@@ -41,6 +42,7 @@ class StepMetrics:
     waited: Mapping[str, float] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
     source_losses: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
     predicted_seconds: float | None = None
     is_rough: bool = False
     teraflops: float = 0.0
@@ -60,7 +62,7 @@ class StepMetrics:
             record.pop(name)
         for name in ("loss", "grad_norm"):  # JSON cannot represent non-finite numbers
             record[name] = record[name] if math.isfinite(record[name]) else None
-        for name in ("losses", "figures"):
+        for name in ("losses", "rewards", "figures"):
             record[name] = finite_or_none(record[name])
         unknown = {name for name in ("predicted_seconds", "mfu", "peak_bytes") if record[name] is None}
         if not self.generation:

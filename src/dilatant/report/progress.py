@@ -86,7 +86,10 @@ def describe(metrics: StepMetrics, smoothed_seconds: float | None) -> str:
     if metrics.mfu is not None:
         speed = f"  MFU {metrics.mfu:.0%}"
     memory = "" if metrics.peak_bytes is None else f"  mem {metrics.peak_bytes / 2**30:.1f} GiB"
-    return f"loss {metrics.loss:.4f}  tok/s {units}{speed}{memory}  data {wait:.0f}%{planned}{left}"
+    loss = f"loss {metrics.loss:.4f}"
+    if metrics.rewards:
+        loss += f"  prefers the chosen {metrics.rewards['accuracies']:.0%}"
+    return f"{loss}  tok/s {units}{speed}{memory}  data {wait:.0f}%{planned}{left}"
 
 
 def _short(value: float) -> str:

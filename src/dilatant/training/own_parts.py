@@ -80,6 +80,8 @@ def _check(config: Config, own: Mapping[str, Any]) -> None:
         raise UserError(
             "metrics: there is nothing to evaluate on; pass eval_data, or name data.eval or data.val_size"
         )
+    if config.train.preferences is not None and (useless := {"loss", "metrics"} & own.keys()):
+        raise UserError(f"{min(useless)} is not used with train.preferences; leave one of them out")
     plain = OptimizerConfig(ema=config.train.optimizer.ema)
     for name, key, is_plain in (
         ("optimizer", "train.optimizer", config.train.optimizer == plain),

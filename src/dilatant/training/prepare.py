@@ -75,6 +75,11 @@ def prepare(
         model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
         if (own_loss := find_loss(config)) is not None:
             model.use_loss(checked_loss(own_loss, model.language.config.vocab_size))
+        if (preferences := config.train.preferences) is not None:
+            if preferences.has_reference and not isinstance(samples.train, Blend):
+                why = "compares with log-probabilities of data that are read by index; take simpo or orpo"
+                raise UserError(f"train.preferences.method: {preferences.method!r} {why}")
+            model.use_preferences(preferences)
         refuse_unkeyed_dropout(model.units.values())
         check_sources(model, config.model)
         if not any(weight.requires_grad for weight in model.parameters()):

@@ -30,7 +30,7 @@ from dilatant.report.pages.plan_page import render_step_page
 from dilatant.report.pages.stats_page import render_stats_page
 from dilatant.report.progress import ProgressLine
 from dilatant.report.run_folder import RunFolder, last_step
-from dilatant.report.say import open_console, say, warn
+from dilatant.report.say import open_console, say, show_progress, warn
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
 from dilatant.report.trackers import Tracker, open_trackers
@@ -103,6 +103,7 @@ def train_rank(
     trainer = Trainer(config, prepared.samples, prepared.model, planned, worker, folder.checkpoints)
     try:
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
+        find_references(trainer, checkpoint is not None, show)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         others = unlike_devices(trainer.comm, planned.costs)
@@ -118,6 +119,14 @@ def train_rank(
     finally:
         trainer.close()
         folder.close()
+
+
+def find_references(trainer: Trainer, keeps: bool, show: Show) -> None:
+    """Compute the references of pairs before the weights change, if there are any, and show the progress on rank 0."""
+    if trainer.references is not None:
+        console = console_for(show if trainer.rank == 0 else "nothing")
+        with show_progress(console, "comparing with the start model") as progress:
+            trainer.find_references(keeps, progress)
 
 
 def begin_folder(

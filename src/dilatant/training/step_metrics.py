@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dilatant.data.workers.loader import GlobalBatch
+from dilatant.models.language.pair_loss import REWARDS
 from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.training.model_flops import ModelFlops
@@ -41,12 +42,15 @@ class StepMeter:
     ) -> StepMetrics:
         """Return the metrics of the last step: `seconds` long, `waited` of them for data, at `rate` times the peak
         rates."""
+        rewards = {name: value for name, value in result.losses.items() if name.startswith(REWARDS)}
+        losses = {name: value for name, value in result.losses.items() if name not in rewards}
         per_device = self.flops.of(batch.samples) / seconds / self.devices
         return StepMetrics(
             step=state.step,
             total_steps=state.total_steps,
             loss=result.loss,
-            losses=result.losses if len(result.losses) > 1 else {},
+            losses=losses if len(losses) > 1 else {},
+            rewards={name.removeprefix(REWARDS): value for name, value in rewards.items()},
             source_losses=self._source_losses(batch, result),
             grad_norm=result.grad_norm,
             learning_rates={label: rate * peak for label, peak in self.peak_rates.items()},

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.data.order.blend import Blend
+from dilatant.data.order.sampler import Sampler
 from dilatant.data.workers.loader import GlobalBatch
 from dilatant.hf.stored_weights import first_weights
 from dilatant.models.core.freeze import select
@@ -37,14 +39,15 @@ from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation, Evaluator
 from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
-from dilatant.training.feeding.inputs import RankInputs, Steps
+from dilatant.training.feeding.inputs import HELD_OUT, TRAIN, RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
-from dilatant.training.feeding.step_data import seed_step
+from dilatant.training.feeding.step_data import draws, seed_step
 from dilatant.training.gradient_hashes import gradient_hashes
 from dilatant.training.model_flops import ModelFlops, model_flops, peak_flops
 from dilatant.training.optimizers.master_weights import Averages, WithMasters, make_masters
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor
 from dilatant.training.optimizers.own_optimizer import OwnOptimizer
+from dilatant.training.references import FILE, References
 from dilatant.training.run_state import RunState
 from dilatant.training.saving import Saving
 from dilatant.training.step_metrics import StepLog, StepMeter, explain_nonfinite, is_finite
@@ -63,6 +66,7 @@ class Trainer:
     the previous generation, whose stages this rank keeps. Its weights, and its optimizer if the same parts are owned,
     are shared with this trainer, which changes none of them before `Runtime.clear_gradients`; `model` is then the
     previous trainer's model.
+    references: those of pairs, if the run's loss compares with the start model.
     state: what checkpoints store and the next generation inherits. is_torn: an update was interrupted, so that `state`
     is that of no step. done: the steps that count. recovery: costs of the recovery that led to this generation, for the
     first step's metrics. owes_evaluation, owes_save: the previous generation ended before the evaluation after the
@@ -94,9 +98,9 @@ class Trainer:
             holds = boxes_held_on(holdings_of(planned.plan, model.units), worker.rank)
             weights = first_weights(model, config, holds, zeros=membership.weights_follow)
         sources = samples.train.source_names if isinstance(samples.train, Blend) else ()
-        own_loss = model.language.token_loss
-        if own_loss is not None and not own_loss.is_per_token:  # a data set's share of it is unknown
-            sources = ()
+        own_loss, pair_loss = model.language.token_loss, model.language.pair_loss
+        if pair_loss is not None or (own_loss is not None and not own_loss.is_per_token):
+            sources = ()  # a data set's share of the loss is unknown
         self.runtime = _open_runtime(
             config, model, planned, self.comm, weights, len(sources), membership, before
         )
@@ -110,7 +114,12 @@ class Trainer:
         self._inputs = RankInputs(self.comm, self.runtime, config, data, membership.pool)
         metrics = config.part("metrics")
         own = {} if metrics is None else {function.__name__: function for function in metrics.value}
-        self.evaluator = Evaluator(config.evaluation, samples, self._inputs, self.state, own)
+        self.evaluator = Evaluator(config.evaluation, samples, self._inputs, self.state, own, pair_loss)
+        self.references: References | None = None
+        if pair_loss is not None and pair_loss.how.has_reference:
+            self.references = References(data, self._inputs, checkpoints.parent / FILE)
+            if membership.weights_follow:
+                self.references.read()
         self.saving = Saving(self.comm, checkpoints, config.train.keep_checkpoints, self.state)
         self.done = StepLog(config.train.logging_steps, self._gate is not None)
         self._background = contextlib.ExitStack()
@@ -141,6 +150,21 @@ class Trainer:
         """True if a checkpoint was due after the last save that was published."""
         every = self._config.train.save_steps
         return every is not None and self.step // every * every > self.saving.step
+
+    def find_references(self, keeps: bool, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Compute the references of the pairs that the run uses, while the weights are those that it starts from;
+        called by all ranks before `restore`. keeps: those in the run folder are this run's. Raises UserError."""
+        assert self.references is not None
+        config, state = self._config, self.state
+        assert isinstance(state.sampler, Sampler)
+        is_drawn = np.zeros(state.sampler.num_samples, bool)
+        for step in draws(state.sampler, state.position, 0, state.total_steps):
+            is_drawn[step.indices] = True
+            if is_drawn.all():
+                break
+        held_out = self._inputs.first_held_out(config.evaluation.limit)
+        needed = {TRAIN: np.flatnonzero(is_drawn), HELD_OUT: held_out}
+        self.references.compute(self.runtime, needed, config.train.global_batch_size, keeps, progress)
 
     def restore(self, checkpoint: Path) -> None:
         """Resume from `checkpoint`, written under any layout; called by all ranks. Raises UserError."""

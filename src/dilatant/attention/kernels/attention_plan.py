@@ -58,6 +58,12 @@ class AttentionPlan:
         window = "" if self.mask.window is None else f", window {self.mask.window}"
         return f"AttentionPlan({self.mask.num_tokens} tokens{keys}{window})"
 
+    def derived(self, change: Callable[[AttentionMask], AttentionMask]) -> AttentionPlan:
+        """Return the plan of the mask that `change` makes of this one's, for a row whose keys are its own."""
+        return AttentionPlan(
+            change(self.mask), in_windows=None if self.in_windows is None else self.in_windows.derived(change)
+        )
+
     def windowed(self, window: int | None) -> AttentionPlan:
         """Return the same row's plan under another window width. It is cached, so that layers of one kind share it."""
         if self.in_windows is not None and window is not None:

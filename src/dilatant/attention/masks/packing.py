@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.attention.masks.mask import (
+    ATTEND_SHIFT,
+    CLASS_BITS,
+    OWN,
     PADDING,
     SAMPLE,
     SAMPLE_SHIFT,
@@ -298,3 +301,30 @@ def pack(masks: Sequence[AttentionMask]) -> AttentionMask:
         ),
         windows.pop(),
     )
+
+
+_BRANCHES = (1 << CLASS_BITS - 1, 1 << CLASS_BITS - 2)
+"""Classes of the tokens behind a shared beginning; masks of media use the lowest bits."""
+
+
+def share_beginnings(
+    mask: AttentionMask, lengths: Sequence[Sequence[int]], shared: Sequence[int]
+) -> AttentionMask:
+    """Join sequences that begin alike: of each group's `shared` first tokens one copy is kept, which all of them see.
+
+    mask: of a row in which every sequence is a sample. lengths: for each group, the tokens of its sequences, one or
+    two. shared: for each group; none of these tokens may see a later one. Groups that share nothing stay as they are.
+    """
+    fields, kept, at = mask.fields.copy(), [], 0
+    for of_group, common in zip(lengths, shared, strict=True):
+        sample = fields[at] & SAMPLE
+        for number, length in enumerate(of_group):
+            if common:
+                branch = _BRANCHES[number]
+                fields[at : at + length] = fields[at : at + length] & ~SAMPLE | sample
+                behind = slice(at + common, at + length)
+                fields[behind] = fields[behind] & ~OWN | branch | branch << ATTEND_SHIFT
+            kept.append(np.arange(at + (common if number else 0), at + length))
+            at += length
+    tokens = np.concatenate(kept)
+    return AttentionMask.from_tokens(fields[tokens], mask.positions[tokens], mask.window)

@@ -1,20 +1,22 @@
 """Records: parse a record of any known format into a `Sample`.
 
 The columns tell the format: `messages` (OpenAI, TRL) or `conversations` (LLaVA, ShareGPT), `texts` (FineVision),
-`prompt` and `completion` (TRL), or a question and an answer in separate columns (Alpaca, VQA).
+`prompt` and `completion` (TRL), a question and an answer in separate columns (Alpaca, VQA), or two answers to one
+prompt (see `preferences`).
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.listed_media import ListedMedia
 from dilatant.data.readers.messages import parse_pairs, parse_tools, parse_turns
+from dilatant.data.readers.preferences import is_preference, parse_pair
 from dilatant.data.readers.record_fields import (
     ANSWER_COLUMNS,
     CHAT_COLUMNS,
@@ -91,8 +93,6 @@ def answer_among(fields: Fields, choices: Mapping[str, str], name: str, value: A
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("context", "hint")
 """Columns of text that precedes a question."""
-PREFERENCE_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
-"""Columns of preference data: a better and a worse answer (DPO and its variants)."""
 DESIRED_COLUMNS = ("label", "kto_tag")
 """Columns that mark an answer as good or bad (KTO)."""
 GROUNDING_MARKERS = ("<bbox>", "<ref-object>")
@@ -123,7 +123,8 @@ def parse_record(
     Raises SampleError naming the record and the columns that it has.
     """
     fields = Fields(record, columns or {})
-    _refuse_preferences(fields)
+    if is_preference(fields):
+        return _preference(fields, prompt)
     listed = ListedMedia(fields)
     chat = fields.only(CHAT_COLUMNS, "the conversation")
     if chat is not None:
@@ -187,13 +188,22 @@ def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools:
     return Sample(record.id, turns, tuple(listed), tools, fields.unused())
 
 
-def _refuse_preferences(fields: Fields) -> None:
-    found = [name for name in PREFERENCE_COLUMNS if fields.has(name)]
-    if found and not (fields.names_conversation or fields.is_named("answer")):
-        fields.refuse(
-            f"holds preferences ({', '.join(found)}), a better and a worse answer, which are not trained on here",
-            "name what to learn with 'columns' of the data source: {answer: chosen}, say, or {messages: chosen}",
-        )
+def _preference(fields: Fields, prompt: str | None) -> Sample:
+    """Parse a record with a chosen and a rejected answer. Raises SampleError."""
+    listed, again = ListedMedia(fields), ListedMedia(fields)
+    asked: tuple[Turn, ...] = ()
+    if not is_objects(fields.peek("prompt")) and not any(map(fields.has, CHAT_COLUMNS)):
+        question = _question(fields, prompt, take_choices(fields))
+        if question is not None or listed:
+            asked = (*_history(fields, listed), Turn("user", (question,) if question else ()))
+    chosen, rejected = parse_pair(fields, asked, listed, again)
+    tools = parse_tools(fields.record.id, fields.take("tools")) if fields.has("tools") else ""
+    _refuse_other_answers(fields, (*chosen, *rejected))
+    worse = _sample(fields, rejected, again, tools)
+    better = _sample(fields, chosen, listed, tools)
+    if worse.unplaced != better.unplaced:
+        fields.refuse("its two conversations hold unlike media", "give media in the prompt, once")
+    return replace(better, rejected=worse.turns)
 
 
 def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:

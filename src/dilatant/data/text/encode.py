@@ -206,12 +206,12 @@ def _encoded(
         unit: {name: concatenate_inputs(values) for name, values in inputs.items()}
         for unit, inputs in media.items()
     }
-    ids, labels = layout.ids, layout.labels
+    ids, labels, branch = layout.ids, layout.labels, layout.branch
     if parts is not None and QUESTION in parts:
         labels = _labels_of_answer(sample, encoding, labels)
     elif parts is not None and TOKENS not in parts:
-        ids, labels = ids[:0], labels[:0]
-    return EncodedSample(sample.id, ids, labels, together, layout.sizes(encoding))
+        ids, labels, branch = ids[:0], labels[:0], None
+    return EncodedSample(sample.id, ids, labels, together, layout.sizes(encoding), branch=branch)
 
 
 def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,6 +16,11 @@ from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, gri
 
 def encoded_problems(sample: EncodedSample, name: str, encoding: Encoding) -> Iterator[SampleError]:
     """Yield the errors of a user's sample, apart from its length."""
+    if encoding.pairs or sample.branch is not None:
+        yield SampleError(
+            name, "is encoded, and pairs are read from records alone", "give 'chosen' and 'rejected'"
+        )
+        return
     ids, labels = np.asarray(sample.input_ids), np.asarray(sample.labels)
     if ids.ndim != 1 or ids.shape != labels.shape or {ids.dtype.kind, labels.dtype.kind} - {"i", "u"}:
         shown = f"input_ids {ids.dtype}{list(ids.shape)} and labels {labels.dtype}{list(labels.shape)}"

@@ -42,7 +42,8 @@ class Encoding:
 
     targets: how images in an assistant's turns are generated. max_length: maximum tokens of a sample in the language
     model, media included. held_out: samples are scored by their last answers, so a sample without a question is an
-    error. truncates: training samples are cut at `max_length`.
+    error. truncates: training samples are cut at `max_length`. pairs: samples are pairs of answers; shares_prompt: both
+    answers of a pair follow one copy of their prompt.
     """
 
     chat: ChatTokenizer
@@ -52,6 +53,8 @@ class Encoding:
     held_out: bool = False
     targets: Sequence[ImageTarget] = ()
     truncates: bool = False
+    pairs: bool = False
+    shares_prompt: bool = True
 
     @property
     def fingerprint(self) -> str:
@@ -63,6 +66,7 @@ class Encoding:
             self.held_out,
             [target.fingerprint for target in self.targets],
             *((self.max_length,) if self.cuts_at else ()),
+            *(("pairs", self.shares_prompt) if self.pairs else ()),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

@@ -205,12 +205,13 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
     """Token ids of a sample and its media items, in order. targets: tokens that carry loss. is_cut: the sample was
-    cut."""
+    cut. branch: see `EncodedSample`."""
 
     ids: NDArray[np.int64]
     targets: NDArray[np.bool_]
     items: tuple[Item, ...]
     is_cut: bool = False
+    branch: tuple[int, int] | None = None
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -225,7 +226,50 @@ class TokenLayout:
 
 
 def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> TokenLayout:
-    """Compute token ids with every media item expanded, from sizes alone."""
+    """Compute token ids with every media item expanded, from sizes alone. Raises SampleError."""
+    if for_generation or not (sample.rejected or encoding.pairs):
+        return _lay_out_turns(sample, encoding, for_generation)
+    if encoding.pairs and sample.rejected:
+        return _lay_out_pair(sample, encoding)
+    problem = "has no rejected answer, and 'train.preferences' learns from two"
+    remedy = "give 'chosen' and 'rejected', or remove it"
+    if sample.rejected:
+        problem = "holds preferences, a better and a worse answer, which 'train.preferences' learns from"
+        remedy = "set that, or name the answer to learn in 'columns' of the data source: {answer: chosen}"
+    raise SampleError(sample.id, problem, remedy)
+
+
+def _lay_out_pair(sample: Sample, encoding: Encoding) -> TokenLayout:
+    """Lay out both answers of a pair, behind the tokens that their prompts share or, without such, as two sequences.
+
+    Each answer keeps a copy of the prompt's last token, because its hidden state predicts two first tokens.
+    """
+    chosen, rejected = both = [
+        _lay_out_turns(replace(sample, turns=turns, rejected=()), encoding, for_generation=False)
+        for turns in (sample.turns, sample.rejected)
+    ]
+    if np.array_equal(chosen.ids, rejected.ids):
+        raise SampleError(sample.id, "its two answers become the same tokens", "remove it")
+    if not (chosen.targets.any() and rejected.targets.any()):
+        raise SampleError(sample.id, "has an answer that carries no loss", "remove it")
+    shared = 0
+    if encoding.shares_prompt:
+        shared = max(0, min(int(one.targets.argmax()) for one in both) - 1)
+        unlike = np.flatnonzero(chosen.ids[:shared] != rejected.ids[:shared])
+        shared = int(unlike[0]) if len(unlike) else shared
+        media = [unit.placeholder_id for unit in encoding.units]
+        if any(np.isin(one.ids[shared:], media).any() for one in both):
+            remedy = "end the prompt with text, or set 'train.preferences.share_prompt: false'"
+            raise SampleError(sample.id, "its media are not in the tokens that both answers follow", remedy)
+    return TokenLayout(
+        np.concatenate([chosen.ids, rejected.ids[shared:]]),
+        np.concatenate([chosen.targets, rejected.targets[shared:]]),
+        chosen.items if encoding.shares_prompt else (*chosen.items, *rejected.items),
+        branch=(shared, len(chosen.ids)),
+    )
+
+
+def _lay_out_turns(sample: Sample, encoding: Encoding, for_generation: bool) -> TokenLayout:
     unheard = [turn.role for turn in sample.turns if turn.role != "assistant" and not turn.carries_loss]
     if unheard and encoding.train_on == "all":
         raise SampleError(

@@ -90,7 +90,7 @@ def _anonymous_file() -> int:
 
 MAX_FRAME_BYTES = 1 << 31
 MAX_ASK_BYTES = 1 << 20
-IDS, LABELS = "ids", "labels"
+IDS, LABELS, BRANCH = "ids", "labels", "branch"
 NOTE_BYTES = 1024
 _COPY_BYTES = NOTE_BYTES // 2
 _CHECKSUM = struct.Struct("<I")
@@ -144,7 +144,7 @@ class Greeting(Struct, tag="greeting"):
 
 
 class ArrayPlace(Struct, array_like=True):
-    """Location of an array in the answer's bytes. unit: "" for ids and labels. normalization: see `Pixels`."""
+    """Location of an array in the answer's bytes. unit: "" for ids, labels and branch. normalization: see `Pixels`."""
 
     unit: str
     name: str
@@ -284,6 +284,8 @@ def lay_out(sample: EncodedSample) -> tuple[list[ArrayPlace], list[np.ndarray], 
 def _values(sample: EncodedSample) -> Iterator[tuple[str, str, EncoderInput]]:
     yield "", IDS, sample.input_ids
     yield "", LABELS, sample.labels
+    if sample.branch is not None:
+        yield "", BRANCH, np.array(sample.branch)
     for unit, inputs in sample.media.items():
         for name, value in inputs.items():
             yield unit, name, value
@@ -324,6 +326,8 @@ def unpack_sample(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSamp
             media.setdefault(place.unit, {})[place.name] = value
         else:
             tokens[place.name] = array
+    branch: Any = tuple(tokens[BRANCH].tolist()) if BRANCH in tokens else None
+    ids, labels, seconds = tokens[IDS], tokens[LABELS], answer.seconds
     return EncodedSample(
-        answer.sample, tokens[IDS], tokens[LABELS], media, answer.sizes, draw, made_seconds=answer.seconds
+        answer.sample, ids, labels, media, answer.sizes, draw, made_seconds=seconds, branch=branch
     )

@@ -242,7 +242,7 @@ class LanguageUnit(Unit, LanguageStage):
         )
         stage.before_language_model = self.before_language_model
         stage.row_attention, stage.loss_chunk = self.row_attention, self.loss_chunk
-        stage.token_loss = self.token_loss
+        stage.token_loss, stage.pair_loss = self.token_loss, self.pair_loss
         return stage
 
 

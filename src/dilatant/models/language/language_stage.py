@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.kernels.attention_plan import to_device
+from dilatant.attention.masks.packing import share_beginnings
 from dilatant.attention.masks.placement import place_row
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
@@ -33,6 +34,7 @@ from dilatant.models.language.chunked_head import (
 from dilatant.models.language.extension import Extension, LanguageForward, StageSpan, TextLayout
 from dilatant.models.language.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.language.packed_row import PackedRow
+from dilatant.models.language.pair_loss import PairLoss
 from dilatant.models.language.token_loss import TokenLoss
 from dilatant.models.parallel.tensor_parallel import VocabularyShard
 
@@ -90,6 +92,8 @@ class LanguageStage(Stage):
     """See `chunked_head.chunked_loss`."""
     token_loss: TokenLoss | None = None
     """The loss of training steps, if it is not the cross entropy; see `MultimodalModel.use_loss`."""
+    pair_loss: PairLoss | None = None
+    """The loss of training steps on pairs; see `MultimodalModel.use_preferences`."""
     before_language_model: BeforeLanguageModel | None = None
     """before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or merge rows itself and return "inputs_embeds" [batch, tokens, hidden]."""
@@ -123,9 +127,18 @@ class LanguageStage(Stage):
         return {} if self.row_attention is None else self.row_attention(samples, padding, prefixes)
 
     def attention_over(self, packed: Sequence[EncodedSample]) -> Mapping[str, Any]:
-        """Return the attention keywords of every stage for a row of whole samples."""
-        ids = [sample.input_ids for sample in packed]
-        return self.attention_of(ids, prefixes=[sample.prefix_tokens for sample in packed])
+        """Return the attention keywords of every stage for a row of whole samples; answers of a pair are kept apart."""
+        sequences = [sample.sequences() for sample in packed]
+        alone = [each for of_sample in sequences for each in of_sample]
+        keywords = self.attention_of(
+            [each.input_ids for each in alone], prefixes=[each.prefix_tokens for each in alone]
+        )
+        shared = [sample.shared_tokens for sample in packed]
+        if PLAN_KEYWORD not in keywords or not any(shared):
+            return keywords
+        lengths = [[len(each.input_ids) for each in of_sample] for of_sample in sequences]
+        join = partial(share_beginnings, lengths=lengths, shared=shared)
+        return {**keywords, PLAN_KEYWORD: keywords[PLAN_KEYWORD].derived(join)}
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """Run the samples packed in one row; under context parallelism, this rank's tokens of it."""
@@ -168,6 +181,11 @@ class LanguageStage(Stage):
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
         sample_of = row.sample_of[with_target].to(hidden.device)
         losses = self._losses(head, hidden[0, at], targets, packed, sample_of)
+        if self.pair_loss is not None:
+            total, sums = self.pair_loss(losses, row, with_target, packed)
+            loss = divide_loss(total, row.targets, data.counts[self.unit])
+            measured = {name: each / data.counts[name] for name, each in sums.items()}
+            return StageOutput(losses={self.unit: loss, **measured, **forward.losses})
         loss = divide_loss(losses.sum(), row.targets, data.counts[self.unit])
         by_sample: dict[str, Tensor] = {}
         if self.token_loss is None or self.token_loss.is_per_token:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -50,10 +50,7 @@ class PackedRow:
         positions: for positions other than 0, 1, 2, ..."""
         lengths = tuple(sample.sizes[unit] for sample in samples)
         labels = torch.as_tensor(np.concatenate([sample.labels for sample in samples]))
-        places = [
-            np.arange(length) if positions is None else positions(sample)
-            for sample, length in zip(samples, lengths, strict=True)
-        ]
+        places = [place for sample in samples for place in _places(sample, positions)]
         position_ids = torch.as_tensor(np.concatenate(places, axis=-1))
         return cls(
             ids=torch.as_tensor(np.concatenate([sample.input_ids for sample in samples])),
@@ -88,6 +85,17 @@ class PackedRow:
             share=share,
         )
 
+    def answer_of(self, samples: Sequence[EncodedSample]) -> Tensor:
+        """Return the answer of each of the rank's tokens, of two answers of each sample; those of the shared prompt
+        count as the first's: int64 [tokens]."""
+        second = [len(sample.input_ids) if sample.branch is None else sample.branch[1] for sample in samples]
+        answers = [
+            2 * number + (np.arange(length) >= begin)
+            for number, (length, begin) in enumerate(zip(self.lengths, second, strict=True))
+        ]
+        whole = torch.from_numpy(np.concatenate(answers))
+        return whole if self.share is None else self.share.take(whole)
+
     def padded(self, hidden: Tensor) -> Tensor:
         """Pad hidden states [tokens, hidden] of the rank's tokens by the dummy token, if it runs one."""
         missing = len(self.ids) - len(hidden)
@@ -104,6 +112,13 @@ class PackedRow:
         is_place = places.new_zeros(len(self.ids)).index_fill(0, places, 1)
         row = self.share.gather(values.new_zeros(len(self.ids)).index_copy(0, places, values))
         return row[self.share.gather(is_place) > 0]
+
+
+def _places(sample: EncodedSample, positions: Positions | None) -> Iterator[NDArray[np.int64]]:
+    """Yield the positions of a sample's tokens; those of a rejected answer go on where its prompt ended."""
+    for number, sequence in enumerate(sample.sequences()):
+        places = np.arange(len(sequence.input_ids)) if positions is None else positions(sequence)
+        yield places[..., sample.shared_tokens :] if number else places
 
 
 def token_places(samples: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:

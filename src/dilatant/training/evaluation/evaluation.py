@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.config.train import LOSS, EvaluationConfig
 from dilatant.data.order.blend import Blend
+from dilatant.models.language.pair_loss import PairLoss, measure_pairs
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.evaluation.answer_metrics import Metric, measure
@@ -24,13 +27,15 @@ from dilatant.training.evaluation.greedy_answers import GreedyAnswer, verify_ans
 from dilatant.training.evaluation.image_answers import decode_answer
 from dilatant.training.feeding.feed import StepInput
 from dilatant.training.feeding.inputs import RankInputs
+from dilatant.training.references import score_pairs
 from dilatant.training.run_state import RunState
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Expected and written answer of a sample. loss: summed cross entropy of its `tokens` tokens. source: its data
-    set's number."""
+    set's number. rewards: of the chosen and the rejected answer of a pair, whose loss is that of one token; the texts
+    then say which of both is expected, and which has the higher reward."""
 
     sample: str
     expected: str
@@ -38,6 +43,7 @@ class Verdict:
     loss: float = 0.0
     tokens: int = 0
     source: int = 0
+    rewards: tuple[float, float] | None = None
 
     @property
     def is_right(self) -> bool:
@@ -46,8 +52,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Result on held-out samples. figures: `loss`, per token of an answer, and metrics, by name; by_source: the same
-    for each data set by name, if there are several. skipped: samples that could not be read."""
+    """Result on held-out samples. figures: `loss`, per token of an answer or per pair, and metrics, by name; by_source:
+    the same for each data set by name, if there are several. skipped: samples that could not be read."""
 
     verdicts: tuple[Verdict, ...]
     skipped: tuple[str, ...]
@@ -72,7 +78,7 @@ class Evaluation:
 
 class Evaluator:
     """Evaluate a run while it trains, with its EMA weights if there are any; called by all ranks together. how: the
-    config's section. own: metrics that the user passed, by name."""
+    config's section. own: metrics that the user passed, by name. Pairs of answers are judged by `pair_loss`."""
 
     def __init__(
         self,
@@ -81,9 +87,11 @@ class Evaluator:
         inputs: RankInputs,
         state: RunState,
         own: Mapping[str, Metric] = MappingProxyType({}),
+        pair_loss: PairLoss | None = None,
     ) -> None:
         self._how = how
-        self._metrics = dict.fromkeys(how.metrics) | dict(own)
+        self._pair_loss = pair_loss
+        self._metrics = {} if self._pair_loss is not None else dict.fromkeys(how.metrics) | dict(own)
         self._held_out = samples.held_out
         self._tokenizer = samples.tokenizer
         self._stop_ids = samples.encoding.chat.stop_ids
@@ -104,8 +112,9 @@ class Evaluator:
         with self._state.averaged():
             runtime.train(False)
             try:
-                for question in self._inputs.held_out(self._how.limit, self._how.batch_size):
-                    verdicts += self._judge(question)
+                as_questions = self._pair_loss is None
+                for question in self._inputs.held_out(self._how.limit, self._how.batch_size, as_questions):
+                    verdicts += self._judge(question) if as_questions else self._judge_pairs(question)
                     skipped += question.batch.problems
             finally:
                 runtime.train()
@@ -160,6 +169,19 @@ class Evaluator:
             expected = self._text(answer.expected)
             yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
 
+    def _judge_pairs(self, step: StepInput[PreparedStep]) -> Iterator[Verdict]:
+        loss, samples = self._pair_loss, step.batch.samples
+        assert loss is not None
+        found = score_pairs(self._state.runtime, step)
+        scores = [found[number] for number in range(len(samples))]
+        sums, counts = (torch.tensor(each, dtype=torch.float64) for each in zip(*scores, strict=True))
+        judged = loss.judge(sums, counts, loss.reference_of(samples))
+        for sample, value, (chosen, rejected) in zip(
+            samples, *(each.tolist() for each in judged), strict=True
+        ):
+            preferred = "chosen" if chosen > rejected else "rejected"
+            yield Verdict(sample.id, "chosen", preferred, value, 1, sample.source, (chosen, rejected))
+
     def _text(self, tokens: Sequence[int]) -> str:
         return decode_answer(self._tokenizer, tokens, self._stop_ids)
 
@@ -186,4 +208,7 @@ def _measured(verdicts: Sequence[Verdict], metrics: Mapping[str, Metric | None])
     written = [verdict.written for verdict in verdicts]
     tokens = sum(verdict.tokens for verdict in verdicts)
     loss = sum(verdict.loss for verdict in verdicts) / max(1, tokens)
+    if rewards := [verdict.rewards for verdict in verdicts if verdict.rewards is not None]:
+        sums = measure_pairs(torch.tensor(rewards))
+        return {LOSS: loss, **{name: float(each) / len(rewards) for name, each in sums.items()}}
     return {LOSS: loss, **{name: measure(name, expected, written, own) for name, own in metrics.items()}}

@@ -63,7 +63,7 @@ def verify_answers(
         at = np.flatnonzero(labels != NO_LOSS)
         own[number] = [labels[at].tolist(), int(at[0]), predicted.tokens, sum(predicted.losses)]
     answers = {}
-    for number, (expected, prompt, likeliest, loss) in _everywhere(runtime, own).items():
+    for number, (expected, prompt, likeliest, loss) in gather_by_sample(runtime, own).items():
         answer = GreedyAnswer(expected, loss, prompt)
         answer.prove(expected, likeliest, len(likeliest), ())
         answers[number] = answer
@@ -97,7 +97,7 @@ def write_answers(
         ]
         again = runtime.prepare(drafted, step.assignment, step.schedule, forwards=True)
         own = {number: one.tokens for number, one in runtime.predict(drafted, again).items()}
-        for number, likeliest in _everywhere(runtime, own).items():
+        for number, likeliest in gather_by_sample(runtime, own).items():
             answers[number].prove(drafts[number], likeliest, longest, ends)
 
 
@@ -114,7 +114,8 @@ def _with_draft(sample: EncodedSample, prompt: int, draft: Sequence[int], turn: 
     return replace(sample, input_ids=ids, labels=labels, sizes=sizes, targets=len(draft), content=content)
 
 
-def _everywhere(runtime: Runtime, own: Mapping[int, Any]) -> dict[int, Any]:
+def gather_by_sample(runtime: Runtime, own: Mapping[int, Any]) -> dict[int, Any]:
+    """Return sample number → value, of which each rank has some, on all ranks; called by all ranks together."""
     return {
         int(number): value
         for of_rank in all_gather_object(runtime.comm, own)

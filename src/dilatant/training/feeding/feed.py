@@ -312,6 +312,7 @@ class StepPrefetcher(Generic[Step]):
                 held,
                 input_ids=sample.input_ids if has_tokens else held.input_ids,
                 labels=sample.labels if has_tokens else held.labels,
+                branch=sample.branch if has_tokens else held.branch,
                 media={**held.media, **sample.media},
                 made_seconds=held.made_seconds + sample.made_seconds,
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.comm.comm import Comm
 from dilatant.config import Config
@@ -171,17 +173,32 @@ class RankInputs:
             left_out=left_out,
         )
 
-    def held_out(self, limit: int | None, batch_size: int) -> Iterator[StepInput[PreparedStep]]:
-        """Yield batches of held-out samples as questions (see `encode_sample`), without refused ones. limit: per data
-        set."""
-        data = self._data[HELD_OUT]
-        indices = np.array([index for index in self._first(limit) if index not in data.refused], np.int64)
+    def held_out(
+        self, limit: int | None, batch_size: int, as_questions: bool = True
+    ) -> Iterator[StepInput[PreparedStep]]:
+        """Yield batches of held-out samples, as questions (see `encode_sample`) or whole, without refused ones. limit:
+        per data set."""
+        indices = self.usable(HELD_OUT, self.first_held_out(limit))
+        return self.forwards(HELD_OUT, indices, batch_size, as_questions)
+
+    def usable(self, name: str, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those samples of a data set that are not refused."""
+        refused = self._data[name].refused
+        return np.array([index for index in indices.tolist() if index not in refused], np.int64)
+
+    def forwards(
+        self, name: str, indices: NDArray[np.int64], batch_size: int, as_questions: bool = False
+    ) -> Iterator[StepInput[PreparedStep]]:
+        """Yield batches of samples of a data set that is read by index, planned as forwards. A sample's `draw` is its
+        place in `indices`."""
+        data = self._data[name]
+        needed = self._asked if as_questions else self._needed
         batches = (
             StepSamples(0, indices[start : start + batch_size], start, SamplerState())
             for start in range(0, len(indices), batch_size)
         )
         with StepPrefetcher(
-            data, batches, self._source, self._plan_forwards, self._asked, skips=self._skips
+            data, batches, self._source, self._plan_forwards, needed, skips=self._skips
         ) as feed:
             while True:
                 if self._skips:
@@ -191,19 +208,24 @@ class RankInputs:
                     return
                 yield step
 
+    def use_references(self, references: Mapping[str, NDArray[np.float64]]) -> None:
+        """Give the samples of each data set their references; see `IndexedData`."""
+        for name, own in references.items():
+            self._data[name] = replace(self._data[name], references=own)
+
     def refused(self, limit: int | None) -> tuple[str, ...]:
         """Return why held-out samples are left out, as far as sizes tell."""
         refused = self._data[HELD_OUT].refused
-        return tuple(refused[index] for index in self._first(limit) if index in refused)
+        return tuple(refused[index] for index in self.first_held_out(limit).tolist() if index in refused)
 
-    def _first(self, limit: int | None) -> list[int]:
-        """Return the first held-out samples of each data set."""
+    def first_held_out(self, limit: int | None) -> NDArray[np.int64]:
+        """Return the first held-out samples of each data set; none without held-out data."""
         begin = 0
         found: list[int] = []
-        for length in self._data[HELD_OUT].samples.lengths:
+        for length in self._data[HELD_OUT].samples.lengths if HELD_OUT in self._data else ():
             found += range(begin, begin + min(length, limit or length))
             begin += length
-        return found
+        return np.array(found, np.int64)
 
     def close(self) -> None:
         """End the processes that decode."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ _NOTHING = np.zeros(0, np.int64)
 @dataclass(frozen=True)
 class IndexedData:
     """Data set with known sizes. name: its key in the source of decoded samples. refused: sample → why it is
-    unusable."""
+    unusable. references: float64 [samples, 2], see `EncodedSample.reference`; NaN where unknown."""
 
     name: str
     samples: Blend
@@ -48,10 +48,12 @@ class IndexedData:
     refused: Mapping[int, str]
     known: ClassVar[frozenset[str]] = frozenset()
     look_ahead: ClassVar[int] = LOOK_AHEAD
+    references: NDArray[np.float64] | None = None
 
     def head(self, index: int, draw: int) -> EncodedSample:
         """Return what is known of a sample without reading it: name, sizes, targets and content digest."""
         row = self.index.tokens[index].tolist()
+        reference: Any = None if self.references is None else tuple(self.references[index].tolist())
         return EncodedSample(
             self.samples.name(index),
             _NOTHING,
@@ -62,6 +64,7 @@ class IndexedData:
             int(self.index.target_tokens[index]),
             int(self.index.content[index]),
             self.samples.source_of(index),
+            reference=reference,
         )
 
     def undecoded(self, index: int) -> Sample | None:

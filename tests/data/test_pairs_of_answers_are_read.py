@@ -1,0 +1,182 @@
+"""Records with a chosen and a rejected answer are read in every form, and become two sequences with one prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cases.data_builders import IMAGE_ID, image_bytes, small_encoding
+from dilatant.config import UserError
+from dilatant.data.readers.record_fields import FileRecord
+from dilatant.data.readers.records import parse_record
+from dilatant.data.sample import EncodedSample, Sample, Turn
+from dilatant.data.text.encode import encode_prompt, encode_sample, find_problems, measure_sample
+from dilatant.data.workers.pool_wire import Encoded, lay_out, pack_arrays, unpack_sample
+
+ASKED = [{"role": "user", "content": "q"}]
+BETTER, WORSE = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+TALK = [*ASKED, {"role": "assistant", "content": "once"}, {"role": "user", "content": "more"}]
+ROLES = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def sample_of(named: dict[str, str] | None = None, **fields: Any) -> Sample:
+    return parse_record(FileRecord("x:1", Path("media"), fields), None, named)
+
+
+def texts(turns: tuple[Turn, ...]) -> list[str]:
+    return ["".join(part if isinstance(part, str) else "<medium>" for part in turn.content) for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"prompt": "q", "chosen": "good", "rejected": "bad"}, ["q"]),
+        ({"question": "q", "image": "a.png", "chosen": "good", "rejected": "bad"}, ["q"]),
+        ({"instruction": "q", "input": "x", "chosen": "good", "rejected": "bad"}, ["q\nx"]),
+        ({"prompt": "q", "chosen": "good", "rejected": "bad", "system": "s"}, ["s", "q"]),
+        ({"prompt": ASKED, "chosen": [BETTER], "rejected": [WORSE]}, ["q"]),
+        ({"prompt": ASKED, "chosen": {"role": ["assistant"], "content": ["good"]}, "rejected": [WORSE]}, ["q"]),
+        ({"chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]}, ["q"]),
+        ({"prompt": "q", "messages": [*ASKED, BETTER], "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]}, ["q"]),
+        ({"chosen": [*TALK, BETTER], "rejected": [*TALK, WORSE]}, ["q", "once", "more"]),
+        ({"chosen": "Say it: good", "rejected": "Say it: bad"}, ["Say it:"]),
+        (
+            {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "good"},
+             "rejected": {"from": "gpt", "value": "bad"}},
+            ["q"],
+        ),
+        ({"messages": [*TALK, BETTER], "rejected_response": "bad"}, ["q", "once", "more"]),
+        ({"messages": [*ASKED, BETTER], "rejected_messages": [*ASKED, WORSE]}, ["q"]),
+    ],
+)  # fmt: skip
+def test_every_form_of_a_pair_is_understood(fields: dict[str, Any], asked: list[str]) -> None:
+    sample = sample_of(**fields)
+    assert texts(sample.turns) == [*asked, "good"]
+    assert texts(sample.rejected) == [*asked, "bad"]
+    carries = [turn.carries_loss for turn in sample.turns if turn.role == "assistant"]
+    assert carries == [False] * (len(carries) - 1) + [True]
+    assert [media.name for media in sample.unplaced] == (["a.png"] if "image" in fields else [])
+
+
+def test_columns_of_a_pair_may_be_named() -> None:
+    sample = sample_of(
+        {"chosen": "best", "rejected": "worst"}, question="q", best="good", worst="bad", other=1
+    )
+    assert (texts(sample.turns), texts(sample.rejected)) == (["q", "good"], ["q", "bad"])
+    assert sample.unused == ("other",)
+    assert sample_of({"answer": "chosen"}, question="q", chosen="good", rejected="bad").rejected == ()
+
+
+def test_pictures_of_typed_content_are_those_of_both_answers() -> None:
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}]}]
+    sample = sample_of(chosen=[*asked, BETTER], rejected=[*asked, WORSE], images=["a.png"])
+    assert sample.turns[0] == sample.rejected[0]
+    assert texts(sample.turns) == ["<medium>q", "good"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"prompt": "q", "chosen": "good"}, "no rejected one"),
+        ({"prompt": "q", "rejected": "bad"}, "no chosen one"),
+        ({"prompt": "q", "chosen": "good", "rejected": "good"}, "are equal"),
+        ({"chosen": "good", "rejected": "bad"}, "no prompt in common"),
+        ({"chosen": [*ASKED, BETTER], "rejected": [*TALK[2:], WORSE]}, "no prompt in common"),
+        ({"chosen": [*ASKED, BETTER], "rejected": ASKED}, "rejected conversation does not end with an answer"),
+        ({"question": "p", "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]}, "another one beside it"),
+        ({"messages": TALK[1:], "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]}, "another one beside it"),
+        ({"prompt": "q", "chosen": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}],
+          "rejected": "bad"}, "chosen answer holds media"),
+        ({"prompt": "q", "chosen": "good", "rejected": {"score": 1}}, "has the role None"),
+    ],
+)  # fmt: skip
+def test_a_record_that_is_no_pair_is_refused(fields: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(UserError, match=pattern) as caught:
+        sample_of(**fields)
+    assert len(str(caught.value)) < 400
+
+
+def encoded_pair(
+    shares: bool, template: str = "auto", talk: list[Any] = ASKED
+) -> tuple[EncodedSample, list[Any]]:
+    """Return a pair with two pictures, and both of its conversations encoded as samples of their own."""
+    pictures = [{"bytes": image_bytes(seed=seed)} for seed in range(2)]
+    fields = {"images": pictures, "chosen": [*talk, BETTER], "rejected": [*talk, WORSE]}
+    sample = sample_of(**fields)
+    settings = {"template": template, "pairs": True, "shares_prompt": shares}
+    encoding, plain = small_encoding(**settings), small_encoding(template=template)
+    encoded = encode_sample(sample, encoding)
+    sizes = measure_sample(sample, encoding)
+    assert dict(sizes.tokens) == dict(encoded.sizes)
+    assert (sizes.target_tokens, sizes.content) == (encoded.target_tokens, encoded.content_digest)
+    assert not find_problems(sample, encoding, deep=True)
+    alone = [
+        encode_sample(Sample("x:1", turns, sample.unplaced), plain)
+        for turns in (sample.turns, sample.rejected)
+    ]
+    return encoded, alone
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("talk", [ASKED, TALK], ids=["question", "talk"])
+def test_the_answers_of_a_pair_are_what_two_samples_would_be(
+    shares: bool, talk: list[Any], tmp_path: Path
+) -> None:
+    template = tmp_path / "roles.jinja"
+    template.write_text(ROLES, encoding="utf-8")
+    encoded, alone = encoded_pair(shares, str(template), talk)
+    for sequence, sample in zip(encoded.sequences(), alone, strict=True):
+        assert sequence.input_ids.tolist() == sample.input_ids.tolist()
+        assert sequence.labels.tolist() == sample.labels.tolist()
+    prompt = int(np.flatnonzero(alone[0].labels != -100)[0])
+    assert encoded.shared_tokens == (prompt - 1 if shares else 0)
+    assert int((encoded.input_ids == IMAGE_ID).sum()) == (8 if shares else 16)
+    assert len(encoded.media["vision"]["pixel_values"]) == (2 if shares else 4)
+    assert encoded.sizes["vision"] == (8 if shares else 16)
+
+
+def test_a_pair_reaches_a_rank_as_it_was_encoded() -> None:
+    encoded, _ = encoded_pair(True)
+    places, arrays, nbytes = lay_out(encoded)
+    answer = Encoded(1, encoded.id, dict(encoded.sizes), places, nbytes)
+    received = unpack_sample(answer, 3, memoryview(pack_arrays(answer, arrays)))
+    assert (received.branch, received.content_digest) == (encoded.branch, encoded.content_digest)
+
+
+def test_preferences_are_learned_only_where_they_are_asked_for() -> None:
+    pair = sample_of(prompt="q", chosen="good", rejected="bad")
+    with pytest.raises(
+        UserError, match=r"holds preferences, .*'train.preferences' learns from; set that, or name the answer"
+    ):
+        encode_sample(pair, small_encoding())
+    with pytest.raises(UserError, match="has no rejected answer"):
+        encode_sample(sample_of(prompt="q", completion="good"), small_encoding(pairs=True))
+    own = Sample("x:1", (), encoded=EncodedSample("x", np.arange(3), np.arange(3)))
+    with pytest.raises(UserError, match="pairs are read from records alone"):
+        encode_sample(own, small_encoding(pairs=True))
+    prompt = encode_prompt(pair, small_encoding())
+    assert prompt.answer == "good"
+
+
+def test_answers_that_become_the_same_tokens_are_refused(tmp_path: Path) -> None:
+    template = tmp_path / "trims.jinja"
+    template.write_text(ROLES.replace("m.content }}{{ eos", "m.content | trim }}{{ eos"), encoding="utf-8")
+    pair = sample_of(prompt="q", chosen="good", rejected=" good ")
+    (problem,) = find_problems(pair, small_encoding(pairs=True, template=str(template)), deep=False)
+    assert "become the same tokens" in str(problem)
+
+
+def test_a_prompt_that_ends_with_a_picture_has_nothing_to_share_behind_it(tmp_path: Path) -> None:
+    template = tmp_path / "bare.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    pair = sample_of(images=[{"bytes": image_bytes()}], chosen="good", rejected="bad")
+    with pytest.raises(UserError, match=r"set 'train\.preferences\.share_prompt: false'"):
+        encode_sample(pair, small_encoding(pairs=True, template=str(template)))
+    assert encode_sample(pair, small_encoding(pairs=True, shares_prompt=False, template=str(template))).branch

@@ -1,0 +1,300 @@
+"""Losses of pairs have the values and gradients of transformers' models that run on each answer, under every layout."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import LlamaConfig
+
+from cases.engine_case import CASE, TEXT, VOCABULARY, Case, build_model
+from dilatant import ParallelSpec, parallelize
+from dilatant.comm import launch
+from dilatant.config import UserError
+from dilatant.config.train import PreferencesConfig
+from dilatant.data.sample import EncodedSample
+from dilatant.data.text.tokenizer import byte_tokenizer
+from dilatant.models import MultimodalModel
+from dilatant.models.row_attention import use_row_attention
+from dilatant.training.references import score_pairs
+from harness.checked_steps import Allowed, assert_close, part_of
+from harness.worker_pool import Worker, WorkerPool
+from oracles.engine_step import _seen_in
+from oracles.one_process import losses_of_batch
+
+LAYOUTS = {
+    "one process": ParallelSpec(),
+    "pipeline": ParallelSpec(pp=2),
+    "replicas": ParallelSpec(replicas=2),
+    "tensor": ParallelSpec(tp=2),
+    "context": ParallelSpec(cp=2),
+}
+MERGED = 4
+"""Tokens of a picture in the encoder, and in the text."""
+PAIRS = ((5, 1, 4, 2), (3, 0, 1, 6), (9, 2, 3, 3), (2, 1, 7, 5))
+"""For each pair: text tokens of the prompt, its pictures, and tokens of the chosen and of the rejected answer."""
+
+
+def documents(seed: int, number: int) -> list[Any]:
+    """Return both answers of a pair, each behind its prompt, as a model alone would read them."""
+    text, pictures, *answers = PAIRS[number]
+    random = np.random.default_rng((seed, number))
+    prompt = random.integers(3, VOCABULARY, text).tolist()
+    for _ in range(pictures):
+        prompt[1:1] = [VOCABULARY] * MERGED
+    pixels = random.standard_normal((pictures, 3, 8, 8)).astype(np.float32)
+    media = {"vision": {"pixel_values": pixels}} if pictures else {}
+    found = []
+    for length in answers:
+        answer = random.integers(3, VOCABULARY, length).tolist()
+        labels = [-100] * len(prompt) + answer
+        found.append(
+            SimpleNamespace(input_ids=np.array(prompt + answer), labels=np.array(labels), media=media)
+        )
+    return found
+
+
+def references(number: int) -> tuple[float, float]:
+    return -2.0 - number, -3.5 + number
+
+
+def pairs(seed: int, shares: bool) -> list[EncodedSample]:
+    """Return the pairs as rows of a step have them."""
+    found = []
+    for number, (text, pictures, *_) in enumerate(PAIRS):
+        chosen, rejected = documents(seed, number)
+        shared = text + MERGED * pictures - 1 if shares else 0
+        copies = pictures if shares else 2 * pictures
+        media = {
+            name: {key: np.concatenate([each] * (copies // pictures)) for key, each in inputs.items()}
+            for name, inputs in chosen.media.items()
+        }
+        ids = np.concatenate([chosen.input_ids, rejected.input_ids[shared:]])
+        labels = np.concatenate([chosen.labels, rejected.labels[shared:]])
+        sizes = {"language": len(ids), **({"vision": MERGED * copies} if pictures else {})}
+        found.append(
+            EncodedSample(
+                f"pair-{number}",
+                ids,
+                labels,
+                media,
+                sizes,
+                number + 1,
+                branch=(shared, len(chosen.input_ids)),
+                reference=references(number),
+            )
+        )
+    return found
+
+
+def loss_by_hand(method: str, chosen: Tensor, rejected: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return a pair's loss and the difference of its rewards, as the papers write them, with the default settings.
+    chosen, rejected: log-probabilities."""
+    first, second = references(number)
+    many, few = PAIRS[number][2:]
+    if method == "dpo":
+        margin = 0.1 * ((chosen - first) - (rejected - second))
+        return -torch.log(1 / (1 + torch.exp(-margin))), margin
+    if method == "ipo":
+        margin = (chosen - first) / many - (rejected - second) / few
+        return (margin - 1 / 0.2) ** 2, 0.1 * ((chosen - first) - (rejected - second))
+    if method == "simpo":
+        margin = 2 * chosen / many - 2 * rejected / few
+        return -torch.log(1 / (1 + torch.exp(1 - margin))), margin
+    likely = torch.exp(chosen / many), torch.exp(rejected / few)
+    odds = [each / (1 - each) for each in likely]
+    ratio = torch.log(odds[0] / odds[1])
+    return -0.1 * torch.log(1 / (1 + torch.exp(-ratio))) - chosen / many, 0.1 * (
+        chosen / many - rejected / few
+    )
+
+
+def expected(case: Case, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Return the mean loss and margin, each pair's log-probabilities, and the gradients."""
+    model = build_model(case, plain=True)
+    units: Any = model.units
+    encoders = {"vision": (units["vision"].model, units["vision"].projector, units["vision"].skip_tokens)}
+    seen_in = None if case.attention in (None, "causal") else lambda sample: _seen_in(case, sample)
+    sums = []
+    for number in range(len(PAIRS)):
+        both = [
+            -len(document.labels[document.labels != -100])
+            * losses_of_batch(units["language"].model, encoders, model.placeholder_ids, [document], seen_in)[
+                "language"
+            ]
+            for document in documents(case.seed, number)
+        ]
+        sums.append(both)
+    judged = [loss_by_hand(method, *both, number) for number, both in enumerate(sums)]
+    loss, margin = (torch.stack(each).mean() for each in zip(*judged, strict=True))
+    loss.backward()
+    parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    known = torch.tensor([[each.item() for each in both] for both in sums])
+    return loss.detach(), margin.detach(), known, gradients
+
+
+def _step(pooled: Worker | None, case: Case, language: ParallelSpec, method: str, shares: bool) -> Any:
+    worker = None
+    if pooled is not None:
+        worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
+    model = build_model(case, "meta")
+    model.use_preferences(PreferencesConfig(method=method, share_prompt=shares))  # type: ignore[arg-type]
+    runtime = parallelize(
+        model,
+        {"language": language, "vision": ParallelSpec()},
+        colocated={"vision": "language"} if language == ParallelSpec() else None,
+        worker=worker,
+        num_microbatches=2,
+        seed=case.seed,
+    )
+    samples = pairs(case.seed, shares)
+    batch: Any = SimpleNamespace(
+        batch=SimpleNamespace(samples=samples), step=runtime.plan_step(samples, forwards=True)
+    )
+    scores = score_pairs(runtime, batch)
+    losses = runtime.execute(samples).losses
+    found = {key: p.grad.clone() for key, p in runtime.owned.parameters.items() if p.grad is not None}
+    runtime.close()
+    return dict(losses), found, [scores[number][0] for number in range(len(samples))]
+
+
+def check(case: Case, method: str, results: list[Any]) -> None:
+    loss, margin, sums, gradients = expected(case, method)
+    allowed = Allowed.of_case(case)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for losses, own, scores in results:
+        assert losses["language"] == pytest.approx(loss.item(), rel=allowed.loss)
+        # A difference of sums that are an order larger.
+        assert losses["rewards/margins"] == pytest.approx(margin.item(), abs=10 * allowed.loss)
+        assert losses["rewards/chosen"] - losses["rewards/rejected"] == pytest.approx(
+            losses["rewards/margins"], abs=1e-5  # rounding of fp32 numbers of order 10
+        )  # fmt: skip
+        assert 0 <= losses["rewards/accuracies"] <= 1
+        torch.testing.assert_close(torch.tensor(scores), sums, rtol=allowed.relative, atol=0)
+        assert set(gradients) >= {key.partition("@")[0] for key in own}
+        for key, gradient in own.items():
+            theirs = part_of(gradients, key)
+            assert_close(gradient, theirs, allowed.of(theirs, largest), f"gradient of {key}")
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "shares"),
+    [*((layout, "dpo", True) for layout in LAYOUTS if layout != "one process"), ("context", "simpo", False)],
+)
+def test_pairs_are_the_same_under_every_layout(
+    workers: WorkerPool, layout: str, method: str, shares: bool
+) -> None:
+    case = replace(CASE, loss_chunk=3, attention="causal")
+    check(case, method, workers.run(_step, 3, case, LAYOUTS[layout], method, shares))
+
+
+@pytest.mark.parametrize("method", ["ipo", "simpo", "orpo"])
+def test_methods_have_the_losses_of_their_papers(method: str) -> None:
+    case = replace(CASE, attention="causal")
+    check(case, method, [_step(None, case, ParallelSpec(), method, shares=True)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ({"attention": "bidirectional"}, True),
+        ({"attention": "embedded"}, True),
+        ({"attention": "causal", "language": "gemma3_text", "settings": {"sliding_window": 5}}, True),
+        ({"attention": None}, False),
+        ({"attention": "causal", "language": "qwen3_5_text"}, False),
+    ],
+)
+def test_pairs_train_under_every_kind_of_attention(changes: dict[str, Any], shares: bool) -> None:
+    case = replace(CASE, **changes)
+    check(case, "dpo", [_step(None, case, ParallelSpec(), "dpo", shares)])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attention": None}, {"attention": "causal", "language": "qwen3_5_text"}]
+)
+def test_models_whose_answers_cannot_share_a_prompt_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"set train\.preferences\.share_prompt: false"):
+        build_model(replace(CASE, **changes), "meta").use_preferences(PreferencesConfig())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [({"branch": None}, "pair-0: has one answer"), ({"reference": None}, "pair-0: its log-probabilities by")],
+)
+def test_a_sample_that_is_no_pair_is_named(change: dict[str, Any], problem: str) -> None:
+    model = build_model(replace(CASE, attention="causal"), "meta")
+    model.use_preferences(PreferencesConfig())
+    specs = {"language": ParallelSpec(), "vision": ParallelSpec()}
+    runtime = parallelize(model, specs, colocated={"vision": "language"}, seed=CASE.seed)
+    first, *others = pairs(CASE.seed, True)
+    with pytest.raises(Exception, match=problem):
+        runtime.execute([replace(first, **change), *others])
+    runtime.close()
+
+
+@pytest.mark.parametrize(("kind", "method"), [("sigmoid", "dpo"), ("ipo", "ipo")])
+def test_trl_has_the_same_losses_and_gradients(kind: str, method: Any, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    config = LlamaConfig(**{**TEXT, "vocab_size": len(tokenizer), "num_hidden_layers": 2})
+    model = MultimodalModel({}, config, seed=0)
+    theirs, reference = (copy.deepcopy(model.language.model) for _ in range(2))
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    texts = [("one?", " two", " three!"), ("four", "five six", "7"), ("and now", "no", "something else")]
+    records = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in texts]
+    settings = trl.DPOConfig(
+        output_dir=str(tmp_path), loss_type=kind, beta=0.1, max_length=None, use_cpu=True, bf16=False,
+        report_to="none", gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(
+        theirs, reference, settings, train_dataset=Dataset.from_list(records), processing_class=tokenizer
+    )
+    rows = list(trainer.train_dataset)
+    trainer.model.train()
+    wanted = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+    wanted.backward()
+    samples = []
+    for number, row in enumerate(rows):
+        prompt, *answers = (row[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
+        ids = [*prompt, *answers[0], prompt[-1], *answers[1]]
+        labels = [*[-100] * len(prompt), *answers[0], -100, *answers[1]]
+        scores = []
+        for answer in answers:
+            with torch.no_grad():
+                likely = (
+                    reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                )
+            scores.append(float(likely.gather(-1, torch.tensor(answer)[:, None]).sum()))
+        samples.append(
+            EncodedSample(
+                f"{number}",
+                np.array(ids),
+                np.array(labels),
+                sizes={"language": len(ids)},
+                branch=(len(prompt) - 1, len(prompt) + len(answers[0])),
+                reference=(scores[0], scores[1]),
+            )
+        )
+    use_row_attention(model)
+    model.use_preferences(PreferencesConfig(method=method))
+    runtime = parallelize(model, {"language": ParallelSpec()})
+    found = runtime.execute(samples)
+    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
+    largest = max(float(p.grad.abs().max()) for p in trainer.model.parameters())
+    for weight in model.language.weights:
+        theirs_of = trainer.model.get_parameter(weight.key).grad
+        own = runtime.parameters[weight.canonical].grad
+        assert_close(own, theirs_of, 1e-5 * theirs_of.norm().item() + 1e-6 * largest, weight.canonical)
+    runtime.close()

@@ -1,0 +1,135 @@
+"""A run on pairs learns to prefer, judges held-out pairs, and resumes with the log-probabilities that it began with."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from cases.tiny_project import SIDES, tiny_config, write_images
+from dilatant import train
+from dilatant.config import UserError, parse_config
+from dilatant.planning.assemble import assemble_samples, with_sizes
+from dilatant.training.references import FILE, References
+from harness.faults.chaos import Fault, run_with_faults
+
+RATE = {"learning_rate": 0.02}
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write pairs about 12 images: the right side is chosen, the other one rejected."""
+    monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
+    write_images(tmp_path, 12)
+    lines = []
+    for number in range(12):
+        fields = {"image": f"images/{number}.png", "prompt": "Side?"}
+        answers = {"chosen": SIDES[number % 2], "rejected": SIDES[1 - number % 2]}
+        lines.append(json.dumps({**fields, **answers}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return tmp_path / "pairs.jsonl"
+
+
+def project(file: Path, name: str, **changes: Any) -> dict[str, Any]:
+    tree = tiny_config(**{"preferences": {}, "optimizer": RATE, "schedule": {"kind": "constant"}, **changes})
+    data = {**tree["data"], "train": [{"path": str(file)}], "eval": [{"path": str(file)}]}
+    return {**tree, "data": data, "output_dir": str(file.parent / name)}
+
+
+def steps(file: Path, name: str) -> list[dict[str, Any]]:
+    lines = (file.parent / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_learns_to_prefer_and_judges_pairs(pairs: Path) -> None:
+    result = train(project(pairs, "run", steps=16, global_batch_size=12))
+    first, *_, last = steps(pairs, "run")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the start model is the reference
+    assert first["rewards"]["margins"] == pytest.approx(0, abs=1e-5)
+    assert last["rewards"]["accuracies"] == pytest.approx(1)
+    assert last["loss"] < 0.5
+    assert result.evaluation is not None
+    figures = result.evaluation.figures
+    assert figures["rewards/accuracies"] == 1
+    assert figures["loss"] < last["loss"]  # one update later
+    record = json.loads((pairs.parent / "run" / "eval.json").read_text(encoding="utf-8"))
+    assert (record["samples"], record["wrong_examples"]) == (12, [])
+
+
+def test_a_resumed_run_compares_with_the_model_that_it_began_with(pairs: Path) -> None:
+    adapters = {"lora": {"r": 2}}
+    for name, parts in (
+        ("whole", ({"steps": 6},)),
+        ("parts", ({"steps": 3}, {"steps": 6, "resume": "auto"})),
+    ):
+        for changes in parts:
+            tree = project(pairs, name, **changes)
+            train({**tree, "model": {**tree["model"], **adapters}})
+    assert [step["loss"] for step in steps(pairs, "parts")] == [
+        step["loss"] for step in steps(pairs, "whole")
+    ]
+    # If the file is damaged, resuming computes the same again, before it reads the trained weights.
+    file = pairs.parent / "parts" / "references.json"
+    written = file.read_bytes()
+    file.write_text("{", encoding="utf-8")
+    tree = project(pairs, "parts", steps=7, resume="auto")
+    train({**tree, "model": {**tree["model"], **adapters}})
+    assert file.read_bytes() == written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preferences", [{"method": "orpo", "share_prompt": False}, {"method": "simpo"}])
+def test_methods_without_a_reference_learn_without_one(pairs: Path, preferences: dict[str, Any]) -> None:
+    train(project(pairs, "run", steps=30, global_batch_size=12, preferences=preferences))
+    first, *_, last = steps(pairs, "run")
+    assert last["loss"] < first["loss"]
+    assert last["rewards"]["accuracies"] == pytest.approx(1)
+    assert not (pairs.parent / "run" / "references.json").exists()
+
+
+@pytest.mark.slow
+def test_a_pipeline_on_pairs_learns_what_one_process_learns(pairs: Path) -> None:
+    train(project(pairs, "one", steps=3))
+    units = {"vision": {}, "language": {"pp": 2}}
+    train({**project(pairs, "three", steps=3), "parallel": {"units": units, "microbatches": 2}})
+    for one, three in zip(steps(pairs, "one"), steps(pairs, "three"), strict=True):
+        assert three["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert three["rewards"] == pytest.approx(one["rewards"], abs=1e-5)
+
+
+def test_ranks_that_go_on_with_a_run_read_its_references(pairs: Path) -> None:
+    config = parse_config(project(pairs, "run", steps=2), pairs.parent)
+    train(config)
+    samples = with_sizes(config, assemble_samples(config))
+    found: dict[str, Any] = {}
+    inputs: Any = SimpleNamespace(use_references=found.update)
+    References(samples, inputs, pairs.parent / "run" / FILE).read()
+    drawn = ~np.isnan(found["train"]).any(axis=1)
+    assert (int(drawn.sum()), len(drawn)) == (8, 12)  # two steps of four samples
+    np.testing.assert_allclose(
+        found["train"][drawn], found["eval"][drawn], rtol=1e-6
+    )  # other rows, other roundings
+    less = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 8})})
+    with pytest.raises(UserError, match=r"references\.json' lacks log-probabilities of pairs"):
+        References(with_sizes(less, assemble_samples(less)), inputs, pairs.parent / "run" / FILE).read()
+
+
+@pytest.mark.slow
+def test_a_run_on_pairs_survives_the_loss_of_a_rank(pairs: Path) -> None:
+    few = {"steps": 8, "optimizer": {"learning_rate": 0.002}}
+    train(project(pairs, "alone", **few))
+    layout = {"units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}, "microbatches": 2}
+    limits = {"enabled": True, "lease_seconds": 10.0, "fence_seconds": 60.0}
+    tree = {**project(pairs, "run", **few), "parallel": layout, "resilience": limits}
+    (pairs.parent / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    ended = run_with_faults(pairs.parent, Fault(3, "worker:1"))
+    assert (ended.exit_code, ended.injected) == (0, 1), ended.output
+    wanted = [step["loss"] for step in steps(pairs, "alone")]
+    # First gradients of AdamW are scaled to 1, and so is the noise of sums in another order.
+    assert ended.losses == pytest.approx(wanted, rel=1e-4)
