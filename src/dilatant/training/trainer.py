@@ -40,7 +40,7 @@ from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
 from dilatant.training.feeding.step_data import seed_step
-from dilatant.training.gradient_hashes import gradient_hashes
+from dilatant.training.gradient_hashes import gradient_hashes, owned_gradients
 from dilatant.training.model_flops import ModelFlops, model_flops, peak_flops
 from dilatant.training.optimizers.master_weights import Averages, WithMasters, make_masters
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor
@@ -337,7 +337,8 @@ class Trainer:
             raise UserError(explain_nonfinite(self.step + 1, result, batch))
         if self._gate is not None:
             self._voted = result, batch
-            self._gate.propose(self.step, gradient_hashes(self.runtime.owned.parameters, self._layer_of))
+            gradients = owned_gradients(self.runtime.owned)
+            self._gate.propose(self.step, gradient_hashes(gradients, self._layer_of))
             self.done.catch_up()  # if it raises, the step may still be committed: `apply_voted`
             self._gate.await_commit()
         self._half_updated = True
