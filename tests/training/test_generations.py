@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from cases.tiny_project import tiny_config, write_images
 from dilatant.comm.launch import local_worker
 from dilatant.config import Config
 from dilatant.config.config import parse_config
+from dilatant.report.metrics import StepMetrics
 from dilatant.resilience.partial_step.exchange import inherit_state
+from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation
@@ -67,6 +70,7 @@ class Generations:
             tree[section] = {**tree.get(section, {}), **values}
         self.config: Config = parse_config(tree, base=folder)
         self.folder = folder / "checkpoints"
+        self.callbacks: CallbackList | None = None
         self.history: dict[int, float] = {}
         self.last: Trainer | None = None
         self.begun = 0
@@ -74,6 +78,8 @@ class Generations:
     def next(self, refuses: int = 99) -> Trainer:
         """Open the next generation, which does not commit step number `refuses`."""
         prepared, before = prepare(self.config), self.last
+        if self.callbacks is not None:
+            self.config = self.config.with_own_parts({"callbacks": self.callbacks})
         self.begun += 1
         one = Trainer(
             self.config,
@@ -138,6 +144,36 @@ def test_evaluations_that_a_loss_interrupts_count_as_if_undisturbed(tmp_path: Pa
     assert run.last is not None
     assert run.last.state.best == alone.last.state.best
     assert 2 in run.saved
+
+
+@pytest.mark.parametrize("event", ["on_step", "on_evaluation"])
+def test_a_stop_that_a_loss_cut_off_takes_effect_at_the_same_step(tmp_path: Path, event: str) -> None:
+    run = Generations(tmp_path, evaluation={"steps": 2})
+    callbacks = CallbackList([SimpleNamespace(**{event: lambda control, value: control.stop()})])
+    run.callbacks, control, losses = callbacks, callbacks.control, 0
+
+    def evaluated(step: int, evaluation: Evaluation) -> None:
+        nonlocal losses
+        losses += 1
+        if event == "on_evaluation" and losses == 1:
+            raise Refused
+        callbacks.call("on_evaluation", evaluation)
+
+    def decide(metrics: StepMetrics | None) -> RunControl:
+        nonlocal losses
+        if metrics is not None:
+            control.step = metrics.step
+            if metrics.step == 2:
+                callbacks.call("on_step", metrics)
+        if control.is_stopping and not losses:
+            losses += 1
+            raise Refused
+        return control
+
+    assert not ended(run.next(), evaluated, decide)
+    assert ended(run.next(), evaluated, decide)
+    assert run.last is not None
+    assert run.last.step == 2
 
 
 def test_losses_faster_than_saves_do_not_starve_checkpoints(

@@ -168,12 +168,12 @@ class Trainer:
         observe: Callable[[StepMetrics], None],
         should_stop: Callable[[], bool] = lambda: False,
         on_evaluation: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
-        decide: Callable[[StepMetrics], RunControl | None] = lambda metrics: None,
+        decide: Callable[[StepMetrics | None], RunControl | None] = lambda metrics: None,
     ) -> Evaluation | None:
         """Train to the last step, until `should_stop` returns True after a step, or until evaluations stop improving.
         Returns the evaluation after the last step, if one was due. on_evaluation: callback invoked with each evaluation
-        result during the run, including the last step's. decide: on rank 0, calls the user's callbacks for a step,
-        once, and returns what they decided so far.
+        result during the run, including the last step's. decide: on rank 0, calls the user's callbacks for a step
+        (None: unknown here), once, and returns what they decided so far.
 
         A final checkpoint is written in every case, also when the data or the model raise: no finished step is lost,
         unless a rank died with its part of the state.
@@ -188,8 +188,11 @@ class Trainer:
                 steps = self._begin_steps()
                 if self._config.data.on_error == "skip":
                     steps.leave_out(gather_bad_samples(self.comm, steps.found()))
+                if self._gate is not None and self.step:  # a loss may have cut off what was decided
+                    self._follow(decide(self.done.last), with_figures=False)
                 if self.owes_evaluation:
                     evaluation = self.evaluator.judge(on_evaluation)
+                    self._follow(decide(self.done.last), with_figures=False)
                 if (self.owes_save or self.evaluator.keeps) and self.saving.step != self.step:
                     self._save(waits=True)
                 while not stop and not self.is_finished:
@@ -204,7 +207,7 @@ class Trainer:
                     if saves or self.evaluator.is_due:
                         self.done.catch_up()
                     evaluation = self.evaluator.judge(on_evaluation)
-                    if evaluation is not None and self.callbacks is not None:
+                    if evaluation is not None:
                         self._follow(decide(metrics))
                     if saves or self.evaluator.keeps:
                         self._save(waits=False)
@@ -231,15 +234,18 @@ class Trainer:
         if waits or (self._gate is not None and self.evaluator.keeps):
             self.saving.complete()
 
-    def _follow(self, control: RunControl | None) -> dict[str, float]:
-        """Adopt what rank 0's callbacks decided on all ranks, and return the figures that they logged. control: on rank
-        0 alone."""
+    def _follow(self, control: RunControl | None, with_figures: bool = True) -> dict[str, float]:
+        """Adopt what rank 0's callbacks decided on all ranks, and return the figures that they logged; without
+        `with_figures`, these stay for the next step. control: on rank 0 alone."""
+        if self.callbacks is None:
+            return {}
         own = None
         if control is not None:
-            own = control.is_stopping, control.learning_rate_factor, control.take_figures()
+            figures = control.take_figures() if with_figures else {}
+            own = control.is_stopping, control.learning_rate_factor, figures
         stopped, self.state.rate_factor, figures = all_gather_object(self.comm, own)[0]
         self.state.stopped = self.state.stopped or stopped
-        if control is None and self.callbacks is not None:
+        if control is None:
             self.callbacks.control.follow(self.step, stopped, self.state.rate_factor)
         return figures
 
