@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import prepare
 from dilatant.training.trainer import Trainer
 from harness.refusing_gate import Gate, Refused
+from oracles.live_storages import LiveStorages
 
 
 def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) -> None:
@@ -174,6 +176,32 @@ def test_a_stop_that_a_loss_cut_off_takes_effect_at_the_same_step(tmp_path: Path
     assert ended(run.next(), evaluated, decide)
     assert run.last is not None
     assert run.last.step == 2
+
+
+def test_state_on_the_host_frees_the_device_and_is_what_the_next_generation_gets(tmp_path: Path) -> None:
+    """The copies here are elsewhere in the same memory: none of the old storages but gradients' lives on."""
+    run = Generations(tmp_path, train={"optimizer": {"learning_rate": 0.01, "ema": 0.9}})
+    with LiveStorages() as live:
+        first = run.next(refuses=2)
+        assert not ended(first)
+        first.runtime.clear_gradients()
+    state = first.state
+    values = {key: tensor.clone() for key, tensor in state.tensors()["model"].items()}
+    beside = {
+        key: {kind: own.clone() for kind, own in kinds.items()}
+        for key, kinds in state.beside_masters().items()
+    }
+    assert {*next(iter(beside.values()))} == {"step", "exp_avg", "exp_avg_sq", "ema"}
+    held = sum(each.nbytes for each in values.values()) + sum(
+        each.nbytes for kinds in beside.values() for each in kinds.values()
+    )
+    assert live.now >= held
+    state.to_host(lambda tensor: tensor.clone())
+    gc.collect()
+    assert live.now < 0.1 * held
+    assert all(bool((tensor == values[key]).all()) for key, tensor in state.tensors()["model"].items())
+    for key, kinds in state.beside_masters().items():
+        assert all(bool((own == beside[key][kind]).all()) for kind, own in kinds.items())
 
 
 def test_losses_faster_than_saves_do_not_starve_checkpoints(
