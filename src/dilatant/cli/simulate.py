@@ -152,7 +152,7 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _SimulatedRun:
     measured = _measured(folder)
     sized = config.cluster.groups or any(key.partition(".")[0] == "cluster" for key in keys)
     if measured is not None and not sized:
-        config = _with(config, "cluster", gpus_per_node=len(plan.ranks))
+        config = _with(config, "cluster", gpus_per_node=plan.ranks[-1] + 1)
     if not {"plan", "plan.costs"} & keys and (costs := _costs_beside(folder, config)):
         config = _with(config, "plan", costs=costs)
     for name, key in AXES.items():  # costs are needed at these, too

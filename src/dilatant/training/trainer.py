@@ -323,8 +323,7 @@ class Trainer:
     def _report_slowness(self) -> None:
         if self._gate is None or (bound := self._config.resilience.evict_slower) is None:
             return
-        slowness = self.runtime.costs.slowness
-        times = float(slowness.factors[self.rank]) if slowness.is_sure else 1.0
+        times = self.runtime.costs.slowness.of(self.rank)
         reported = times if times > bound else 0.0
         if reported != self._reported_slowness:
             self._reported_slowness = reported
