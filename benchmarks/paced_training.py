@@ -29,7 +29,7 @@ from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, Pro
 from dilatant.resilience.protocol.values import Settings
 from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.commit import RunMembership
-from dilatant.training.gradient_hashes import gradient_hashes
+from dilatant.training.gradient_hashes import gradient_hashes, owned_gradients
 from dilatant.training.prepare import prepare
 from dilatant.training.rank import train_to_end
 from dilatant.training.stop_signal import StopSignal
@@ -70,7 +70,7 @@ class _EveryOtherTurn:
         if self._votes:
             # The trainer has hashed, also where the gate stands open: once more is what only a vote should take.
             if self.trainer is not None:
-                gradient_hashes(self.trainer.runtime.owned.parameters, {})
+                gradient_hashes(owned_gradients(self.trainer.runtime.owned), {})
             self._link.propose(self._voted, hashes)
 
     def await_commit(self) -> None:

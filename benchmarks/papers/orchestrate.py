@@ -78,10 +78,11 @@ def orchestrate(
 ) -> Orchestration:
     """Return the allocation with the least warm-up + (microbatches - 1) * slowest stage on at most `num_gpus`; exact.
 
-    The search covers every number of language-model replicas whose microbatches divide the global batch, for every
-    other module every number of replicas that divides it, every tensor degree in `seconds`, and every pipeline degree
+    The search covers every number of replicas of every module that divides the microbatches of the global batch (the
+    microbatches of another module are those of the language model times the ratio of their replicas, which need not be
+    whole, as in the paper), every tensor degree in `seconds`, and every pipeline degree
     up to the layers. A stage holds ceil(layers / pp) layers. Microbatches of the language model have `microbatch_size`
-    samples; a module with fewer replicas takes several microbatches at once. In memory, the first stage of a module
+    samples. In memory, the first stage of a module
     keeps as many microbatches as there are stages from it to the end of the longest path through the modules.
 
     Source: DistTrain 5.1-5.2. Rounding its convex relaxation loses 0.8 to 10 %; here dominated options are dropped and
@@ -173,10 +174,11 @@ class _LayoutTable:
         exact: bool = False,
         after: bool = False,
     ) -> Options:
-        """Return (row numbers, options) whose number of replicas divides (or, if `exact`, equals) `replicas`."""
+        """Return (row numbers, options) whose number of replicas divides `replicas` times `count` (or, if `exact`,
+        equals `replicas`)."""
         from papers.orchestrate_kernel import ModuleBytes, ModuleLayouts, frontier
 
-        rows = np.flatnonzero(self.replicas == replicas if exact else replicas % self.replicas == 0)
+        rows = np.flatnonzero(self.replicas == replicas if exact else replicas * count % self.replicas == 0)
         columns = self.gpus, self.replicas, self.tp, self.pp, self.seconds, self.share
         ways, module = ModuleLayouts(*(column[rows] for column in columns)), self.module
         held = ModuleBytes(
@@ -187,7 +189,7 @@ class _LayoutTable:
 
     def allocation(self, row: int, replicas: int, samples: int) -> ModuleAllocation:
         own = int(self.replicas[row])
-        seconds = float(self.seconds[row]) * samples * (replicas // own) * float(self.share[row])
+        seconds = float(self.seconds[row]) * samples * (replicas / own) * float(self.share[row])
         return ModuleAllocation(self.module.name, own, int(self.tp[row]), int(self.pp[row]), seconds)
 
 

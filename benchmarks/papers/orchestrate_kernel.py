@@ -38,19 +38,18 @@ class ModuleBytes(NamedTuple):
 
 @njit(cache=True)
 def frontier(ways, held, capacity, divided, samples, after, most, keep_stages):
-    """Return (kept rows, their options): Pareto-optimal layouts whose replicas divide `divided`, by ascending GPUs.
+    """Return (kept rows, their options): Pareto-optimal layouts, by ascending GPUs.
 
-    `samples` are those of a language-model microbatch, `most` the microbatches of a step. With `keep_stages` an option
-    with fewer stages is not dominated, because modules before it keep fewer microbatches.
+    `divided` are the language model's replicas, `samples` those of one of its microbatches, `most` the microbatches of
+    a step. With `keep_stages` an option with fewer stages is not dominated, because modules before it keep fewer
+    microbatches.
     """
     gpus, replicas, tp, pp, seconds, share = ways
     kept = np.empty(gpus.size, np.int64)
     options = np.empty((gpus.size, 4))
     number = 0
     for row in range(gpus.size):
-        if divided % replicas[row] != 0:
-            continue
-        merged = samples * (divided // replicas[row])
+        merged = samples * (divided / replicas[row])
         warm = seconds[row] * merged
         stage = warm * share[row]
         free = capacity - (held.state + held.optimizer / replicas[row]) * share[row] / tp[row]

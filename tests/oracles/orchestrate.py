@@ -18,9 +18,7 @@ def fits(module, layout, behind, language_replicas, samples, microbatches, capac
     """Does the first stage fit, with `behind` stages after the module on the longest path?"""
     replicas, tp, pp = layout
     share = math.ceil(module.layers / pp) / module.layers
-    held = (
-        min(pp + behind, microbatches) * samples * (language_replicas // replicas) * module.activation_bytes
-    )
+    held = min(pp + behind, microbatches) * samples * (language_replicas / replicas) * module.activation_bytes
     return (module.state_bytes + module.optimizer_bytes / replicas + held) * share / tp <= capacity
 
 
@@ -32,7 +30,7 @@ def best_orchestration(encoders, language_model, generators, num_gpus, global_ba
         if sum(replicas * tp * pp for replicas, tp, pp in chosen) > num_gpus:
             continue
         replicas, _, language_stages = chosen[len(encoders)]
-        if global_batch % (samples * replicas) or any(replicas % own for own, _, _ in chosen):
+        if any(global_batch // samples % own for own, _, _ in chosen):
             continue
         microbatches = global_batch // (samples * replicas)
         generator_stages = max((pp for _, _, pp in chosen[len(encoders) + 1 :]), default=0)
@@ -45,7 +43,7 @@ def best_orchestration(encoders, language_model, generators, num_gpus, global_ba
             continue
         warm, slowest = 0.0, 0.0
         for module, (own, tp, pp) in zip(modules, chosen):
-            whole = module.seconds[tp] * samples * (replicas // own)
+            whole = module.seconds[tp] * samples * (replicas / own)
             warm += whole
             slowest = max(slowest, whole * math.ceil(module.layers / pp) / module.layers)
         best = min(best, warm + (microbatches - 1) * slowest)

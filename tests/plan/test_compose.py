@@ -16,6 +16,7 @@ from dilatant.plan import (
     compose_pipelines,
     share_microbatches,
 )
+from dilatant.plan.templates.templates import most_nodes
 from oracles.compose import best_composition, slowest
 
 
@@ -119,3 +120,15 @@ def test_every_cluster_down_to_the_guarantee_has_a_composition(num_nodes):
             if num_nodes >= (faults + 2) * smallest:
                 # Merging pipelines of less than `smallest` nodes until there are enough gives fewer than twice.
                 assert set(range(smallest, 2 * smallest)) <= set(counts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.integers(1, 9), max_size=5), st.integers(0, 30), st.integers(0, 6))
+def test_no_more_nodes_can_be_used_than_are(sizes, nodes, pipelines):
+    reached = {(0, 0)}  # nodes and pipelines
+    for _ in range(nodes):
+        reached |= {
+            (used + size, count + 1) for used, count in reached for size in sizes if used + size <= nodes
+        }
+    expected = max((used for used, count in reached if count >= max(1, pipelines)), default=0)
+    assert most_nodes(sizes, nodes, pipelines) == expected

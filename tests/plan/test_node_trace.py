@@ -51,6 +51,13 @@ def test_units_of_count_files(tmp_path):
     assert load_node_trace(write(tmp_path, "0,1\n2000,2\n")).seconds == 2000.0
     assert load_node_trace(write(tmp_path, "0,1\n2000,2\n"), unit="ms").seconds == 2.0
     assert load_node_trace(write(tmp_path, "0,1\n2,2\n"), unit="h").seconds == 7200.0
+    assert load_node_trace(write(tmp_path, "0,1\n0.03,2\n0.03,1\n0.5,3\n")).seconds == 1800.0
+    named = load_node_trace(write(tmp_path, "0,add,a\n2,remove,a\n"), unit="s")
+    assert (named.seconds, named.unit) == (2.0, "s")
+    with pytest.raises(UserError, match="one of ms, s, h, not 'min'"):
+        load_node_trace(write(tmp_path, "0,1\n2,2\n"), unit="min")
+    with pytest.raises(UserError, match="says its times in full"):
+        load_node_trace(write(tmp_path, "2021-12-11, 11:11:30, 2\n"), unit="s")
 
 
 def test_dated_sampled_and_json_line_formats(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 from cases.tiny_project import tiny_config, write_images
 from dilatant.config import Config
 from dilatant.config.config import parse_config
-from dilatant.resilience.protocol.values import TOO_FEW
+from dilatant.plan.templates.templates import LayerMemory
+from dilatant.planning.layout import TrainingPlan
+from dilatant.resilience.protocol.values import FAILS_AGAIN, TOO_FEW
 from dilatant.resilience.status import read_rebuilds
 from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.run import train
 from harness.faults.chaos import losses
-from harness.faults.ranks import DYING_STEP, Held, Leaves, Ranks
+from harness.faults.ranks import DYING_STEP, Dies, Held, Leaves, Ranks
 
 STAGES: tuple[tuple[Leaves, ...], ...] = (
     ("fenced",),
@@ -84,11 +87,18 @@ def test_reconfigured_run_has_losses_of_one_process_to_the_bit(
     assert found == losses(tmp_path / "alone")
 
 
-def test_out_of_memory_excludes_a_plan_and_what_is_finished_is_saved(
-    tmp_path: Path, config: dict[str, Any]
+@pytest.mark.parametrize(
+    ("dies", "tried", "says"),
+    [
+        ("out of memory", ["OutOfMemoryError: the device is full"], f"1 node is {TOO_FEW} number "),
+        pytest.param("broken", ["KeyError: 'of <object "] * 2, f"{FAILS_AGAIN} with KeyError", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_built_is_excluded_and_what_is_finished_is_saved(
+    tmp_path: Path, config: dict[str, Any], dies: Dies, tried: list[str], says: str
 ) -> None:
-    """The plan of the one node that is left needs more memory than it has, and there is no other."""
-    ranks = Ranks(tmp_path, config, 2, dying={"node0": "out of memory"})
+    """The one node that is left has too little memory for its plan, or fails twice alike; there is no other plan."""
+    ranks = Ranks(tmp_path, config, 2, dying={"node0": dies})
     try:
         ranks.await_steps(2)
         ranks.lose("node1")
@@ -96,15 +106,40 @@ def test_out_of_memory_excludes_a_plan_and_what_is_finished_is_saved(
         reasons = ranks.reasons()[1:]
     finally:
         ranks.close()
-    assert [reason.partition(": ")[2] for reason in reasons] == [
-        "its worker 0 is gone",
-        "OutOfMemoryError: the device is full",
-    ]
-    said = re.match(rf"1 node is {TOO_FEW} number .*; step (\d+) is saved", stopped)
+    found = [reason.partition(": ")[2] for reason in reasons]
+    assert len(found) == 1 + len(tried)
+    assert all(map(str.startswith, found, ["its worker 0 is gone", *tried]))
+    said = re.match(rf"{re.escape(says)}.*; step (\d+) is saved", stopped)
     assert said is not None, stopped
     step = int(said[1])
     assert [each.step for each in list_checkpoints(tmp_path / "run" / "checkpoints")] == [step]
     assert step - steps(tmp_path / "run")[-1] in (0, 1)  # one may be committed, and not logged yet
+
+
+def in_pairs(planned: TrainingPlan) -> TrainingPlan:
+    """Return the plan with costs for which a pipeline takes exactly two nodes: the last layer's state is too much for
+    one, and the microbatches that the first layer keeps are too much in a longer pipeline."""
+    chain = planned.chain
+    assert chain is not None
+    count = len(chain.layer_bytes)
+    state, kept = [1.0] * (count - 1) + [300.0], [100.0] + [0.0] * (count - 1)
+    memory = LayerMemory({1: state}, {1: kept}, 300.0 + count, 1)
+    return replace(planned, chain=replace(chain, keeps_layout=False, num_microbatches=8, memory=memory))
+
+
+@pytest.mark.slow
+def test_an_idle_node_takes_the_place_of_a_lost_one(tmp_path: Path, config: dict[str, Any]) -> None:
+    ranks = Ranks(tmp_path, config, 5, adapted=in_pairs)
+    try:
+        ranks.await_steps(2)
+        ranks.await_commit(ranks.lose("node1"))  # of four in two pipelines
+        ranks.await_commit(ranks.lose("node3"))  # of four again, and no other is left
+    finally:
+        ranks.close()
+    found = losses(tmp_path / "run")
+    assert [rebuild.idle for rebuild in read_rebuilds(tmp_path / "run")] == [{"node4": 1}, {}, {"node2": 1}]
+    train(alone(tmp_path, config, len(found)))
+    assert found == losses(tmp_path / "alone")
 
 
 @pytest.mark.slow

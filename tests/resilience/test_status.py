@@ -21,7 +21,7 @@ from dilatant.report.pages.generations_page import render_generations_page
 from dilatant.report.pages.replay_page import TONES
 from dilatant.resilience.launch import of_whole_run
 from dilatant.resilience.processes.coordinator_process import EVENTS, STATE
-from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Record
+from dilatant.resilience.protocol.values import ASKED, FAILS_AGAIN, FINISHED, TOO_FEW, Record
 from dilatant.resilience.status import (
     KILLED,
     PAGE,
@@ -186,6 +186,25 @@ def test_too_few_copies_of_layers_are_shown(tmp_path: Path, capsys: pytest.Captu
     assert "may send the run back" in render_generations_page([one, one], "run")
 
 
+def test_idle_ranks_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    members = ["node0", "node1", "node2"]
+    write(tmp_path, json.dumps({**EVENT, "members": members}), "")
+    for name in members:
+        agent = {**AGENT, "node": name, "pid": os.getpid(), "host": socket.gethostname()}
+        agent["workers"] = {"0": 1, "1": 2}
+        (tmp_path / "resilience" / f"{name}.json").write_text(json.dumps(agent))
+    (tmp_path / "resilience" / STATE).write_bytes(msgspec.json.encode(Record(1, 1, tuple(members))))
+    record = RebuildRecord(1, 3, {}, idle={"node1": 2, "node2": 1})
+    (tmp_path / "resilience" / REBUILDS).write_bytes(msgspec.json.encode(record))
+    found = read_status(tmp_path)
+    states = ["member", "member, idle", "member, 1 of 2 ranks idle"]
+    assert [node.state(False) for node in found.nodes] == states
+    status(tmp_path)
+    assert "member, idle" in capsys.readouterr().out
+    (one,) = generations(found.events, read_rebuilds(tmp_path))
+    assert "idle until the next change: node1 and node2" in render_generations_page([one, one], "run")
+
+
 def test_the_result_of_a_run_counts_all_generations(tmp_path: Path) -> None:
     """From the first step that this start trained to the end, whichever generation returned the result."""
     (tmp_path / "resilience").mkdir()
@@ -200,7 +219,15 @@ def test_the_result_of_a_run_counts_all_generations(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stopped", "code"),
-    [(FINISHED, 0), ("", 75), (ASKED, 75), (f"1 {TOO_FEW} 2", 75), ("UserError: bad data", 1)],
+    [
+        (FINISHED, 0),
+        ("", 75),
+        (ASKED, 75),
+        (f"1 {TOO_FEW} 2", 75),
+        ("UserError: bad data", 1),
+        (f"{FAILS_AGAIN} with ValueError", 75),
+        (f"UserError: {FAILS_AGAIN} with ValueError", 1),
+    ],
 )
 def test_the_exit_code_says_whether_to_start_again(tmp_path: Path, stopped: str, code: int) -> None:
     write(tmp_path, "", "")

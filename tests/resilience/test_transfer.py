@@ -15,6 +15,7 @@ from dilatant.plan.boxes import Box
 from dilatant.resilience.state_transfer import StateLost, TransferCorrupted, plan_copies, transfer
 from dilatant.training.checkpoints.checkpoint import BoxPiece
 from harness.worker_pool import Worker, WorkerPool
+from oracles.live_storages import LiveStorages
 
 SHAPE = (6, 5)
 
@@ -71,6 +72,37 @@ def test_numbers_without_dimensions_travel_too() -> None:
     step = Box.of("optimizer.w.step", ())
     (copy,) = plan_copies([[step], []], [[], [step]])
     assert (copy.source, copy.target, copy.cell) == (0, 1, step)
+
+
+def _rebuilt(worker: Worker, own: list[int], number: int, size: int) -> tuple[int, int]:
+    """Take part in a rebuild after which each rank holds the other rank's tensors; return the peak bytes of tensors
+    and the bytes of the state, old and new."""
+    comm = Comm(worker.store, worker.rank, worker.size)
+    with LiveStorages() as live:
+        held, wanted = (
+            [
+                BoxPiece(Box.of(f"w{n}", (size,)), torch.full((size,), float(n) * is_held))
+                for n in range(number)
+                if (own[n] == comm.rank) == bool(is_held)
+            ]
+            for is_held in (1, 0)
+        )
+        both = live.now
+        received = transfer(comm, held, wanted, round_bytes=3 * size * 4)
+        peak = live.peak
+    comm.close()
+    assert received == len(wanted) * size * 4
+    assert all(bool((piece.tensor == float(piece.box.name[1:])).all()) for piece in wanted)
+    return peak, both
+
+
+def test_state_moves_in_buffers_of_a_bounded_size(workers: WorkerPool) -> None:
+    """Of three tensors, whatever there is to move; two more are copied while they are read."""
+    number, size, draw = 24, 1 << 16, random.Random(0)
+    own = [draw.randrange(2) for _ in range(number)]
+    for peak, both in workers.run(_rebuilt, 2, own, number, size):
+        assert both == number * size * 4
+        assert peak <= both + 5 * size * 4 + 4096
 
 
 class _Flips:

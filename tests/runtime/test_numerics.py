@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from cases.drawn_steps import cases
 from cases.engine_case import Case
+from cases.parallel_cases import case_of, plan_of
 from dilatant.cost.memory import Zero
+from dilatant.plan.plan import Stage
 from harness.checked_steps import COMMON, check_case
 from harness.worker_pool import WorkerPool
 
@@ -81,3 +83,9 @@ def test_eighty_steps_that_draw_give_what_one_process_gives(
 ) -> None:
     pytest.importorskip("diffusers")
     check_case(workers, case, zero, nodes)
+
+
+def test_ranks_without_a_stage_change_nothing(workers: WorkerPool) -> None:
+    """They lie below, between and above the plan's ranks, as recovery leaves them, and get no memory."""
+    plan = plan_of((Stage(0, 5, (1,)),), (Stage(0, 2, (1,)), Stage(2, 4, (3,))))
+    check_case(workers, case_of(plan), "node", 1, above=1)

@@ -34,7 +34,9 @@ def test_replicas_are_one_line_and_colocated_stages_two():
         [did(2, ("audio", 0, 0), 1.0), did(2, ("language", 0, 1), 4.0, 3.0, 1)],
         [did(3, ("vision", 1, 0), 3.0, 1.0, 2)],
     ]
-    summed = [sum(values) for values in zip(*(counter.own(actions, 10.0) for actions in by_rank))]
+    by_rank.append([])  # a rank without a stage, which waits for the others
+    owns = [counter.own(rank, actions, 10.0) for rank, actions in enumerate(by_rank)]
+    summed = [sum(values) for values in zip(*owns)]
     shares = counter.shares(summed)
     assert shares.busy == pytest.approx(
         {"vision 0": 0.25, "audio 0": 0.1, "language 0": 0.5, "language 1": 0.4}
@@ -45,4 +47,4 @@ def test_replicas_are_one_line_and_colocated_stages_two():
 
 def test_a_step_without_time_divides_by_nothing():
     counter = ShareCounter(PLAN)
-    assert set(counter.shares([0.0] * len(counter.own([], 0.0))).busy.values()) == {0.0}
+    assert set(counter.shares([0.0] * len(counter.own(0, [], 0.0))).busy.values()) == {0.0}

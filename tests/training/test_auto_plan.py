@@ -113,6 +113,19 @@ def test_a_resumed_run_plans_anew_for_other_devices_than_its_last_plan_had(
     assert ("as it was planned before" if kept else "planned anew: the run had") in said.getvalue()
 
 
+def test_a_resumed_run_plans_anew_if_ranks_were_idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its ranks cannot be started without those between them, whatever their number."""
+    run, said = RunFolder(tmp_path / "run"), io.StringIO()
+    run.write_config(config("auto"))
+    run.write_text("plan.json", replace(PLANNED, plan=PLAN.shifted(1)).to_json())
+    anew = ChosenPlan(replace(PLANNED, num_microbatches=7).to_json(), ())
+    monkeypatch.setattr(auto_plan, "plan_in_process", lambda job, progress: anew)
+    found = choose_plan(config("auto"), Devices(1, len(PLAN.ranks)), run, True, Console(file=said, width=200))
+    assert found is not None
+    assert found.num_microbatches == 7
+    assert "planned anew: the last plan left ranks idle" in said.getvalue()
+
+
 def shared(
     choose: Callable[[Callable[[], None]], TrainingPlan | None], timeout_seconds: float = 60.0
 ) -> list[Any]:

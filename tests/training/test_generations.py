@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,16 @@ from cases.tiny_project import tiny_config, write_images
 from dilatant.comm.launch import local_worker
 from dilatant.config import Config
 from dilatant.config.config import parse_config
+from dilatant.report.metrics import StepMetrics
 from dilatant.resilience.partial_step.exchange import inherit_state
+from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import prepare
 from dilatant.training.trainer import Trainer
 from harness.refusing_gate import Gate, Refused
+from oracles.live_storages import LiveStorages
 
 
 def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) -> None:
@@ -67,6 +72,7 @@ class Generations:
             tree[section] = {**tree.get(section, {}), **values}
         self.config: Config = parse_config(tree, base=folder)
         self.folder = folder / "checkpoints"
+        self.callbacks: CallbackList | None = None
         self.history: dict[int, float] = {}
         self.last: Trainer | None = None
         self.begun = 0
@@ -74,6 +80,8 @@ class Generations:
     def next(self, refuses: int = 99) -> Trainer:
         """Open the next generation, which does not commit step number `refuses`."""
         prepared, before = prepare(self.config), self.last
+        if self.callbacks is not None:
+            self.config = self.config.with_own_parts({"callbacks": self.callbacks})
         self.begun += 1
         one = Trainer(
             self.config,
@@ -138,6 +146,62 @@ def test_evaluations_that_a_loss_interrupts_count_as_if_undisturbed(tmp_path: Pa
     assert run.last is not None
     assert run.last.state.best == alone.last.state.best
     assert 2 in run.saved
+
+
+@pytest.mark.parametrize("event", ["on_step", "on_evaluation"])
+def test_a_stop_that_a_loss_cut_off_takes_effect_at_the_same_step(tmp_path: Path, event: str) -> None:
+    run = Generations(tmp_path, evaluation={"steps": 2})
+    callbacks = CallbackList([SimpleNamespace(**{event: lambda control, value: control.stop()})])
+    run.callbacks, control, losses = callbacks, callbacks.control, 0
+
+    def evaluated(step: int, evaluation: Evaluation) -> None:
+        nonlocal losses
+        losses += 1
+        if event == "on_evaluation" and losses == 1:
+            raise Refused
+        callbacks.call("on_evaluation", evaluation)
+
+    def decide(metrics: StepMetrics | None) -> RunControl:
+        nonlocal losses
+        if metrics is not None:
+            control.step = metrics.step
+            if metrics.step == 2:
+                callbacks.call("on_step", metrics)
+        if control.is_stopping and not losses:
+            losses += 1
+            raise Refused
+        return control
+
+    assert not ended(run.next(), evaluated, decide)
+    assert ended(run.next(), evaluated, decide)
+    assert run.last is not None
+    assert run.last.step == 2
+
+
+def test_state_on_the_host_frees_the_device_and_is_what_the_next_generation_gets(tmp_path: Path) -> None:
+    """The copies here are elsewhere in the same memory: none of the old storages but gradients' lives on."""
+    run = Generations(tmp_path, train={"optimizer": {"learning_rate": 0.01, "ema": 0.9}})
+    with LiveStorages() as live:
+        first = run.next(refuses=2)
+        assert not ended(first)
+        first.runtime.clear_gradients()
+    state = first.state
+    values = {key: tensor.clone() for key, tensor in state.tensors()["model"].items()}
+    beside = {
+        key: {kind: own.clone() for kind, own in kinds.items()}
+        for key, kinds in state.beside_masters().items()
+    }
+    assert {*next(iter(beside.values()))} == {"step", "exp_avg", "exp_avg_sq", "ema"}
+    held = sum(each.nbytes for each in values.values()) + sum(
+        each.nbytes for kinds in beside.values() for each in kinds.values()
+    )
+    assert live.now >= held
+    state.to_host(lambda tensor: tensor.clone())
+    gc.collect()
+    assert live.now < 0.1 * held
+    assert all(bool((tensor == values[key]).all()) for key, tensor in state.tensors()["model"].items())
+    for key, kinds in state.beside_masters().items():
+        assert all(bool((own == beside[key][kind]).all()) for kind, own in kinds.items())
 
 
 def test_losses_faster_than_saves_do_not_starve_checkpoints(

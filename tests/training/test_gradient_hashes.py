@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from dilatant.training.gradient_hashes import gradient_hashes
+from dilatant.plan.boxes import Box
+from dilatant.plan.buckets import Format, Holding, make_buckets, shard_of
+from dilatant.runtime.state.owned_weights import OwnedWeights
+from dilatant.training.gradient_hashes import gradient_hashes, owned_gradients
 
 
 def hash_of(gradient: torch.Tensor) -> int:
-    parameter = nn.Parameter(torch.zeros_like(gradient))
-    parameter.grad = gradient
-    [found] = gradient_hashes({"weight": parameter}, {"weight": "layer"}).values()
+    [found] = gradient_hashes({"weight": gradient}, {"weight": "layer"}).values()
     return found
 
 
@@ -34,31 +39,56 @@ def test_halves_that_changed_places_show() -> None:
 
 
 def test_a_layer_has_the_hash_of_all_its_gradients() -> None:
-    parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b", "frozen")}
-    layer_of = dict.fromkeys(parameters, "layer")
-    for name in ("a", "b"):
-        parameters[name].grad = torch.ones(4)
-    before = gradient_hashes(parameters, layer_of)
-    parameters["b"].grad = torch.full((4,), 2.0)
-    assert gradient_hashes(parameters, layer_of).keys() == before.keys()
+    gradients: dict[str, torch.Tensor | None] = {"a": torch.ones(4), "b": torch.ones(4), "frozen": None}
+    layer_of = dict.fromkeys(gradients, "layer")
+    before = gradient_hashes(gradients, layer_of)
+    gradients["b"] = torch.full((4,), 2.0)
+    changed = gradient_hashes(gradients, layer_of)
+    assert changed.keys() == before.keys()
     assert len(before) == 1
-    assert gradient_hashes(parameters, layer_of) != before
-    assert gradient_hashes(dict(reversed(parameters.items())), layer_of) == gradient_hashes(
-        parameters, layer_of
-    )
-    parameters["a"].grad = None  # on a rank that lost it
-    without = gradient_hashes(parameters, layer_of)
+    assert changed != before
+    assert gradient_hashes(dict(reversed(gradients.items())), layer_of) == changed
+    gradients["a"] = None  # on a rank that lost it
+    without = gradient_hashes(gradients, layer_of)
     assert without.keys() == before.keys()
     assert without != before
     assert gradient_hashes({}, {}) == {}
 
 
 def test_hashes_of_other_weights_of_a_layer_are_not_compared() -> None:
-    """In unlike pipelines, ranks of a node may divide a layer's weights differently; their hashes have other keys."""
-    parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b")}
-    for parameter in parameters.values():
-        parameter.grad = torch.ones(4)
-    layer_of = dict.fromkeys(parameters, "layer")
-    apart = [gradient_hashes({name: parameters[name]}, layer_of) for name in parameters]
-    together = gradient_hashes(parameters, layer_of)
+    """In unlike pipelines, ranks of a node may hold other weights of a layer; their hashes have other keys."""
+    gradients = {name: torch.ones(4) for name in ("a", "b")}
+    layer_of = dict.fromkeys(gradients, "layer")
+    apart = [gradient_hashes({name: gradients[name]}, layer_of) for name in gradients]
+    together = gradient_hashes(gradients, layer_of)
     assert len({*apart[0], *apart[1], *together}) == 3
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 3), (1, 2, 4), (3, 3)])
+def test_every_number_is_compared_between_unlike_nodes(counts: tuple[int, ...]) -> None:
+    """Nodes of so many ranks share the optimizer state of two weights. Their gradients have equal hashes under equal
+    keys, which together cover all numbers on each node."""
+    shapes = {"w": (7, 3), "v": (5,)}
+    values = {name: torch.arange(math.prod(shape)).view(shape).float() for name, shape in shapes.items()}
+    ranks = range(sum(counts))
+    node_of = [node for node, count in enumerate(counts) for _ in range(count)]
+    whole = {name: Box.of(name, shape) for name, shape in shapes.items()}
+    held = {name: Holding(dict.fromkeys(ranks, box)) for name, box in whole.items()}
+    formats = dict.fromkeys(shapes, Format("float32", 4))
+    by_node: dict[int, dict[str, int]] = {}
+    for rank in ranks:
+        (bucket,) = make_buckets(held, formats, shapes, 1 << 20)
+        share = shard_of(bucket, rank, "node", node_of)
+        weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        comm: Any = SimpleNamespace(rank=rank)
+        owned = OwnedWeights(comm, weights, held, [share])
+        for key, parameter in owned.parameters.items():
+            box = owned.boxes[key]
+            parameter.grad = values[box.name][whole[box.name].place(box)].clone()
+        found = owned_gradients(owned)
+        hashes = gradient_hashes(found, {})
+        assert not by_node.setdefault(node_of[rank], {}).keys() & hashes.keys()
+        by_node[node_of[rank]] |= hashes
+        covered = sum(gradient.numel() for gradient in found.values() if gradient is not None)
+        assert covered == share.sizes[share.sharing.index(rank)]
+    assert all(hashes == by_node[0] for hashes in by_node.values())

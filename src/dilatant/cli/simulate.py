@@ -52,6 +52,13 @@ def simulate(
         Path | None,
         typer.Option(metavar="TRACE", help="Replay a trace of nodes that come and go.", show_default=False),
     ] = None,
+    trace_unit: Annotated[
+        str | None,
+        typer.Option(
+            help="With --failures: the unit of the trace's times (ms, s or h), where it has none of its own.",
+            show_default=False,
+        ),
+    ] = None,
     fault_tolerance: Annotated[
         int | None,
         typer.Option(min=0, help="With --failures: as resilience.fault_tolerance.", show_default=False),
@@ -67,16 +74,20 @@ def simulate(
     nodes join and leave the cluster as in the trace; the result is throughput over time with pipeline templates and
     with restarts.
     """
+    if trace_unit is not None and failures is None:
+        raise UserError("--trace-unit is of a trace: give one with --failures, or leave it out")
     run = _read(source, [*_cluster(cluster), *overrides], trust)
 
-    from dilatant.plan.replay.node_trace import load_node_trace
+    from dilatant.plan.replay.node_trace import UNITS, load_node_trace
     from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.planning import time_plan
     from dilatant.planning.row_length import with_long_rows
-    from dilatant.report.say import open_console, show_progress
+    from dilatant.report.say import open_console, say, show_progress
 
     console = open_console(stderr=as_json)
-    trace = None if failures is None else load_node_trace(failures, seed=run.config.seed)
+    trace = None if failures is None else load_node_trace(failures, seed=run.config.seed, unit=trace_unit)
+    if trace is not None and trace.unit and trace_unit is None:
+        say(console, f"{failures}: times are taken to be {UNITS[trace.unit]}; --trace-unit says otherwise")
     problem = open_problem(run.config, searches=run.plan is None)
     if run.zero is not None:
         problem = problem.sharing(run.zero)
@@ -141,7 +152,7 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _SimulatedRun:
     measured = _measured(folder)
     sized = config.cluster.groups or any(key.partition(".")[0] == "cluster" for key in keys)
     if measured is not None and not sized:
-        config = _with(config, "cluster", gpus_per_node=len(plan.ranks))
+        config = _with(config, "cluster", gpus_per_node=plan.ranks[-1] + 1)
     if not {"plan", "plan.costs"} & keys and (costs := _costs_beside(folder, config)):
         config = _with(config, "plan", costs=costs)
     for name, key in AXES.items():  # costs are needed at these, too

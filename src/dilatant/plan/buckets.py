@@ -74,11 +74,17 @@ def cut_shards(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
 
     Each end of a shard is less than a row away from the equal cut; a shard may be empty.
     """
+    return _cut(boxes, _borders(boxes, count))
+
+
+def _borders(boxes: Sequence[Box], count: int) -> list[int]:
     total = sum(box.size for box in boxes)
+    return [0] + [_border(boxes, (2 * total * k + count) // (2 * count)) for k in range(1, count)] + [total]
+
+
+def _cut(boxes: Sequence[Box], borders: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
+    """Cut consecutive cells at row borders, in elements from the start."""
     divided: list[tuple[Box, ...]] = []
-    borders = (
-        [0] + [_border(boxes, (2 * total * k + count) // (2 * count)) for k in range(1, count)] + [total]
-    )
     for first, end in itertools.pairwise(borders):
         share = []
         start = 0
@@ -98,7 +104,9 @@ class BucketShard:
 
     sharing: the ranks, including this one, that divide the optimizer state; `sizes` are the numbers of elements in
     their shards, in that order. own: this rank's shard; cells: for each box of `own`, the index of the bucket's cell
-    that contains the box. alike: the ranks, including this one, that hold the same shard. is_primary: True if this rank
+    that contains the box. pieces: the parts of the boxes of `own` into which the shards of all nodes together cut them,
+    so that on every node one rank has the same. alike: the ranks, including this one, that hold the same shard.
+    is_primary: True if this rank
     is the shard's primary owner, which adds the shard to norms and writes it into checkpoints. even: True if every node
     has equally many holders, so that all nodes cut the same shards; otherwise the shards are specific to this node.
     """
@@ -110,6 +118,7 @@ class BucketShard:
     sizes: tuple[int, ...]
     own: tuple[Box, ...]
     cells: tuple[int, ...]
+    pieces: tuple[Box, ...]
     is_primary: bool
     even: bool = True
 
@@ -157,7 +166,14 @@ def shard_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
         next(i for i, cell in enumerate(bucket.boxes) if cell.name == box.name and cell.meet(box) == box)
         for box in own
     )
-    return BucketShard(bucket, rank, sharing, alike, sizes, own, cells, is_primary, even)
+    pieces = own
+    if not even:
+        borders = {border for held in nodes.values() for border in _borders(bucket.boxes, len(held))}
+        finer = itertools.chain(*_cut(bucket.boxes, sorted(borders)))
+        pieces = tuple(
+            part for part in finer if any(b.name == part.name and b.meet(part) == part for b in own)
+        )
+    return BucketShard(bucket, rank, sharing, alike, sizes, own, cells, pieces, is_primary, even)
 
 
 def _border(boxes: Sequence[Box], target: int) -> int:

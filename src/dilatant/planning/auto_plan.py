@@ -125,6 +125,8 @@ def _previous_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None
         return None, ""
     except ValueError as error:
         return None, f"{path}: {error}"
+    if len(plan.plan.ranks) <= plan.plan.ranks[-1]:
+        return None, "the last plan left ranks idle"
     before = _planned_devices(folder, plan)
     if before != devices:
         return (

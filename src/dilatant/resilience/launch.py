@@ -39,7 +39,7 @@ from dilatant.resilience.processes.coordinator_process import STATE, known_recor
 from dilatant.resilience.processes.messages import Job, Seat, TrainingStart, is_loopback
 from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart, end_process
 from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
-from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings, Task
+from dilatant.resilience.protocol.values import ASKED, Record, Settings, Task, may_resume
 from dilatant.resilience.status import PAGE, TRACE, read_events, write_history
 from dilatant.resilience.worker.rank import FOLDER, train_rank_resiliently
 from dilatant.resilience.worker.worker_process import RESULT
@@ -140,7 +140,7 @@ def launch_resiliently(
             raise stopped_error(record) from failure
     write_history(folder.parent, config.output_dir)
     record = known_record(folder)
-    if TOO_FEW in record.stopped:
+    if is_saved_early(record):
         raise stopped_error(record)
     finished = [result for result in results if result is not None]
     return of_whole_run(next((result for result in finished if result.is_first), finished[0]), folder)
@@ -203,7 +203,7 @@ def run_leader(
                 raise WorkerFailed("this machine's agent has failed; what it said is above")
     write_history(folder.parent, config.output_dir)
     result = _read_result(folder)
-    if result is None or TOO_FEW in record.stopped:
+    if result is None or is_saved_early(record):
         mistake = record.stopped.partition("UserError: ")[2]
         raise UserError(mistake) if mistake else stopped_error(record)
     return of_whole_run(result, folder)
@@ -241,9 +241,14 @@ def of_whole_run(result: RunResult, folder: Path) -> RunResult:
     return replace(result, began_at=began.step, seconds=seconds, training_began=since)
 
 
+def is_saved_early(record: Record) -> bool:
+    """Return True if the run could not go on, and saved what it had."""
+    return record.stopped not in ("", ASKED) and may_resume(record.stopped)
+
+
 def stopped_error(record: Record) -> WorkerFailed:
     """Return the error of a run that stopped early, with the exit code that tells a scheduler whether to retry."""
-    code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
+    code = TOO_FEW_EXIT_CODE if is_saved_early(record) else 1
     return WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code)
 
 

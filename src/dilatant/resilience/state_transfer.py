@@ -18,6 +18,8 @@ from dilatant.plan.boxes import Box
 from dilatant.training.checkpoints.checkpoint import BoxPiece
 
 _HASH_BYTES = 16
+ROUND_BYTES = 128 << 20
+"""Bytes that a rank sends and receives at once, in buffers beside the state itself."""
 
 
 class StateLost(Exception):
@@ -72,9 +74,11 @@ def plan_copies(
 
 
 @torch.no_grad()
-def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece]) -> int:
+def transfer(
+    comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece], round_bytes: int = ROUND_BYTES
+) -> int:
     """Fill the `wanted` pieces from the pieces that all ranks have `held`; called by all ranks. Returns the bytes
-    received from others.
+    received from others. round_bytes: see `ROUND_BYTES`.
 
     Raises StateLost on all ranks, before anything is filled, and TransferCorrupted.
     """
@@ -87,15 +91,21 @@ def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece]) -
     copies = plan_copies([read[has] for has, _ in gathered], [read[wants] for _, wants in gathered])
     source_of, target_of = finder(held), finder(wanted)
 
-    outgoing: dict[int, list[Box]] = defaultdict(list)
-    incoming: dict[int, list[Box]] = defaultdict(list)
     for copy in copies:
         if copy.source == copy.target == comm.rank:
             target_of(copy.cell).copy_(source_of(copy.cell))
-        elif copy.source == comm.rank:
-            outgoing[copy.target].append(copy.cell)
-        elif copy.target == comm.rank:
-            incoming[copy.source].append(copy.cell)
+    rounds = _rounds(copies, comm.rank, round_bytes)
+    return sum(_exchange(comm, source_of, target_of, *each) for each in rounds)
+
+
+def _exchange(
+    comm: Comm,
+    source_of: Callable[[Box], Tensor],
+    target_of: Callable[[Box], Tensor],
+    outgoing: Mapping[int, Sequence[Box]],
+    incoming: Mapping[int, Sequence[Box]],
+) -> int:
+    """Send and receive the cells of one round; returns the bytes received."""
     buffers = {
         source: torch.empty(
             sum(_num_bytes(target_of(cell)) for cell in cells) + _HASH_BYTES, dtype=torch.uint8
@@ -112,17 +122,34 @@ def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece]) -
     for each in pending:
         each.wait()
     for source, buffer in buffers.items():
-        data = buffer[:-_HASH_BYTES]
-        if _hash(data) != buffer[-_HASH_BYTES:].numpy().tobytes():
-            raise TransferCorrupted(f"state from rank {source} was changed on its way")
-        start = 0
-        for cell in incoming[source]:
-            target = target_of(cell)
-            size = _num_bytes(target)
-            part = data[start : start + size].clone()  # aligned
-            target.copy_(part.view(target.dtype).view(target.shape))
-            start += size
+        _unpack(buffer, source, [target_of(cell) for cell in incoming[source]])
     return sum(buffer.numel() - _HASH_BYTES for buffer in buffers.values())
+
+
+def _rounds(
+    copies: Sequence[Copy], rank: int, round_bytes: int, num_bytes: int = 4
+) -> list[tuple[dict[int, list[Box]], dict[int, list[Box]]]]:
+    """Divide the copies between ranks into rounds, equally on all ranks: a rank sends and receives up to `round_bytes`,
+    or one larger cell, in each. Returns those of `rank`: target → cells, source → cells. num_bytes: per number."""
+    last, loads = Counter[int](), Counter[int]()  # by rank
+    rounds: dict[int, tuple[dict[int, list[Box]], dict[int, list[Box]]]] = {}
+    for copy in copies:
+        size, ends = copy.cell.size * num_bytes, (copy.source, copy.target)
+        if copy.source == copy.target:
+            continue
+        number = max(last[end] for end in ends)
+        if any(last[end] == number and 0 < loads[end] > round_bytes - size for end in ends):
+            number += 1
+        for end in ends:
+            loads[end] = size + (loads[end] if last[end] == number else 0)
+            last[end] = number
+        if rank in ends:
+            outgoing, incoming = rounds.setdefault(number, ({}, {}))
+            if copy.source == rank:
+                outgoing.setdefault(copy.target, []).append(copy.cell)
+            else:
+                incoming.setdefault(copy.source, []).append(copy.cell)
+    return list(rounds.values())
 
 
 def _cover(
@@ -188,8 +215,26 @@ def finder(pieces: Sequence[BoxPiece]) -> Callable[[Box], Tensor]:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    data = torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    return torch.cat([data, torch.frombuffer(bytearray(_hash(data)), dtype=torch.uint8)])
+    """Return the bytes of the tensors, followed by their hash."""
+    buffer, start = torch.empty(sum(map(_num_bytes, tensors)) + _HASH_BYTES, dtype=torch.uint8), 0
+    for tensor in tensors:
+        own = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        buffer[start : start + own.numel()] = own
+        start += own.numel()
+    buffer[start:] = torch.frombuffer(bytearray(_hash(buffer[:start])), dtype=torch.uint8)
+    return buffer
+
+
+def _unpack(buffer: Tensor, source: int, targets: Sequence[Tensor]) -> None:
+    """Fill `targets` from what `_packed` made on rank `source`. Raises TransferCorrupted."""
+    data, start = buffer[:-_HASH_BYTES], 0
+    if _hash(data) != buffer[-_HASH_BYTES:].numpy().tobytes():
+        raise TransferCorrupted(f"state from rank {source} was changed on its way")
+    for target in targets:
+        size = _num_bytes(target)
+        part = data[start : start + size].clone()  # aligned
+        target.copy_(part.view(target.dtype).view(target.shape))
+        start += size
 
 
 def _hash(data: Tensor) -> bytes:

@@ -24,7 +24,7 @@ from dilatant.report.run_folder import is_deserted, last_step
 from dilatant.resilience.processes.agent_process import NodeProcesses
 from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, RunEvent, read_record
 from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE
-from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Task
+from dilatant.resilience.protocol.values import FINISHED, Task, may_resume
 
 Line = TypeVar("Line")
 REBUILDS = "rebuilds.jsonl"
@@ -40,7 +40,7 @@ class RebuildRecord(msgspec.Struct, frozen=True):
     """A rebuild as its first rank saw it. step: to continue from. seconds: of each phase. bytes_to_first_rank: copied
     state. salvaged_pairs, missing_pairs: (layer, sample) pairs of the unfinished step, reused and to be repeated.
     ranks_handed_over: departed ranks whose exported gradients are reused. stays: no rank's part has changed. copies,
-    shortage, has_sunk: see `Redundancy`."""
+    shortage, has_sunk: see `Redundancy`. idle: node → its ranks in no pipeline, for nodes that have some."""
 
     generation: int
     step: int
@@ -55,12 +55,13 @@ class RebuildRecord(msgspec.Struct, frozen=True):
     copies: dict[str, int] = {}
     shortage: str = ""
     has_sunk: bool = False
+    idle: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node of a run. is_member: of the generation; was_member: of any; is_alive: its agent runs or, on another host,
-    the run continues with it."""
+    the run continues with it. idle: number of its ranks that are in no pipeline."""
 
     name: str
     host: str
@@ -69,11 +70,17 @@ class Node:
     is_member: bool
     was_member: bool
     is_alive: bool
+    idle: int = 0
 
     def state(self, has_ended: bool) -> str:
         """Return the node's part in the run in words."""
         if self.is_member:
-            return "member" if self.is_alive else "member, gone"
+            some = (
+                f", {self.idle} of {len(self.workers)} ranks idle"
+                if self.idle < len(self.workers)
+                else ", idle"
+            )
+            return f"member{some if self.idle else ''}" if self.is_alive else "member, gone"
         if self.was_member:
             return "left" if self.is_alive else "left, gone"
         if self.is_alive and not has_ended:
@@ -102,7 +109,7 @@ class RunStatus:
         """0: the run is finished. 1: a mistake ended it. 75: it is running, or can be resumed."""
         if self.stopped == FINISHED:
             return 0
-        return TOO_FEW_EXIT_CODE if self.stopped in ("", ASKED, KILLED) or TOO_FEW in self.stopped else 1
+        return TOO_FEW_EXIT_CODE if self.stopped == KILLED or may_resume(self.stopped) else 1
 
 
 def read_status(run: Path) -> RunStatus:
@@ -116,6 +123,8 @@ def read_status(run: Path) -> RunStatus:
         raise UserError(f"{str(run)!r} is no run with resilience.enabled, or has not begun")
     events = tuple(read_events(run))
     members = {node for event in events for node in event.members}
+    rebuilt = next((one for one in read_rebuilds(run) if one.generation == record.generation), None)
+    rebuilt = RebuildRecord(record.generation, 0, {}) if rebuilt is None else rebuilt
     nodes = []
     for file in sorted(folder.glob("node*.json")):
         for node in _lines(file, NodeProcesses):
@@ -124,10 +133,10 @@ def read_status(run: Path) -> RunStatus:
             is_alive = Path(f"/proc/{node.pid}").exists() if is_here else is_member and not record.stopped
             workers = tuple(node.workers.values())
             was_member = is_member or node.node in members
-            nodes.append(Node(node.node, node.host, node.pid, workers, is_member, was_member, is_alive))
+            idle = rebuilt.idle.get(node.node, 0)
+            nodes.append(Node(node.node, node.host, node.pid, workers, is_member, was_member, is_alive, idle))
     is_led = any(node.is_alive for node in nodes) and _has_standby(run)
     is_killed = is_deserted(run) and not is_led
-    redundancy = next((one for one in read_rebuilds(run) if one.generation == record.generation), None)
     task = events[-1].task if events else Task.WAIT.value
     task = Task.RUN.value if task == COMMIT else task
     return RunStatus(
@@ -137,8 +146,8 @@ def read_status(run: Path) -> RunStatus:
         record.stopped or (KILLED if is_killed else ""),
         tuple(nodes),
         events,
-        {} if redundancy is None else redundancy.copies,
-        "" if redundancy is None else redundancy.shortage,
+        rebuilt.copies,
+        rebuilt.shortage,
     )
 
 
@@ -217,6 +226,7 @@ def generations(events: Iterable[RunEvent], rebuilds: Iterable[RebuildRecord] = 
                 missing=rebuild.missing_pairs,
                 copies=min(rebuild.copies.values(), default=None),
                 shortage=rebuild.shortage,
+                idle=tuple(rebuild.idle),
             )
         )
         before = members

@@ -295,9 +295,9 @@ class Executor:
             yield
 
     def settle(self) -> None:
-        """Clean up an interrupted step: run its outstanding weight-gradient actions, which need no other rank, and drop
-        everything that waits for other ranks."""
-        for (stage, _, _), piece in self._pieces.items():
+        """Clean up an interrupted step: if gradients are kept, run its outstanding weight-gradient actions, which need
+        no other rank; drop everything that waits for other ranks, with its activations."""
+        for (stage, _, _), piece in self._pieces.items() if self._sync.keeps else ():
             if piece.samples is not None and stage not in self._ledger.open:
                 self._add_deferred(stage, piece.samples, piece)
         self._pieces.clear()

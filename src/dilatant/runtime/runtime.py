@@ -404,8 +404,7 @@ class Runtime:
             stage.close()
         if self._owns_comm:
             self.comm.close()
-        if self._sync.keeps:
-            self._executor.settle()
+        self._executor.settle()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:

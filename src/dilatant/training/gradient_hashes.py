@@ -6,26 +6,40 @@ import zlib
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+
+from dilatant.runtime.state.owned_weights import OwnedWeights
 
 _WORD = torch.int64
 _PRIME = 2**61 - 1  # a power of two would lose the sign bits
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[str, str]) -> dict[str, int]:
-    """Map each layer and box to a 61-bit hash of its gradients' bits, equal on all ranks that own the same boxes.
-    Ranks that own other boxes of a layer, as in unlike pipelines that shard optimizer state, have other keys.
+def owned_gradients(owned: OwnedWeights) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of what a rank owns, in the parts of which every node has a rank with the same (in unlike
+    pipelines, nodes may shard optimizer state differently), by key; None without a gradient."""
+    found: dict[str, torch.Tensor | None] = {}
+    for key, parameter in owned.parameters.items():
+        gradient, box = parameter.grad, owned.boxes[key]
+        for piece in owned.pieces.get(key, (box,)):
+            found[piece.key] = gradient if gradient is None or piece == box else gradient[box.place(piece)]
+    return found
+
+
+def gradient_hashes(
+    gradients: Mapping[str, torch.Tensor | None], layer_of: Mapping[str, str]
+) -> dict[str, int]:
+    """Map each layer, and each part of a weight, to a 61-bit hash of its gradients' bits, equal on all ranks that own
+    the same.
 
     One pass over memory, on the device, in words of eight bytes. The hash detects corruption by memory or network, not
-    tampering. parameters: logical name or key of a box → parameter; layer_of: logical name → layer.
+    tampering. gradients: logical name or key of a box → gradient; layer_of: logical name → layer.
     """
     names, sums = dict[str, list[str]](), dict[str, torch.Tensor]()
-    for key, parameter in sorted(parameters.items()):
-        gradient = parameter.grad
-        name, _, box = key.partition("@")
-        # Also without a gradient, which must differ from a rank that has one.
-        names.setdefault(f"{layer_of.get(name, name)}@{box}", []).append(key)
+    for key in sorted(gradients):
+        gradient, name = gradients[key], key.partition("@")[0]
+        # Also without a gradient, which must differ from a rank that has one. Parts are hashed alone: others may own
+        # other parts besides.
+        names.setdefault(layer_of.get(name, name) if name == key else key, []).append(key)
         if gradient is not None and gradient.numel():
             sums[key] = _halves(gradient.detach().reshape(-1))
     halves = dict(zip(sums, torch.stack([*sums.values()]).tolist() if sums else []))

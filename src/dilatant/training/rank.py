@@ -165,8 +165,6 @@ def train_to_end(
     with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
         if observer is not None:
             observer.catch_up(trainer.done.recent)  # of the previous generation, if its rank 0 was lost
-            if trainer.done.last is not None:
-                observer.decide(trainer.done.last)
         training_began = time.monotonic()
         if observer is None:
             evaluation = trainer.run(lambda metrics: None, lambda: stop.received)
@@ -302,13 +300,15 @@ class Observer:
         if metrics.warning is not None:
             warn(self._console, metrics.warning)
 
-    def decide(self, metrics: StepMetrics) -> RunControl | None:
-        """Call the user's callbacks for a step, unless they were called for it; return what they decided so far."""
+    def decide(self, metrics: StepMetrics | None) -> RunControl | None:
+        """Call the user's callbacks for a step, unless they were called for it or its metrics are unknown; return what
+        they decided so far."""
         if (callbacks := self._trainer.callbacks) is None:
             return None
-        callbacks.control.step = metrics.step
-        self._report_checkpoint(callbacks)
-        callbacks.call("on_step", metrics)
+        if metrics is not None:
+            callbacks.control.step = metrics.step
+            self._report_checkpoint(callbacks)
+            callbacks.call("on_step", metrics)
         return callbacks.control
 
     def ended(self, result: RunResult) -> None:

@@ -38,6 +38,9 @@ from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.stop_signal import RunStopped, StopSignal
 
+LISTEN = "resilience.listen"
+"""Launcher of a run whose machines beyond those of the layout come later."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resilient:
@@ -106,6 +109,10 @@ def train(
             prepared = _prepare(config, chosen, place, console)
             ranks, plan = len(prepared.planned.plan.ranks), prepared.planned.to_json()
             if resilient is not None:
+                chain = prepared.planned.chain
+                if plans and chain is not None and not chain.keeps_layout and resilient.launcher != LISTEN:
+                    whole = devices.count - devices.count % config.resilience.ranks_per_node
+                    ranks = max(ranks, whole)  # those without a part are idle until the next change
                 _check_nodes(config, resilient, ranks)
                 result = _stoppable(config, partial(resilient.launch, config, ranks, plan, start, show))
             else:
@@ -212,7 +219,7 @@ def _check_nodes(config: Config, resilient: Resilient, ranks: int) -> None:
     each = config.resilience.ranks_per_node
     if resilient.nodes is None:
         return
-    by_launcher = resilient.launcher != "resilience.listen" and resilient.nodes * each != ranks
+    by_launcher = resilient.launcher != LISTEN and resilient.nodes * each != ranks
     if ranks % each or by_launcher:
         have = f"{resilient.launcher} started {resilient.nodes} machines" if by_launcher else "machines come"
         raise UserError(

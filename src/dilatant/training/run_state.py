@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dilatant.config import Config, UserError
 from dilatant.config.train import EvaluationConfig
@@ -66,6 +67,7 @@ class BestEvaluation:
 
 class RunState:
     """The tensors that this rank holds and owns, and the progress of the run, which is the same on all ranks.
+    is_on_host: see `to_host`.
 
     averages: EMA weights, if the run keeps them. step: optimizer steps done, of `total_steps`. position: in the order
     of `sampler`. left_out: samples that proved bad, with the reason. best: the best evaluation so far. rate_factor: of
@@ -91,6 +93,7 @@ class RunState:
         self.left_out: Mapping[int, str] = {}
         self.best = BestEvaluation()
         self.rate_factor, self.stopped = 1.0, False
+        self.is_on_host = False
         self.shapes = {name: box.whole for name, box in runtime.boxes.items()}
         self._config = config
         self._samples = samples
@@ -107,6 +110,24 @@ class RunState:
         `OwnedWeights.gather`."""
         fixed = {self.runtime.boxes[name].key: tensor for name, tensor in self._fixed()}
         return {"model": {**fixed, **self._masters()}, "optimizer": self.beside_masters()}
+
+    @torch.no_grad()
+    def to_host(self, move: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
+        """Move weights, masters, moments and averages to host memory, where the next generation reads them: a device
+        may not hold them beside its part of that one. Gradients stay, and no step can follow. move: copies a tensor."""
+        owned, optimizer = self.runtime.owned, self.optimizer
+        owned.forget_views()
+        held: list[Tensor] = [*owned.parameters.values(), *optimizer.masters.values()]
+        for module in self.runtime.modules.values():
+            held += [*module.parameters(), *module.buffers()]
+        for tensor in {id(each): each for each in held}.values():
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
+                tensor.data = move(tensor.data)
+        for state in optimizer.state.values():
+            state |= {name: move(each) for name, each in state.items() if isinstance(each, Tensor)}
+        if self.averages is not None:
+            self.averages.tensors = {key: move(each) for key, each in self.averages.tensors.items()}
+        self.is_on_host = True
 
     def written(self, cells: Mapping[str, tuple[Box, ...]]) -> Tensors:
         """Return the part of `tensors` that this rank writes; over all ranks every number is written once. cells:

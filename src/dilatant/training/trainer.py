@@ -42,7 +42,7 @@ from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import HELD_OUT, TRAIN, RankInputs, Steps
 from dilatant.training.feeding.latents import with_latents
 from dilatant.training.feeding.step_data import draws, seed_step
-from dilatant.training.gradient_hashes import gradient_hashes
+from dilatant.training.gradient_hashes import gradient_hashes, owned_gradients
 from dilatant.training.model_flops import ModelFlops, model_flops, peak_flops
 from dilatant.training.optimizers.master_weights import Averages, WithMasters, make_masters
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor
@@ -192,12 +192,12 @@ class Trainer:
         observe: Callable[[StepMetrics], None],
         should_stop: Callable[[], bool] = lambda: False,
         on_evaluation: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
-        decide: Callable[[StepMetrics], RunControl | None] = lambda metrics: None,
+        decide: Callable[[StepMetrics | None], RunControl | None] = lambda metrics: None,
     ) -> Evaluation | None:
         """Train to the last step, until `should_stop` returns True after a step, or until evaluations stop improving.
         Returns the evaluation after the last step, if one was due. on_evaluation: callback invoked with each evaluation
-        result during the run, including the last step's. decide: on rank 0, calls the user's callbacks for a step,
-        once, and returns what they decided so far.
+        result during the run, including the last step's. decide: on rank 0, calls the user's callbacks for a step
+        (None: unknown here), once, and returns what they decided so far.
 
         A final checkpoint is written in every case, also when the data or the model raise: no finished step is lost,
         unless a rank died with its part of the state.
@@ -212,8 +212,11 @@ class Trainer:
                 steps = self._begin_steps()
                 if self._config.data.on_error == "skip":
                     steps.leave_out(gather_bad_samples(self.comm, steps.found()))
+                if self._gate is not None and self.step:  # a loss may have cut off what was decided
+                    self._follow(decide(self.done.last), with_figures=False)
                 if self.owes_evaluation:
                     evaluation = self.evaluator.judge(on_evaluation)
+                    self._follow(decide(self.done.last), with_figures=False)
                 if (self.owes_save or self.evaluator.keeps) and self.saving.step != self.step:
                     self._save(waits=True)
                 while not stop and not self.is_finished:
@@ -228,7 +231,7 @@ class Trainer:
                     if saves or self.evaluator.is_due:
                         self.done.catch_up()
                     evaluation = self.evaluator.judge(on_evaluation)
-                    if evaluation is not None and self.callbacks is not None:
+                    if evaluation is not None:
                         self._follow(decide(metrics))
                     if saves or self.evaluator.keeps:
                         self._save(waits=False)
@@ -255,15 +258,18 @@ class Trainer:
         if waits or (self._gate is not None and self.evaluator.keeps):
             self.saving.complete()
 
-    def _follow(self, control: RunControl | None) -> dict[str, float]:
-        """Adopt what rank 0's callbacks decided on all ranks, and return the figures that they logged. control: on rank
-        0 alone."""
+    def _follow(self, control: RunControl | None, with_figures: bool = True) -> dict[str, float]:
+        """Adopt what rank 0's callbacks decided on all ranks, and return the figures that they logged; without
+        `with_figures`, these stay for the next step. control: on rank 0 alone."""
+        if self.callbacks is None:
+            return {}
         own = None
         if control is not None:
-            own = control.is_stopping, control.learning_rate_factor, control.take_figures()
+            figures = control.take_figures() if with_figures else {}
+            own = control.is_stopping, control.learning_rate_factor, figures
         stopped, self.state.rate_factor, figures = all_gather_object(self.comm, own)[0]
         self.state.stopped = self.state.stopped or stopped
-        if control is None and self.callbacks is not None:
+        if control is None:
             self.callbacks.control.follow(self.step, stopped, self.state.rate_factor)
         return figures
 
@@ -341,8 +347,7 @@ class Trainer:
     def _report_slowness(self) -> None:
         if self._gate is None or (bound := self._config.resilience.evict_slower) is None:
             return
-        slowness = self.runtime.costs.slowness
-        times = float(slowness.factors[self.rank]) if slowness.is_sure else 1.0
+        times = self.runtime.costs.slowness.of(self.rank)
         reported = times if times > bound else 0.0
         if reported != self._reported_slowness:
             self._reported_slowness = reported
@@ -361,7 +366,8 @@ class Trainer:
             raise UserError(explain_nonfinite(self.step + 1, result, batch))
         if self._gate is not None:
             self._voted = result, batch
-            self._gate.propose(self.step, gradient_hashes(self.runtime.owned.parameters, self._layer_of))
+            gradients = owned_gradients(self.runtime.owned)
+            self._gate.propose(self.step, gradient_hashes(gradients, self._layer_of))
             self.done.catch_up()  # if it raises, the step may still be committed: `apply_voted`
             self._gate.await_commit()
         self._half_updated = True

@@ -27,6 +27,7 @@ from dilatant.comm.launch import Worker
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.store import connect as connect_store
 from dilatant.config.config import load_config
+from dilatant.planning.layout import TrainingPlan
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import last_step
 from dilatant.resilience.processes.coordinator_process import COMMIT, EVENTS, known_record
@@ -48,10 +49,10 @@ LATER_SECONDS = 0.3
 """Value of `rank.LATER_SECONDS` in these ranks."""
 Leaves = Literal["fenced", "rebuilding", "joined"]
 """Point at which a visitor leaves: fenced, ordered to rebuild, or joined while ranks build their groups."""
-Dies = Literal["with its vote out", "before it catches up", "out of memory"]
+Dies = Literal["with its vote out", "before it catches up", "out of memory", "broken"]
 """Point at which a rank kills itself: after its vote, when others commit the step but neither this step nor the one
-before is logged; or before it logs the steps that another rank did not. "out of memory": it does not, but has no memory
-for its part in any generation after the first."""
+before is logged; or before it logs the steps that another rank did not. "out of memory", "broken": it does not, but
+builds its part in no generation after the first, for lack of memory or because of a bug."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class Visitor:
 
 class Ranks:
     """A run in `folder` with `size` copies of the model; call `close`. config: of the same run in one process. workers:
-    data workers. guests: visitors that the run waits for at its start. dying: nodes whose ranks kill themselves."""
+    data workers. guests: visitors that the run waits for at its start. dying: nodes whose ranks kill themselves.
+    adapted: changes the plan."""
 
     def __init__(
         self,
@@ -110,17 +112,18 @@ class Ranks:
         workers: int = 0,
         guests: int = 0,
         dying: Mapping[str, Dies] = MappingProxyType({}),
+        adapted: Callable[[TrainingPlan], TrainingPlan] = lambda planned: planned,
     ) -> None:
         tree = {**config, "output_dir": str(folder / "run"), "data": {**config["data"], "workers": workers}}
         tree["parallel"] = {
-            "units": {"language": {"replicas": size}},
+            "units": {"language": {"replicas": min(size, 4)}},  # of a batch of eight
             "colocated": {"vision": "language"},
             "microbatches": 2,
         }
         tree["resilience"] = {"enabled": True}
         self._config = folder / "config.yaml"
         self._config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        self._plan = prepare(load_config(self._config)).planned.to_json()
+        self._plan = adapted(prepare(load_config(self._config)).planned).to_json()
         self._size = size
         self._dying = dying
         self._folder = folder / "run" / FOLDER
@@ -273,14 +276,16 @@ def _die(where: Dies) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         catch_up(observer, recent)
 
-    class OutOfMemory(Trainer):
+    class Failing(Trainer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             if self.membership.generation > 1:
+                if where == "broken":
+                    raise KeyError(f"of {object()}")
                 raise torch.OutOfMemoryError("the device is full")
 
-    if where == "out of memory":
-        rank_module.Trainer = OutOfMemory  # type: ignore[misc]
+    if where in ("out of memory", "broken"):
+        rank_module.Trainer = Failing  # type: ignore[misc]
     elif where == "with its vote out":
         WorkerLink.propose = proposes  # type: ignore[method-assign]
     else:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dilatant.config.errors import UserError
 
+UNITS = {"ms": "milliseconds", "s": "seconds", "h": "hours"}
 _SECONDS = {"ms": 1e-3, "s": 1.0, "h": 3600.0}
 # A count file has no unit. 10^7 s are four months, longer than any published trace; 10^7 ms are under three hours.
 _SURELY_MILLISECONDS = 1e7
@@ -35,11 +36,13 @@ class NodeEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """Events in time order, at most one at a time; the cluster is empty before the first. Ends at `seconds`."""
+    """Events in time order, at most one at a time; the cluster is empty before the first. Ends at `seconds`. unit: in
+    which the file's times were read; empty if the file says them in full."""
 
     name: str
     events: tuple[NodeEvent, ...]
     seconds: float
+    unit: str = ""
 
     def counts(self) -> tuple[tuple[float, int], ...]:
         """Return (seconds, nodes alive from then on) for each event."""
@@ -69,16 +72,18 @@ class NodeTrace:
             else:
                 events.append(NodeEvent(event.seconds - start, event.joined, event.lost))
         first = (NodeEvent(0.0, tuple(sorted(alive)), ()),) if alive else ()
-        return NodeTrace(self.name, (*first, *events), min(end, self.seconds) - start)
+        return NodeTrace(self.name, (*first, *events), min(end, self.seconds) - start, self.unit)
 
 
 def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) -> NodeTrace:
     """Read a trace file in any of the known formats.
 
     Files that only count nodes do not say which were lost: lost nodes are drawn with `seed`. `unit` ("ms", "s" or "h")
-    is that of a `time,count` file; the default is seconds, or milliseconds if the last time is above 10^7. Raises
-    UserError naming the line that does not fit.
+    is that of the file's times; the default is milliseconds, and for a `time,count` file what is plausible (see
+    `_plausible_unit`). Raises UserError naming the line that does not fit, and for a unit of a file that has its own.
     """
+    if unit is not None and unit not in UNITS:
+        raise UserError(f"the unit of a trace is one of {', '.join(UNITS)}, not {unit!r}")
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -89,14 +94,14 @@ def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) ->
             f"node trace {str(path)!r} is no text; see the plan page's documentation for formats"
         ) from None
     try:
-        changes, end = _changes(text, seed, unit)
+        changes, end, unit = _changes(text, seed, unit)
     except _Misfit as misfit:
         raise UserError(f"node trace {str(path)!r}, {misfit}") from None
     except (OverflowError, RecursionError) as error:
         raise UserError(f"node trace {str(path)!r} holds a number or a list without end: {error}") from None
     if not all(math.isfinite(seconds) for seconds, _, _ in changes) or not math.isfinite(end):
         raise UserError(f"node trace {str(path)!r} has a time that is no finite number")
-    trace = NodeTrace(path.stem, _merge(changes), end)
+    trace = NodeTrace(path.stem, _merge(changes), end, unit)
     if not any(event.joined for event in trace.events):
         raise UserError(f"node trace {str(path)!r} has no node at any time")
     return trace
@@ -109,21 +114,23 @@ class _Misfit(ValueError):
 Change = tuple[float, bool, int]  # seconds, joined rather than lost, node
 
 
-def _changes(text: str, seed: int, unit: str | None) -> tuple[list[Change], float]:
-    """Return every change in time order, and the end of the trace."""
+def _changes(text: str, seed: int, unit: str | None) -> tuple[list[Change], float, str]:
+    """Return every change in time order, the end of the trace, and the unit in which its times were read."""
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise _Misfit("line 1: the file is empty")
     first = lines[0][1]
-    if first.startswith("["):
-        return _named([_json_line(number, line) for number, line in lines])
-    if first.count(",") == 2 and not re.match(r"\d{4}-\d\d-\d\d", first):
-        return _named([_csv_line(number, line) for number, line in lines])
-    if first.startswith("{"):
-        return _counted(_sampled(text), seed)
-    if first.count(",") == 2:
-        return _counted(_dated(lines), seed)
-    return _counted(_plain_counts(lines, unit), seed)
+    is_dated = re.match(r"\d{4}-\d\d-\d\d", first)
+    if first.startswith("[") or (first.count(",") == 2 and not is_dated):
+        read, unit = (_json_line if first.startswith("[") else _csv_line), unit or "ms"
+        return *_named([read(number, line, _SECONDS[unit]) for number, line in lines]), unit
+    if first.startswith("{") or first.count(",") == 2:
+        if unit is not None:
+            raise _Misfit("line 1: the file says its times in full, and takes no unit")
+        return *_counted(_sampled(text) if first.startswith("{") else _dated(lines), seed), ""
+    counts = _plain_counts(lines)
+    unit = unit or _plausible_unit([time for time, _ in counts])
+    return *_counted([(time * _SECONDS[unit], count) for time, count in counts], seed), unit
 
 
 def _named(entries: list[tuple[int, float, str, list[str]]]) -> tuple[list[Change], float]:
@@ -142,17 +149,17 @@ def _named(entries: list[tuple[int, float, str, list[str]]]) -> tuple[list[Chang
     return changes, entries[-1][1]
 
 
-def _csv_line(number: int, line: str) -> tuple[int, float, str, list[str]]:
+def _csv_line(number: int, line: str, scale: float) -> tuple[int, float, str, list[str]]:
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != 3 or parts[1] not in ("add", "remove"):
         raise _Misfit(f"line {number}: expected milliseconds,add|remove,node but found {line!r}")
-    return number, _number(number, parts[0]) / 1000.0, parts[1], [parts[2]]
+    return number, _number(number, parts[0]) * scale, parts[1], [parts[2]]
 
 
-def _json_line(number: int, line: str) -> tuple[int, float, str, list[str]]:
+def _json_line(number: int, line: str, scale: float) -> tuple[int, float, str, list[str]]:
     try:
-        milliseconds, action, detail = json.loads(line)
-        return number, milliseconds / 1000.0, str(action), [str(name) for name in detail["nodes"]]
+        time, action, detail = json.loads(line)
+        return number, time * scale, str(action), [str(name) for name in detail["nodes"]]
     except (ValueError, TypeError, KeyError):
         raise _Misfit(f"line {number}: expected [milliseconds, action, {{nodes: [...]}}]") from None
 
@@ -198,15 +205,23 @@ def _dated(lines: list[tuple[int, str]]) -> list[tuple[float, int]]:
     return [(when - begin, count) for when, count in entries]
 
 
-def _plain_counts(lines: list[tuple[int, str]], unit: str | None) -> list[tuple[float, int]]:
+def _plain_counts(lines: list[tuple[int, str]]) -> list[tuple[float, int]]:
     entries = []
     for number, line in lines:
         parts = line.split(",")
         if len(parts) != 2:
             raise _Misfit(f"line {number}: expected time,count but found {line!r}")
         entries.append((_number(number, parts[0]), int(_number(number, parts[1]))))
-    scale = _SECONDS[unit or ("ms" if entries[-1][0] > _SURELY_MILLISECONDS else "s")]
-    return [(time * scale, count) for time, count in entries]
+    return entries
+
+
+def _plausible_unit(times: list[float]) -> str:
+    """Return the unit that times without one have: milliseconds if seconds would be months, hours if changes would be
+    less than a second apart, else seconds."""
+    moments = sorted({*times})
+    if moments[-1] > _SURELY_MILLISECONDS:
+        return "ms"
+    return "h" if moments[-1] - moments[0] < len(moments) - 1 else "s"
 
 
 def _number(line: int, text: str) -> float:

@@ -15,7 +15,13 @@ from dilatant.config.recompute import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.templates.copies import copies_on_unlike_nodes, disjoint
-from dilatant.plan.templates.reinstantiate import LayerSpan, PipelineChooser, RunningPipeline, node_layers
+from dilatant.plan.templates.reinstantiate import (
+    LayerSpan,
+    PipelineChooser,
+    RunningPipeline,
+    best_choice,
+    node_layers,
+)
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 
 Pipeline = Mapping[str, tuple[Replica, ...]]
@@ -71,13 +77,14 @@ class ChainCosts:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The plan of a membership, in which no rank is idle.
+    """The plan of a membership. idle: present ranks in no pipeline, because none uses exactly the nodes that are left.
 
     num_microbatches: of the pipeline with the most. seconds: of a step; microbatch_seconds: of one microbatch in the
     slowest pipeline. tolerance: nodes that may be lost at once. moved_bytes: as in `NextPipelines`. kept: number of
     unchanged pipelines. early: new pipelines have memory for schedules that keep more microbatches than 1F1B."""
 
     plan: Plan
+    idle: tuple[int, ...]
     num_microbatches: int
     seconds: float
     microbatch_seconds: float
@@ -110,7 +117,8 @@ class MembershipPlanner:
 
         survivors: old rank → new rank; other new ranks have no state. Pipelines that lost no rank stay as they are,
         unless others save more time than moving state takes (see `PipelineChooser`). If stages of `before` span
-        several nodes, stages of that width are tried first. Raises PlanError if the ranks cannot hold the model.
+        several nodes, stages of that width are tried first; narrower ones than a node's are tried where ranks would be
+        idle. Raises PlanError if the ranks cannot hold the model, which they can if any pipeline fits.
         """
         pipelines = pipelines_of(before)
         whole: list[Pipeline] = [
@@ -123,26 +131,30 @@ class MembershipPlanner:
         held = self._held(pipelines, survivors)
         widest = max((len(stage.ranks) for one in pipelines for stage in _stages(one)), default=1)
         failure: PlanError | None = None
+        found: list[Membership] = []
         own = self.costs.devices
         sizes = [
             *([widest] if widest > own else []),
             *(size for size in range(own, 0, -1) if own % size == 0),
         ]
-        for devices in sizes:
-            nodes = _nodes(whole, node_of, devices, own)
-            if nodes is None:
-                continue
+        divisible = {size: [one for one in whole if _is_divisible(one, node_of, size, own)] for size in sizes}
+        # Pipelines that lost nobody are broken up only where nothing else fits.
+        for size, kept in sorted(divisible.items(), key=lambda each: len(each[1]) < len(whole)):
+            if found and (not found[-1].idle or len(kept) < len(whole)):
+                break
             try:
-                return self._on_nodes(whole, held, nodes, devices, node_of)
+                found.append(self._on_nodes(kept, held, _nodes(kept, node_of, size, own), size, node_of))
             except PlanError as error:
                 failure = failure or error
-        raise failure or PlanError("there are no ranks to train on")
+        if not found:
+            raise failure or PlanError("there are no ranks to train on")
+        return best_choice(found, self.costs.bytes_per_second)
 
     def below(self, plan: Plan, rank: int) -> MembershipPlanner:
         """Return a planner for which a stage as full as that of `rank` in `plan`, which ran out of memory, does not
         fit; this planner if that is so already."""
         memory, held = self.costs.memory, [self._bytes(one) for one in pipelines_of(plan)]
-        used = max(used for each in held for ranks, used in each.items() if rank in ranks)
+        used = max((used for each in held for ranks, used in each.items() if rank in ranks), default=math.inf)
         if self.is_strict and memory.capacity_bytes <= used * LESS_MEMORY:
             return self
         less = replace(memory, capacity_bytes=min(memory.capacity_bytes, used * LESS_MEMORY))
@@ -157,13 +169,24 @@ class MembershipPlanner:
         spans = [span for own in self._held(pipelines_of(before), survivors).values() for span in own]
         return len({layer for span in spans for layer in range(*span)}) == len(self.costs.layer_bytes)
 
+    def holds_both(self, before: tuple[Plan, int], after: tuple[Plan, int]) -> bool:
+        """Return True if a rank's memory holds the state of its parts of two plans at once, as while it rebuilds.
+        before, after: the plan, and the rank in it."""
+        both = 0.0
+        for plan, rank in (before, after):
+            for stage, layers, width, _ in itertools.chain(*map(self._layers, pipelines_of(plan))):
+                both += sum(self.costs.memory.state_bytes[width][layers]) if rank in stage.ranks else 0.0
+        return both <= self.costs.memory.capacity_bytes
+
     def templates(self, devices: int, most: int) -> dict[int, Template]:
         """Return the templates of up to `most` nodes of `devices` devices that fit memory."""
         costs, key = self.costs, (devices, min(most, sum(self.costs.layers.values())))
         if key not in self._templates:
             widths = {width: seconds for width, seconds in costs.seconds.items() if width <= devices}
             planned = max(costs.num_microbatches, sum(costs.layers.values()))
-            found = plan_templates(widths, range(1, key[1] + 1), devices, planned, costs.memory)
+            found = plan_templates(
+                widths, range(1, key[1] + 1), devices, planned, costs.memory, costs.num_microbatches
+            )
 
             # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, as in long
             # pipelines. Here a step is one microbatch through all stages, plus one bottleneck per further one.
@@ -186,7 +209,7 @@ class MembershipPlanner:
     ) -> Membership:
         """Return the plan of `nodes`, groups of `devices` ranks; the first groups are those of `whole` pipelines."""
         costs, templates = self.costs, self.templates(devices, len(nodes))
-        if not templates:
+        if not templates and not whole:
             smallest = self.smallest(devices)
             raise PlanError(
                 f"no pipeline of 1 to {len(nodes)} nodes of {devices} devices holds the model, "
@@ -235,6 +258,7 @@ class MembershipPlanner:
             tolerance = min(tolerance, min(copies_on_unlike_nodes(plan, node_of).values()) - 1)
         return Membership(
             plan,
+            tuple(sorted({*range(len(node_of))} - {*plan.ranks})),
             max(found.microbatches),
             found.seconds,
             max(
@@ -329,17 +353,12 @@ def pipelines_of(plan: Plan) -> list[Pipeline]:
                 one, other = joined[part], joined[home.setdefault(rank, part)]
                 if one != other:
                     joined = [min(one, other) if each in (one, other) else each for each in joined]
-    return [
-        {
-            unit.name: tuple(
-                replica
-                for number, replica in enumerate(unit.replicas)
-                if joined[number * parts // count] == part
-            )
-            for unit, count in zip(plan.units, counts)
-        }
-        for part in sorted({*joined})
-    ]
+    found: dict[int, dict[str, tuple[Replica, ...]]] = {part: {} for part in sorted({*joined})}
+    for unit, count in zip(plan.units, counts):
+        for number, replica in enumerate(unit.replicas):
+            own = found[joined[number * parts // count]]
+            own[unit.name] = (*own.get(unit.name, ()), replica)
+    return list(found.values())
 
 
 def _stages(pipeline: Pipeline) -> Iterable[Stage]:
@@ -351,19 +370,23 @@ def ranks_of(pipeline: Pipeline) -> tuple[int, ...]:
     return tuple(dict.fromkeys(rank for stage in _stages(pipeline) for rank in stage.ranks))
 
 
+def _is_divisible(pipeline: Pipeline, node_of: Sequence[int], devices: int, own: int) -> bool:
+    """Return True if the ranks of a pipeline are whole groups of `devices` ranks (see `_nodes`)."""
+    ranks = ranks_of(pipeline)
+    groups = [ranks[k : k + devices] for k in range(0, len(ranks), devices)]
+    return len(ranks) % devices == 0 and (
+        devices > own or all(len({node_of[rank] for rank in group}) == 1 for group in groups)
+    )
+
+
 def _nodes(
     whole: Sequence[Pipeline], node_of: Sequence[int], devices: int, own: int
-) -> list[tuple[int, ...]] | None:
-    """Divide all ranks into groups of `devices` ranks, those of `whole` pipelines first; None if that is impossible. A
-    group of at most `own` ranks, the size of a node, must lie on one node."""
+) -> list[tuple[int, ...]]:
+    """Divide ranks into groups of `devices` ranks, those of `whole` pipelines first. A group of at most `own` ranks,
+    the size of a node, lies on one node; ranks that fill no group are left out."""
     groups = [ranks_of(one) for one in whole]
     busy = {rank for group in groups for rank in group}
     loose = [rank for rank in range(len(node_of)) if rank not in busy]
     by_node = itertools.groupby(loose, key=lambda rank: node_of[rank] if devices <= own else 0)
     groups += [tuple(ranks) for _, ranks in by_node]
-    if any(len(group) % devices for group in groups):
-        return None
-    nodes = [group[k : k + devices] for group in groups for k in range(0, len(group), devices)]
-    if devices <= own and any(len({node_of[rank] for rank in node}) > 1 for node in nodes):
-        return None
-    return nodes
+    return [group[k : k + devices] for group in groups for k in range(0, len(group) + 1 - devices, devices)]

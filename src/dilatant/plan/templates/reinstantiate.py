@@ -7,16 +7,25 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from dilatant.plan.errors import BatchError, PlanError
-from dilatant.plan.templates.templates import Template, compose_pipelines, lines, share_microbatches
+from dilatant.plan.templates.templates import (
+    Template,
+    compose_pipelines,
+    lines,
+    most_nodes,
+    share_microbatches,
+)
 
 LayerSpan = tuple[int, int]
 
-COMPOSITIONS = 200
-"""Number of equally fast compositions that are compared by the bytes that move."""
+COMPOSITIONS, COMPARED_NODES = 200, 1 << 14
+"""Number of equally fast compositions that are compared by the bytes that move; for many nodes, as many as have
+COMPARED_NODES together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,8 @@ class LayerCopy:
 
 @dataclass(frozen=True, slots=True)
 class Reinstantiation:
-    """Pipelines after a change of membership, as nodes in pipeline order, and the copies that must precede training."""
+    """Pipelines after a change of membership, as nodes in pipeline order, and the copies that must precede training.
+    Nodes in no pipeline are idle."""
 
     pipelines: tuple[tuple[int, ...], ...]
     copies: tuple[LayerCopy, ...]
@@ -54,39 +64,42 @@ def reinstantiate(
     fault_tolerance: int,
     num_microbatches: int,
     layer_bytes: Sequence[int] | None = None,
+    idle: int = 0,
 ) -> Reinstantiation:
-    """Choose pipelines for the present nodes, and place nodes in them so that the fewest bytes move.
+    """Choose pipelines for all present nodes but `idle`, and place nodes in them so that the fewest bytes move.
 
     `pipelines` are the running pipelines as node ids in pipeline order, each an instance of the template of its length;
     `others` are nodes in no such pipeline, with the layers that they hold. `layer_bytes[k]` are the bytes of layer k
     that a holder must receive (weights and optimizer state; default 1 each).
 
-    The composition is a fastest one (`compose_pipelines`): of up to `COMPOSITIONS` equally fast ones, enumerated from
-    the one most similar to the running one, it moves the fewest bytes. Placement is exact: pipelines whose template is
-    still used stay as they are (never worse, since missing layers obey the triangle inequality); the others follow from
-    a transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are
-    outcomes, not separate cases. Each copy comes from the holder that has sent least.
+    The composition is a fastest one (`compose_pipelines`): of several equally fast ones (see `COMPOSITIONS`),
+    enumerated from the one most similar to the running one, it moves the fewest bytes. Placement is exact: pipelines
+    whose template is still used stay as they are (never worse, since missing layers obey the triangle inequality); the
+    others follow from a transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging
+    reinstantiation are outcomes, not separate cases. Each copy comes from the holder that has sent least.
 
     Raises the errors of `compose_pipelines`.
 
     Source: Oobleck (the thesis, 2.5.1); here donors are chosen by fewest bytes.
     """
-    num_layers = next(iter(templates.values())).stages[-1][1]
-    prefix = np.concatenate([[0], np.cumsum(layer_bytes if layer_bytes is not None else [1] * num_layers)])
+    if layer_bytes is None:
+        layer_bytes = [1] * max((template.stages[-1][1] for template in templates.values()), default=0)
+    prefix = np.concatenate([[0], np.cumsum(layer_bytes)])
     spans = {size: node_layers(template, size) for size, template in templates.items()}
     held, home, intact = dict(others), dict[int, int](), defaultdict[int, list[int]](list)
     for number, nodes in enumerate(pipelines):
         held |= zip(nodes, spans[len(nodes)])
         home |= dict.fromkeys(nodes, number)
         intact[len(nodes)].append(number)
-    fastest = compose_pipelines(templates, len(held), fault_tolerance, num_microbatches)
+    used, there = len(held) - idle, Counter(held.values())
+    fastest = compose_pipelines(templates, used, fault_tolerance, num_microbatches)
     compositions = [Counter(size for size, _ in fastest.pipelines)]
     compositions += _compositions(
-        templates, intact, fastest.seconds, len(held), fault_tolerance + 1, num_microbatches
+        templates, intact, fastest.seconds, used, fault_tolerance + 1, num_microbatches
     )
     best_bytes, best_sizes, best_flow = -1, Counter[int](), {}
     for sizes in compositions:
-        moved, flow = _place(sizes, intact, held, spans, prefix)
+        moved, flow = _place(sizes, intact, there, spans, prefix, idle)
         if best_bytes < 0 or moved < best_bytes:
             best_bytes, best_sizes, best_flow = moved, sizes, flow
         if best_bytes == 0:
@@ -95,6 +108,7 @@ def reinstantiate(
     return Reinstantiation(tuple(placed), _copies(placed, held, spans, prefix))
 
 
+@lru_cache(maxsize=1024)
 def node_layers(template: Template, nodes: int) -> tuple[LayerSpan, ...]:
     """Return (first layer, end layer) held by each of the template's `nodes` nodes, in pipeline order."""
     gpus_per_node = sum(gpus for _, _, gpus in template.stages) // nodes
@@ -122,6 +136,7 @@ def _compositions(
     from dilatant.plan.templates._reinstantiate_kernel import enumerate_compositions
 
     sizes = sorted(templates, key=lambda size: (-len(intact.get(size, ())) * size, -size))
+    most = max(1, min(COMPOSITIONS, COMPARED_NODES // max(1, num_nodes)))
     found, _ = enumerate_compositions(
         np.array(sizes, np.int64),
         microbatches_within(
@@ -131,8 +146,8 @@ def _compositions(
         num_nodes,
         fewest,
         num_microbatches,
-        COMPOSITIONS,
-        COMPOSITIONS * 10 * len(sizes),
+        most,
+        most * 10 * len(sizes),
     )
     return [Counter({s: n for s, n in zip(sizes, row) if n}) for row in found.tolist()]
 
@@ -140,14 +155,16 @@ def _compositions(
 def _place(
     sizes: Counter[int],
     intact: Mapping[int, list[int]],
-    held: Mapping[int, LayerSpan],
+    there: Counter[LayerSpan],
     spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
+    idle: int,
 ) -> tuple[int, dict[tuple[LayerSpan, LayerSpan], int]]:
-    """Return (bytes that move, {(layers held, layers wanted): nodes}) for the nodes of pipelines that are not kept."""
+    """Return (bytes that move, {(layers held, layers wanted): nodes}) for the nodes of pipelines that are not kept;
+    `idle` nodes want (0, 0). there: layers held → nodes."""
     from dilatant.plan.templates._reinstantiate_kernel import transport
 
-    free, wanted = Counter(held.values()), Counter[LayerSpan]()
+    free, wanted = there.copy(), Counter({(0, 0): idle})
     for size, count in sizes.items():
         kept = min(count, len(intact.get(size, ())))
         for span in spans[size]:
@@ -155,9 +172,12 @@ def _place(
             wanted[span] += count - kept
     have = sorted(span for span, count in free.items() if count)
     want = sorted(span for span, count in wanted.items() if count)
-    if not want:
+    if not want:  # every pipeline is kept
         return 0, {}
-    cost = np.array([[_missing(h, w, prefix) for w in want] for h in have], np.int64)
+    # Bytes wanted outside those held: [have, want].
+    wants, one, other = np.array(want), np.array(have)[:, None], np.array(want)[None]
+    first, end = np.maximum(one[..., 0], other[..., 0]), np.minimum(one[..., 1], other[..., 1])
+    cost = np.subtract(*prefix[wants.T[::-1]]) - np.where(first < end, prefix[end] - prefix[first], 0)
     flow = transport(
         cost,
         np.array([free[span] for span in have], np.int64),
@@ -165,13 +185,6 @@ def _place(
     )
     moves = {(have[i], want[j]): int(flow[i, j]) for i, j in zip(*np.nonzero(flow))}
     return int((flow * cost).sum()), moves
-
-
-def _missing(held: LayerSpan, wanted: LayerSpan, prefix: np.ndarray) -> int:
-    """Return the bytes of `wanted` outside `held`."""
-    first, end = max(held[0], wanted[0]), min(held[1], wanted[1])
-    common = int(prefix[end] - prefix[first]) if first < end else 0
-    return int(prefix[wanted[1]] - prefix[wanted[0]]) - common
 
 
 def _group(
@@ -219,29 +232,34 @@ def _copies(
     spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
 ) -> tuple[LayerCopy, ...]:
+    missing = [
+        (target, layer)
+        for nodes in placed
+        for target, span in zip(nodes, spans[len(nodes)])
+        if span != held[target]
+        for layer in range(*span)
+        if not held[target][0] <= layer < held[target][1]
+    ]
+    needed = {layer for _, layer in missing}
     holders: dict[int, list[tuple[int, int]]] = defaultdict(
         list
     )  # layer → heap of (bytes sent when queued, node)
-    for node in sorted(held):
-        for layer in range(*held[node]):
+    for node in sorted(held) if needed else ():
+        for layer in needed.intersection(range(*held[node])):
             holders[layer].append((0, node))
     sent: Counter[int] = Counter()
     copies = []
-    for nodes in placed:
-        for target, (first, end) in zip(nodes, spans[len(nodes)]):
-            for layer in range(first, end):
-                if held[target][0] <= layer < held[target][1]:
-                    continue
-                num_bytes = int(prefix[layer + 1] - prefix[layer])
-                queue = holders.get(layer)
-                if not queue:
-                    copies.append(LayerCopy(layer, None, target, num_bytes))
-                    continue
-                while queue[0][0] < sent[queue[0][1]]:  # sent more since it was queued
-                    heapq.heapreplace(queue, (sent[queue[0][1]], queue[0][1]))
-                source = queue[0][1]
-                sent[source] += num_bytes
-                copies.append(LayerCopy(layer, source, target, num_bytes))
+    for target, layer in missing:
+        num_bytes = int(prefix[layer + 1] - prefix[layer])
+        queue = holders.get(layer)
+        if not queue:
+            copies.append(LayerCopy(layer, None, target, num_bytes))
+            continue
+        while queue[0][0] < sent[queue[0][1]]:  # sent more since it was queued
+            heapq.heapreplace(queue, (sent[queue[0][1]], queue[0][1]))
+        source = queue[0][1]
+        sent[source] += num_bytes
+        copies.append(LayerCopy(layer, source, target, num_bytes))
     return tuple(copies)
 
 
@@ -264,7 +282,8 @@ class RunningPipeline:
 @dataclass(frozen=True, slots=True)
 class NextPipelines:
     """Pipelines of a new membership. kept: numbers of the running pipelines that continue unchanged. made: pipelines of
-    all other nodes. microbatches: of each, kept ones first. tolerance: nodes that may be lost at once."""
+    the other nodes; None if all of these are idle. microbatches: of each, kept ones first. tolerance: nodes that may be
+    lost at once."""
 
     kept: tuple[int, ...]
     made: Reinstantiation | None
@@ -293,14 +312,13 @@ class PipelineChooser:
     bytes_per_second: float = float("inf")
 
     def choose(self, running: Sequence[RunningPipeline], others: Mapping[int, LayerSpan]) -> NextPipelines:
-        """Return pipelines that use all nodes. running: pipelines whose nodes are all present. others: the other nodes
-        → the layers that each holds, (0, 0) for a new node.
+        """Return pipelines for these nodes. running: pipelines whose nodes are all present. others: the other nodes →
+        the layers that each holds, (0, 0) for a new node.
 
-        A running pipeline is kept unless another choice's faster steps save more time than its copies take. The largest
+        First, there are as many pipelines as the fault tolerance requires; then, as few nodes as possible are idle. A
+        running pipeline is kept unless another choice's faster steps save more time than its copies take. The largest
         running pipelines are broken up first. Raises PlanError if the nodes cannot hold the model.
         """
-        if not self.templates:
-            raise PlanError("there are no pipeline templates to choose from")
         order = sorted(range(len(running)), key=lambda number: (len(running[number].nodes), number))
         counts = {len(order), 0, *(len(order) - (1 << power) for power in range(len(order).bit_length()))}
         found: list[NextPipelines] = []
@@ -312,22 +330,16 @@ class PipelineChooser:
                 failure = error
         if not found:
             raise failure
-        fastest = min(one.seconds for one in found)
-
-        def cost(one: NextPipelines) -> tuple[int, float]:
-            slower = one.seconds / fastest if fastest > 0.0 else 1.0
-            return -one.tolerance, one.moved_bytes / self.bytes_per_second + STABLE_SECONDS * slower
-
-        return min(found, key=cost)
+        return best_choice(found, self.bytes_per_second)
 
     def _keeping(
         self, kept: Sequence[int], running: Sequence[RunningPipeline], others: Mapping[int, LayerSpan]
     ) -> NextPipelines:
         """Return the best pipelines if exactly the `kept` ones continue unchanged."""
-        instances, holders, busy = [], dict(others), 0
+        instances, holders, busy, continuing = [], dict(others), 0, frozenset(kept)
         for number, one in enumerate(running):
             template = self.templates.get(len(one.nodes))
-            if number in kept:
+            if number in continuing:
                 busy += len(one.nodes)
             elif template is not None and one.spans == node_layers(template, len(one.nodes)):
                 instances.append(one.nodes)
@@ -338,22 +350,53 @@ class PipelineChooser:
         if free:
             share = max(1, round(total * free / (free + busy)))
             made = self._made(instances, holders, len(kept), share)
-            templates += [self.templates[len(nodes)] for nodes in made.pipelines]
+            templates += [self.templates[len(nodes)] for nodes in made.pipelines] if made else []
         counts, seconds = share_microbatches(templates, max(total, len(templates)))
         tolerance = min(self.fault_tolerance, len(templates) - 1)
         return NextPipelines(tuple(kept), made, counts, seconds, tolerance)
 
     def _made(
         self, instances: Sequence[tuple[int, ...]], holders: Mapping[int, LayerSpan], kept: int, share: int
-    ) -> Reinstantiation:
-        """Reinstantiate with as many pipelines as the fault tolerance requires, or else as many as possible."""
-        others = max(0, self.fault_tolerance - kept)
+    ) -> Reinstantiation | None:
+        """Reinstantiate with as many pipelines as the fault tolerance requires, or else as many as possible, on as many
+        nodes as possible; None if no pipeline fits beside the `kept` ones."""
+        free, others = len(holders) + sum(map(len, instances)), max(0, self.fault_tolerance - kept)
+        while not (used := most_nodes(self.templates, free, others + 1)) and others:
+            others -= 1
+        if not used and kept:
+            return None
+        idle = free - used if used else 0  # without any use, the error names the nodes that are needed
         while True:
             try:
-                return reinstantiate(self.templates, instances, holders, others, share, self.layer_bytes)
+                return reinstantiate(
+                    self.templates, instances, holders, others, share, self.layer_bytes, idle
+                )
             except BatchError as error:  # smaller microbatches are always possible
                 share = error.nearest[0]
-            except PlanError:
-                if not others:
-                    raise
-                others -= 1
+
+
+class Choice(Protocol):
+    """Pipelines of a membership, as `best_choice` compares them."""
+
+    @property
+    def tolerance(self) -> int: ...
+
+    @property
+    def moved_bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+T = TypeVar("T", bound=Choice)
+
+
+def best_choice(choices: Sequence[T], bytes_per_second: float) -> T:
+    """Return the choice that survives the most losses and, of these, saves the most time by faster steps and moves."""
+    fastest = min(one.seconds for one in choices)
+
+    def cost(one: T) -> tuple[int, float]:
+        slower = one.seconds / fastest if fastest > 0.0 else 1.0
+        return -one.tolerance, one.moved_bytes / bytes_per_second + STABLE_SECONDS * slower
+
+    return min(choices, key=cost)

@@ -4,8 +4,9 @@ of them run side by side, with how many microbatches each."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -47,6 +48,7 @@ def plan_templates(
     gpus_per_node: int,
     num_microbatches: int,
     memory: LayerMemory | None = None,
+    most_kept: int | None = None,
 ) -> dict[int, Template]:
     """Return the template of every node count in `nodes`; counts that no plan can use in full are absent.
 
@@ -68,7 +70,8 @@ def plan_templates(
     at least as many microbatches as layers and let `compose_pipelines` convert to the actual number. Noise in the
     seconds of equal layers only enlarges the search.
 
-    With `memory`, every stage fits its GPUs: the s-th stage from the end of a 1F1B pipeline keeps s microbatches. Node
+    With `memory`, every stage fits its GPUs: the s-th stage from the end of a 1F1B pipeline keeps s microbatches, up to
+    `most_kept` (default: num_microbatches). Node
     counts whose unconstrained optimum fits cost nothing extra; for the others the search counts stages from the end,
     which multiplies its time by about the largest possible number of stages.
 
@@ -86,7 +89,7 @@ def plan_templates(
     found = _search(ticks, widths, anywhere, gpus_per_node, possible, num_microbatches)
     if memory is not None:
         levels = 1 + min(num_layers, max(possible, default=0) * gpus_per_node // widths[0])
-        fits = _latest_ends(memory, widths, levels, num_microbatches)
+        fits = _latest_ends(memory, widths, levels, most_kept or num_microbatches)
         tight = [n for n, (_, stages) in found.items() if not _fits(stages, fits)]
         found = {n: answer for n, answer in found.items() if n not in tight}
         found |= _search(ticks, widths, fits, gpus_per_node, tight, num_microbatches)
@@ -137,13 +140,13 @@ def _search(
     }
 
 
-def _latest_ends(memory: LayerMemory, widths: list[int], levels: int, num_microbatches: int) -> np.ndarray:
+def _latest_ends(memory: LayerMemory, widths: list[int], levels: int, most_kept: int) -> np.ndarray:
     """Return [widths, levels, layers]: the last end of a stage that begins at a layer, `level` stages from the end."""
     ends = []
     for width in widths:
         state = np.concatenate([[0.0], np.cumsum(memory.state_bytes[width])])
         activation = np.concatenate([[0.0], np.cumsum(memory.activation_bytes[width])])
-        held = np.minimum(np.arange(levels) + memory.early, num_microbatches)[:, None] * activation + state
+        held = np.minimum(np.arange(levels) + memory.early, most_kept)[:, None] * activation + state
         ends.append(
             [np.searchsorted(row, row[:-1] + memory.capacity_bytes, side="right") - 1 for row in held]
         )
@@ -299,6 +302,26 @@ def _fewest_pipelines(templates: Mapping[int, Template], num_nodes: int, at_leas
         f"no {at_least} or more pipelines of {_list(sizes)} nodes use all {num_nodes} nodes; "
         f"the nearest usable cluster has {' or '.join(map(str, near))} nodes"
     )
+
+
+def most_nodes(sizes: Collection[int], num_nodes: int, pipelines: int) -> int:
+    """Return the largest number of nodes, up to `num_nodes`, that at least so many pipelines of these sizes use; 0 if
+    there is none."""
+    if not sizes:
+        return 0
+    most = _most_pipelines(tuple(sorted(sizes)), 1 << num_nodes.bit_length())[: num_nodes + 1]
+    return int(np.flatnonzero(most >= max(1, pipelines)).max(initial=0))
+
+
+@lru_cache(maxsize=16)
+def _most_pipelines(sizes: tuple[int, ...], num_nodes: int) -> np.ndarray:
+    """Return for 0 to `num_nodes` nodes the most pipelines of these sizes that use all of them; negative if none do."""
+    most = np.full(sizes[-1] + num_nodes + 1, -num_nodes - 1, np.int64)  # node n is at n + the largest size
+    most[sizes[-1]] = 0
+    back = sizes[-1] - np.array(sizes)
+    for nodes in range(1, num_nodes + 1):
+        most[sizes[-1] + nodes] = most[back + nodes].max() + 1
+    return most[sizes[-1] :]
 
 
 def _or_all(bits: Iterable[int]) -> int:

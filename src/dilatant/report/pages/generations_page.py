@@ -20,7 +20,8 @@ class Generation:
     compared with the previous membership. lost: cause (as in `plan.replay`) → seconds until the next committed step, as
     far as known; empty for the first generation. phases: the same time by phase, in order. kept, missing: (layer,
     sample) pairs of the interrupted step whose gradients were reused or computed again; None if unknown. copies: of the
-    scarcest layer, on different nodes; shortage: why they are too few, if they are."""
+    scarcest layer, on different nodes; shortage: why they are too few, if they are. idle: nodes with ranks in no
+    pipeline."""
 
     number: int
     time: float
@@ -35,6 +36,7 @@ class Generation:
     missing: int | None = None
     copies: int | None = None
     shortage: str = ""
+    idle: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -113,6 +115,7 @@ def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str
 def _row(one: Generation, longest: float) -> tuple[str | Cell, ...]:
     changes = ((one.left, "left"), (one.joined, "joined"))
     happened = [f"{listed(list(names))} {what}" for names, what in changes if names]
+    spare = f"idle until the next change: {listed(list(one.idle))}" if one.idle else ""
     phases = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in one.phases.items())
     parts = [
         bar_part(cause, seconds / longest, TONES[cause], seconds_text(seconds))
@@ -124,7 +127,7 @@ def _row(one: Generation, longest: float) -> tuple[str | Cell, ...]:
         str(one.step),
         str(one.members),
         "" if one.copies is None else str(one.copies),
-        Cell("; ".join(happened), notes=[note for note in (one.reason, one.shortage) if note]),
+        Cell("; ".join(happened), notes=[note for note in (one.reason, one.shortage, spare) if note]),
         Cell(parts=parts, notes=[note for note in (phases, _salvaged(one)) if note]),
         seconds_text(one.seconds) if one.lost else "",
     )

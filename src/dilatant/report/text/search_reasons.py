@@ -59,9 +59,8 @@ def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tupl
             "after the last backward."
         )
     if winner.idle_devices:
-        lines.append(
-            f"Unused devices: {winner.idle_devices}. Every plan on all of them that was simulated is slower."
-        )
+        slower = " Every plan on all of them that was simulated is slower." if result.candidates > 1 else ""
+        lines.append(f"Unused devices: {winner.idle_devices}.{slower}")
     lines += [f"Rejected: {text}." for text in result.rejected[:3]]
     lines.append(_certainty(result))
     return tuple(lines)

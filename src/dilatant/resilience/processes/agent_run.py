@@ -27,7 +27,7 @@ from dilatant.resilience.processes.messages import Job, JobRequest, Seat, StoreA
 from dilatant.resilience.processes.process import TOO_FEW_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.processes.standby import Standby
 from dilatant.resilience.protocol.agent import End
-from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
+from dilatant.resilience.protocol.values import ASKED, FINISHED, may_resume
 from dilatant.training.stop_signal import StopSignal
 
 WORKER = "dilatant.resilience.worker.worker_process"
@@ -116,7 +116,7 @@ def _rejoin_until_over(options: AgentOptions, token: bytes, stack: ExitStack) ->
                 flush=True,
             )
         if not service.is_out:
-            is_temporary = service.ended == NO_COORDINATOR or TOO_FEW in service.ended
+            is_temporary = service.ended == NO_COORDINATOR or may_resume(service.ended)
             return TOO_FEW_EXIT_CODE if is_temporary else 1
         print(printable(f"this machine was left out: {service.ended}"), file=sys.stderr, flush=True)
         if attempt >= job.restarts:

@@ -18,6 +18,8 @@ FINISHED = "finished"
 """Reason to stop a run whose nodes have all finished."""
 TOO_FEW = "left of the"
 """Part of the reason to stop a run that has too few nodes (see `too_few`)."""
+FAILS_AGAIN = "the same layout failed twice"
+"""Begin of the reason to stop a run that was saved because an error repeats."""
 DRAIN_SHARE = 0.75
 """Fraction of a leaving node's time for which it waits for the end of the step; the rest is for exporting gradients."""
 
@@ -25,6 +27,12 @@ DRAIN_SHARE = 0.75
 def too_few(left: int, needed: str) -> str:
     """Return the reason to stop a run that has `left` nodes and needs the number of nodes described by `needed`."""
     return f"{left} {'node is' if left == 1 else 'nodes are'} {TOO_FEW} {needed}"
+
+
+def may_resume(reason: str) -> bool:
+    """Return True if a run that stopped for this reason, or that runs (empty), may be resumed: its end was no mistake
+    of the user."""
+    return reason in ("", ASKED) or TOO_FEW in reason or reason.startswith(FAILS_AGAIN)
 
 
 class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):

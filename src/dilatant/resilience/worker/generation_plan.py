@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from dilatant.comm.store.store import Store
 from dilatant.config import Config, UserError
 from dilatant.plan.errors import PlanError
+from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import Redundancy, copies_on_nodes, copies_on_unlike_nodes
 from dilatant.plan.templates.membership import MembershipPlanner
 from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.report.text.wording import bytes_text
 from dilatant.resilience.protocol.agent import Rebuild
-from dilatant.resilience.protocol.values import NO_STATE, too_few
+from dilatant.resilience.protocol.values import FAILS_AGAIN, NO_STATE, too_few
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
 from dilatant.training.prepare import PreparedRun, with_costs
 
@@ -28,11 +32,28 @@ TOO_LARGE = "resilience/too_large"
 """Store key: `generation:rank` of each rank that ran out of memory, followed by a space; later plans need less."""
 
 
-class NothingFits(RuntimeError):
+FAILED = "resilience/failed"
+"""Store key: a line of JSON for each failure, `[generation, committed steps, error]`; a layout that failed twice with
+one error is not tried again."""
+
+
+class CannotGoOn(RuntimeError):
+    """This generation has no plan with which the run can go on; it may be resumed."""
+
+
+class NothingFits(CannotGoOn):
     """The nodes of this generation cannot hold the model; the run may go on with more."""
 
 
-_FAILURES: dict[type[Exception], str] = {NothingFits: "nothing_fits", UserError: "mistake"}
+class FailsAgain(CannotGoOn):
+    """The only plan of this generation has failed twice with the same error."""
+
+
+_FAILURES: dict[type[Exception], str] = {
+    NothingFits: "nothing_fits",
+    FailsAgain: "fails_again",
+    UserError: "mistake",
+}
 """Errors of planning → the key that has their text in the store, in place of the plan's document."""
 
 
@@ -44,25 +65,26 @@ class GenerationPlans:
         self._prepared = prepared
         self._initial = initial
         assert initial.chain is not None  # `prepare` adds it to plans that were made without
-        self._planner = MembershipPlanner(initial.chain)
+        self.planner = MembershipPlanner(initial.chain)
 
     def warm_up(self) -> None:
         """Search the pipeline templates for the loss of a node ahead of time, so that recovery is faster."""
-        plan, devices = self._initial.plan, self._planner.costs.devices
+        plan, devices = self._initial.plan, self.planner.costs.devices
         survivors = {rank: rank for rank in range(len(plan.ranks) - devices)}
         with contextlib.suppress(PlanError):
-            self._planner.next(plan, survivors, [rank // devices for rank in survivors])
+            self.planner.next(plan, survivors, [rank // devices for rank in survivors])
 
     def of(self, order: Rebuild, rank: int, store: Store, link: WorkerLink) -> TrainingPlan:
         """Return the plan of the generation and its costs; rank 0 makes it, others wait for it.
 
-        Raises, on all ranks, NothingFits, or UserError if a restart would not help; Fenced.
+        Raises, on all ranks, CannotGoOn, or UserError if a restart would not help; Fenced.
         """
         key = _plan_key(order.generation)
         if rank == 0:
             try:
                 planned = self._replan(order, store)
-            except (NothingFits, UserError) as error:
+                self._require_new(order, planned, store)
+            except (CannotGoOn, UserError) as error:
                 store.set(key, json.dumps({_FAILURES[type(error)]: str(error)}))
                 raise
             publish_plan(store, order, planned)
@@ -105,11 +127,11 @@ class GenerationPlans:
             document = json.loads(store.get(key)) if store.check([key]) else {}
             if "plan" in document:
                 plan = TrainingPlan.from_json(document["plan"]).plan
-                self._planner = self._planner.below(plan, int(rank))
+                self.planner = self.planner.below(plan, int(rank))
         try:
-            planned = next_plan(self._planner, initial, published, order.members, order.workers)
+            planned = next_plan(self.planner, initial, published, order.members, order.workers)
         except PlanError as error:
-            smallest = self._planner.smallest(self._planner.costs.devices)
+            smallest = self.planner.smallest(self.planner.costs.devices)
             is_too_large = smallest is None or smallest > len(order.members)
             if is_too_large and size >= len(initial.plan.ranks):  # a start with as many would end here again
                 raise UserError(f"{self._what_fits()}: {error}") from None
@@ -117,10 +139,30 @@ class GenerationPlans:
             raise NothingFits(too_few(len(order.members), needed)) from None
         return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
 
+    def _require_new(self, order: Rebuild, planned: TrainingPlan, store: Store) -> None:
+        """Raise FailsAgain, or UserError where nothing is to be saved, if this layout failed with the same error in two
+        generations of these members, and no step was committed since."""
+        lines = store.get(FAILED).decode().splitlines() if store.check([FAILED]) else []
+        layout = _layout(planned, order.members, order.workers)
+        failed: dict[str, set[int]] = {}
+        for generation, committed, error in dict.fromkeys(tuple(json.loads(line)) for line in lines):
+            key = _plan_key(generation)
+            document = (
+                json.loads(store.get(key)) if committed == order.committed and store.check([key]) else {}
+            )
+            if "plan" in document:
+                plan = TrainingPlan.from_json(document["plan"])
+                if _layout(plan, document["members"], document["workers"]) == layout:
+                    failed.setdefault(error, set()).add(generation)
+        for error, generations in failed.items():
+            if len(generations) > 1:
+                text = f"{FAILS_AGAIN} with {error}"
+                raise UserError(text) if order.base == NO_STATE else FailsAgain(text)
+
     def _what_fits(self) -> str:
-        units, memory = self._prepared.model.units.items(), self._planner.costs.memory
+        units, memory = self._prepared.model.units.items(), self.planner.costs.memory
         names = ", ".join(f"{name}: {unit.family}" for name, unit in units)
-        why = ", for a rank ran out of memory with more" if self._planner.is_strict else ""
+        why = ", for a rank ran out of memory with more" if self.planner.is_strict else ""
         fits = bytes_text(memory.capacity_bytes)
         return f"the model ({names}) does not fit devices of whose memory plans may fill {fits}{why}"
 
@@ -148,7 +190,7 @@ def next_plan(
     schedule, count = initial.schedule, found.num_microbatches
     if found.kept and planner.costs.keeps_layout:  # its memory was not planned for less
         count = max(count, initial.num_microbatches)
-    if size == 1:
+    if len(found.plan.ranks) == 1:
         schedule = "serial"
     elif not found.early or (found.kept and before.schedule == FRUGAL):
         schedule = FRUGAL
@@ -162,6 +204,22 @@ def next_plan(
         costs=None,
         predicted_seconds=found.seconds,
     )
+
+
+def report_failure(store: Store, order: Rebuild, error: str) -> None:
+    """Record that the generation failed with this error; see `FAILED`. Addresses of objects in it do not count."""
+    text = re.sub(r"0x[0-9a-f]+", "0x...", error)
+    store.append(FAILED, json.dumps([order.generation, order.committed, text]) + "\n")
+
+
+def idle_ranks(plan: Plan, members: Sequence[str], workers: Sequence[int]) -> dict[str, int]:
+    """Return node → its ranks in no pipeline, for nodes that have some."""
+    busy = {*plan.ranks}
+    return dict(Counter(members[node] for rank, node in enumerate(nodes_of(workers)) if rank not in busy))
+
+
+def _layout(planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]) -> tuple[Any, ...]:
+    return planned.plan, planned.schedule, planned.num_microbatches, (*members,), (*workers,)
 
 
 def nodes_of(workers: Sequence[int]) -> list[int]:

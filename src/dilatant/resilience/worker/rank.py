@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.errors import CommTimeout
+from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
 from dilatant.comm.store.store import Store, connect
@@ -25,7 +25,8 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.templates.copies import Redundancy
 from dilatant.planning.layout import TrainingPlan
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import warn
+from dilatant.report.say import say, warn
+from dilatant.report.text.wording import listed
 from dilatant.resilience.partial_step.exchange import adopt_gradients, inherit_state
 from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
 from dilatant.resilience.processes.messages import Seat, StoreAt
@@ -35,10 +36,12 @@ from dilatant.resilience.state_transfer import StateLost
 from dilatant.resilience.status import REBUILDS, RebuildRecord, write_history
 from dilatant.resilience.worker.generation_plan import (
     TOO_LARGE,
+    CannotGoOn,
     GenerationPlans,
-    NothingFits,
+    idle_ranks,
     nodes_of,
     publish_plan,
+    report_failure,
 )
 from dilatant.resilience.worker.save_holdings import save_holdings
 from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
@@ -145,8 +148,6 @@ class _ResilientRank:
         self._is_torn = False
         self._mistake: UserError | None = None
         self._thin = ""
-        self._node_of: list[str] = []
-        self._generation_now: int | None = None
         self._plans = GenerationPlans(config, self._prepared, initial)
         self._plans.warm_up()
         self._link.warm()
@@ -166,7 +167,7 @@ class _ResilientRank:
                     except Fenced:
                         pass
                     except Exception as error:
-                        self._explain(error)
+                        self._explain(error, order)
                 except RunEnded:
                     ended = self._link.ended
                     if ended is not None and ended.is_out:
@@ -186,6 +187,12 @@ class _ResilientRank:
         self._later.daemon = True
         self._later.start()
         self._heed(made, stop)
+        if made.trainer.rank == 0 and (idle := idle_ranks(made.planned.plan, order.members, order.workers)):
+            say(
+                console_for(self._show),
+                f"idle until the next change: {listed(list(idle))}, since no pipelines that fit memory use exactly the "
+                "nodes that are there",
+            )
         result = train_to_end(self._config, made.trainer, self._folder, self._show, stop)
         if made.trainer.rank == 0:
             self._show_plan()
@@ -273,13 +280,11 @@ class _ResilientRank:
     def _made(self, order: Rebuild) -> HeldState:
         """Build this rank's trainer for the generation, and fill it with the state that other ranks hold."""
         self._rank = order.first_rank + self._seat.index
-        self._generation_now = order.generation
-        self._node_of = [order.members[node] for node in nodes_of(order.workers)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
         watch, began = Stopwatch(), time.process_time()
         try:
             planned = self._plans.of(order, self._rank, self._store, self._link)
-        except (NothingFits, UserError) as error:
+        except (CannotGoOn, UserError) as error:
             if order.base == NO_STATE:
                 raise
             raise type(error)(f"{error}; {self._saved(order, held)}") from None
@@ -322,6 +327,7 @@ class _ResilientRank:
             dict(redundancy.by_unit),
             redundancy.shortage,
             redundancy.has_sunk,
+            idle_ranks(planned.plan, order.members, order.workers),
         )
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
@@ -360,7 +366,7 @@ class _ResilientRank:
     ) -> Trainer:
         """Build a trainer. If this rank's part is unchanged, it reuses the last trainer's model, whose weights stay
         untouched until all ranks are ready; otherwise it uses another copy, and the last trainer's memory is not freed
-        until then."""
+        until then: a GPU that cannot hold both has moved that to the host."""
         self._is_joining = True
         if self._link.is_fenced:
             raise Fenced
@@ -377,7 +383,9 @@ class _ResilientRank:
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
-        if self._is_torn or before is None or not before.runtime.stays(planned.plan, self._rank):
+        stays = before is not None and before.runtime.stays(planned.plan, self._rank)
+        if self._is_torn or before is None or not stays or before.state.is_on_host:
+            self._make_room(before, planned)
             before = None
             model, self._spare = self._spare or copy.deepcopy(self._prepared.model), None
         else:
@@ -388,6 +396,15 @@ class _ResilientRank:
         self._is_torn &= before is None
         self._trainers.append(trainer)
         return trainer
+
+    def _make_room(self, before: Trainer | None, planned: TrainingPlan) -> None:
+        """Move the last trainer's state to the host if this rank's device cannot hold it beside the new one. Not before
+        a step that is still to be applied."""
+        if before is None or self._worker.device.type == "cpu" or before.voted_step is not None:
+            return
+        parts = (before.runtime.plan, before.rank), (planned.plan, self._rank)
+        if not before.state.is_on_host and not self._plans.planner.holds_both(*parts):
+            before.state.to_host()
 
     def _joined(self, comm: Comm) -> None:
         self._opened.append(comm)
@@ -450,19 +467,24 @@ class _ResilientRank:
             with contextlib.suppress(Exception), contextlib.closing(self._store.clone()) as store:
                 end_generation(store, generation, self._rank, "this generation is over")
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: Exception, order: Rebuild) -> None:
         """Report why this rank cannot continue, unless its generation is over already. A plan that needed too much
         memory is recorded in either case."""
-        if isinstance(error, torch.OutOfMemoryError) and self._generation_now is not None:
+        is_too_large = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
+        if is_too_large:
             with contextlib.suppress(Exception):
-                self._store.append(TOO_LARGE, f"{self._generation_now}:{self._rank} ")
+                self._store.append(TOO_LARGE, f"{order.generation}:{self._rank} ")
         if self._link.is_fenced:
             return
         if isinstance(error, UserError):
             self._mistake = error
         culprits = error.culprits if isinstance(error, CommTimeout) else ()
-        nodes = {self._node_of[rank] for rank in culprits} - {self._seat.node}
+        node_of = nodes_of(order.workers)
+        nodes = {order.members[node_of[rank]] for rank in culprits} - {self._seat.node}
         accuses = nodes.pop() if len(nodes) == 1 else None
-        fatal = isinstance(error, UserError | NothingFits)
-        named = str(error) if isinstance(error, NothingFits) else f"{type(error).__name__}: {error}"
+        fatal = isinstance(error, UserError | CannotGoOn)
+        named = str(error) if isinstance(error, CannotGoOn) else f"{type(error).__name__}: {error}"
+        if not (fatal or is_too_large or isinstance(error, CommAborted | CommTimeout)):
+            with contextlib.suppress(Exception):
+                report_failure(self._store, order, named)
         self._link.broken(named, fatal, accuses)

@@ -23,8 +23,8 @@ class OwnedWeights:
     of the weight; any other box is an fp32 master copy. Without `masters` (the optimizer keeps its own) boxes keep the
     weight's dtype: contiguous ones are views, others copies. exact: name → the weight's values before rounding, if
     known. primary_cells: key → the cells whose primary owner is this rank, which alone includes them in norms and
-    writes them to checkpoints. before: the owned weights of the last generation; if this rank owns the same boxes
-    (`stays`), the parameters are reused.
+    writes them to checkpoints. pieces: key → the parts that one rank of every node owns (see `BucketShard`). before:
+    the owned weights of the last generation; if this rank owns the same boxes (`stays`), the parameters are reused.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class OwnedWeights:
         self.parameters: dict[str, nn.Parameter] = {}
         self.boxes: dict[str, Box] = {}
         self.primary_cells: dict[str, tuple[Box, ...]] = {}
+        self.pieces: dict[str, list[Box]] = {}
         self._copies: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             if name not in divided:
@@ -63,8 +64,11 @@ class OwnedWeights:
                 if box.name in divided:
                     self._own(box, self._part(box, exact or {}, kept.get(box.key)))
                 if share.is_primary:
-                    key = (box if box.name in divided else self.held[box.name]).key
+                    key = self._key_of(box)
                     self.primary_cells[key] = (*self.primary_cells.get(key, ()), box)
+            for piece in share.pieces:
+                box = next(box for box in share.own if box.name == piece.name and box.meet(piece) == piece)
+                self.pieces.setdefault(self._key_of(box), []).append(piece)
 
     @property
     def is_divided(self) -> bool:
@@ -112,6 +116,14 @@ class OwnedWeights:
             under_way = started
         if under_way is not None:
             self._finish(*under_way)
+
+    def _key_of(self, box: Box) -> str:
+        """Return the key of the parameter that has a box of a share."""
+        return (box if box.name in self._names_divided else self.held[box.name]).key
+
+    def forget_views(self) -> None:
+        """Drop the views of the weights into which `gather` copies, since their memory is to be freed."""
+        self._copies = {}
 
     def _own(self, box: Box, parameter: nn.Parameter) -> None:
         self.parameters[box.key] = parameter

@@ -76,7 +76,7 @@ class StepEnd:
             "costs": self._costs.own(
                 self._comm.rank, step.prediction.work, [action.seconds for action in actions]
             ),
-            "shares": self._shares.own(actions, self._recorder.seconds()),
+            "shares": self._shares.own(self._comm.rank, actions, self._recorder.seconds()),
             "memory": [0.0 if on_cpu else torch.cuda.max_memory_allocated(self._comm.device)],
         }
         # A rank that contributes here has all its gradients: when all have contributed, the step may commit.

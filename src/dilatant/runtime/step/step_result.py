@@ -74,22 +74,23 @@ class ShareCounter:
             for rank in placed.stage.ranks:
                 self._unit_of_rank.setdefault(rank, placed.unit)
         self._units = [unit.name for unit in plan.units]
-        self._all_ranks = len(plan.ranks)
+        self._busy_ranks = frozenset(plan.ranks)
 
-    def own(self, actions: Sequence[MeasuredAction], seconds: float) -> list[float]:
-        """Return this rank's addends: seconds computed by stage, seconds waited by unit, and the step's `seconds`."""
+    def own(self, rank: int, actions: Sequence[MeasuredAction], seconds: float) -> list[float]:
+        """Return a rank's addends: seconds computed by stage, seconds waited by unit, and the step's `seconds`; zeros
+        for a rank without a stage."""
         busy = dict.fromkeys(self._ranks, 0.0)
         waited = dict.fromkeys(self._units, 0.0)
         for one in actions:
             busy[self._label[one.action.stage]] += one.seconds
             if one.waited_for is not None:
                 waited[self._unit_of_rank[one.waited_for]] += one.waited_seconds
-        return [*busy.values(), *waited.values(), seconds]
+        return [*busy.values(), *waited.values(), seconds if rank in self._busy_ranks else 0.0]
 
     def shares(self, summed: Sequence[float]) -> StepTimes:
-        """Return the shares from the sum of all ranks' `own`; the step's length is the mean over ranks."""
+        """Return the shares from the sum of all ranks' `own`; the step's length is the mean over ranks with a stage."""
         total = summed[-1] or 1.0
-        mean = total / self._all_ranks
+        mean = total / len(self._busy_ranks)
         stages = len(self._ranks)
         return StepTimes(
             {label: value / (mean * ranks) for (label, ranks), value in zip(self._ranks.items(), summed)},

@@ -24,7 +24,7 @@ FORGETTING = 0.9
 
 
 class Slowness:
-    """Slowness factors of all ranks of a plan, computed identically on all ranks from the same sums. The peers of a
+    """Slowness factors of the ranks of a plan, computed identically on all ranks from the same sums. The peers of a
     rank hold stages of the same unit; a rank without peers is never slow. The ranks of each group in `together` are
     averaged, since their work differs by chance (for example, by an odd image).
 
@@ -32,7 +32,7 @@ class Slowness:
     """
 
     def __init__(self, plan: Plan, together: Collection[tuple[int, ...]] = ()) -> None:
-        self._ranks = len(plan.ranks)
+        self._ranks = max(plan.ranks, default=-1) + 1  # ranks above have no stage, and are never slow
         units: list[set[str]] = [set() for _ in range(self._ranks)]
         self._stages = [placed.stage.ranks for placed in plan.stages()]
         for placed in plan.stages():
@@ -52,6 +52,10 @@ class Slowness:
         """True if these ranks measured the factors; restored factors may be of other machines, and decay."""
         return self._decisions > 1
 
+    def of(self, rank: int) -> float:
+        """Return how many times slower than its peers a rank is, as far as these ranks have measured it."""
+        return float(self.factors[rank]) if self.is_sure and rank < self._ranks else 1.0
+
     @property
     def num_sums(self) -> int:
         return self._sums.size
@@ -59,7 +63,7 @@ class Slowness:
     def own(self, rank: int, seconds: Sequence[float], predicted: NDArray[np.float64]) -> list[float]:
         """Return a rank's sums for a step: its seconds, measured and predicted by costs without slowness factors."""
         sums = np.zeros(self._sums.shape)
-        if len(seconds) == len(predicted):
+        if len(seconds) == len(predicted) > 0:
             sums[rank] = np.sum(seconds), predicted.sum()
         return sums.ravel().tolist()
 

@@ -1,0 +1,421 @@
+"""What a run of a thousand nodes asks of its coordinator, of every rank's planning and of the data set's index.
+
+    python benchmarks/recovery_scale.py [--agents N] [--nodes N] [--samples N] [--only PART] [--json FILE]
+
+1. agents: light agents (the protocol's own state machine, over real sockets on loopback, without workers) on one
+   coordinator process: its CPU for heartbeats, the seconds of a vote, and, after the loss of a node, the seconds until
+   the last agent is fenced, has the order to rebuild, and runs again; its memory. Goal: 2 s for a loss.
+2. planning: seconds of a membership after a loss and after a join, and of a step (assignment, schedule, simulation and
+   routes of one rank) for as many replicas and 8 samples each. Goal: 50 ms a rank.
+3. index: finding and measuring so many samples of 100 bytes, opening them again, bytes a sample on disk, and the memory
+   of a rank that has opened them.
+
+Everything is measured on this machine; agents and coordinator share its cores. The last lines name what takes most,
+and so limits ten times as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import selectors
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import machine
+
+from dilatant.comm.wire.link import LinkClosed, WireLink
+from dilatant.resilience.processes.messages import connect
+from dilatant.resilience.protocol.agent import Activate, Agent, Apply, Fence, Made, Prepared, Rebuild, Stopped
+from dilatant.resilience.protocol.values import NO_STATE, Order, Settings, Task
+
+TOKEN = bytes(32)
+DRIVERS = 4
+"""Processes that the light agents share."""
+VOTES, BEAT_SECONDS, LOSSES = 20, 10.0, 3
+LOSS_GOAL, PLAN_GOAL = 2.0, 0.05
+
+
+class LightAgent:
+    """An agent whose one worker answers at once: it stops, builds, and has the gradients of a step when it is asked."""
+
+    def __init__(self, name: str, port: int, settings: Settings) -> None:
+        self.link: WireLink = connect("127.0.0.1", port, TOKEN, 60.0)
+        self._agent = Agent(name, settings)
+        self._base, self._applied = NO_STATE, 0
+        self._beat_seconds = settings.lease_seconds / 4
+        self._due = 0.0
+
+    def heed(self, order: Order, votes: int) -> None:
+        """Obey an order; vote for steps below `votes`."""
+        for command in self._agent.obey(order, time.monotonic()):
+            if isinstance(command, Fence):
+                self._tell(Stopped(command.generation, self._base, self._applied))
+            elif isinstance(command, Rebuild):
+                self._applied = command.committed
+                self._tell(Made(command.generation, self._applied))
+            elif isinstance(command, Activate):
+                self._base = command.generation
+                self.vote(votes)
+            elif isinstance(command, Apply):
+                self._applied += 1
+                self.vote(votes)
+
+    def vote(self, votes: int) -> None:
+        if self._base == self._agent.generation and self._applied < votes:
+            self._tell(Prepared(self._base, self._applied))
+
+    def report(self, now: float) -> None:
+        """Send what has changed, or a heartbeat that is due."""
+        if self._agent.changed or now >= self._due:
+            self._due = now + self._beat_seconds
+            self.link.send(self._agent.status())
+
+    def _tell(self, event: Any) -> None:
+        self._agent.on_event(0, event)
+
+
+def drive(first: int, count: int, port: int, settings: Settings, votes: Any, heard: Any, lost: Any) -> None:
+    """Run light agents in this process. heard: gets (task, generation, committed, seconds) when the last of them has
+    received an order of that kind. lost: number of an agent to close, which then is -1."""
+    agents = {number: LightAgent(f"n{number:05}", port, settings) for number in range(first, first + count)}
+    selector = selectors.DefaultSelector()
+    for agent in agents.values():
+        selector.register(agent.link.socket, selectors.EVENT_READ, agent)
+    reached: dict[tuple[str, int, int], set[int]] = {}  # orders are repeated
+    wanted = 0
+    while True:
+        if lost.value in agents:
+            gone = agents.pop(lost.value)
+            selector.unregister(gone.link.socket)
+            heard.put(("lost", 0, 0, time.monotonic()))
+            gone.link.close()
+            lost.value = -1
+        if votes.value != wanted:
+            wanted = votes.value
+            for agent in agents.values():
+                agent.vote(wanted)
+        for key, _ in selector.select(settings.lease_seconds / 40):
+            agent = key.data
+            try:
+                orders = agent.link.receive_some()
+            except LinkClosed:
+                return
+            for order in orders:
+                agent.heed(order, wanted)
+                at = order.task.value, order.generation, order.committed
+                there = reached.setdefault(at, set())
+                if len(there) < len(agents):
+                    there.add(id(agent))
+                    if len(there) == len(agents):
+                        heard.put((*at, time.monotonic()))
+        now = time.monotonic()
+        for agent in agents.values():
+            agent.report(now)
+
+
+def last_of(heard: Any, task: Task, generation: int, committed: int | None = None) -> float:
+    """Return when the last agent of all drivers had an order: the task of the generation, after `committed` steps."""
+    seconds, left = 0.0, DRIVERS
+    while left:
+        what, number, done, at = heard.get(timeout=300.0)
+        if (what, number) == (task.value, generation) and committed in (None, done):
+            seconds, left = max(seconds, at), left - 1
+    return seconds
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def coordination(count: int) -> dict[str, Any]:
+    """Measure one coordinator with `count` light agents."""
+    from dilatant.resilience.processes.process import COORDINATOR, Child, ProcessStart
+
+    settings = Settings(initial=count)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, folder))
+        pid, heard = coordinator.process.pid, context.Queue()
+        votes, lost = context.Value("q", 0), context.Value("q", -1)
+        each = -(-count // DRIVERS)
+        drivers = [
+            context.Process(
+                target=drive,
+                args=(first, min(each, count - first), coordinator.port, settings, votes, heard, lost),
+                daemon=True,
+            )
+            for first in range(0, count, each)
+        ]
+        began = time.monotonic()
+        for driver in drivers:
+            driver.start()
+        begun = last_of(heard, Task.RUN, 1) - began
+        before, since = cpu_seconds(pid), time.monotonic()
+        time.sleep(BEAT_SECONDS)
+        beats = (cpu_seconds(pid) - before) / (time.monotonic() - since)
+        before, since = cpu_seconds(pid), time.monotonic()
+        votes.value = VOTES
+        voted = last_of(heard, Task.RUN, 1, VOTES) - since
+        voting = cpu_seconds(pid) - before
+        losses = []
+        for number in range(LOSSES):
+            lost.value, generation = number, number + 2
+            while (first := heard.get(timeout=60.0))[0] != "lost":
+                pass
+            times = {
+                task.value: last_of(heard, task, generation) - first[3]
+                for task in (Task.FENCE, Task.REBUILD, Task.RUN)
+            }
+            losses.append(times)
+        memory = resident_bytes(pid)
+        for driver in drivers:
+            driver.terminate()
+            driver.join()
+        coordinator.close()
+    found = {
+        "agents": count,
+        "seconds_to_begin": begun,
+        "heartbeat_cpu_share": beats,
+        "vote_seconds": voted / VOTES,
+        "vote_cpu_seconds": voting / VOTES,
+        "losses": losses,
+        "memory_bytes": memory,
+    }
+    slowest = max(times[Task.RUN.value] for times in losses)
+    parts = ", ".join(f"{name} {max(times[name] for times in losses):.2f} s" for name in losses[0])
+    print(f"{count:,} agents: begun after {begun:.2f} s; heartbeats take {beats:.1%} of a core")
+    print(
+        f"  a vote takes {1e3 * voted / VOTES:.0f} ms, and {1e3 * voting / VOTES:.0f} ms of the coordinator's core"
+    )
+    print(
+        f"  a loss, until the last agent has the order (slowest of {LOSSES}): {parts}; goal {LOSS_GOAL:g} s"
+    )
+    print(f"  memory of the coordinator: {memory / 2**20:.0f} MiB", flush=True)
+    return found | {"loss_seconds": slowest}
+
+
+def milliseconds(function: Callable[[], Any], runs: int = 5) -> float:
+    """Return the median after one run that is not counted."""
+    function()
+    found = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        function()
+        found.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(found)
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A sample, as planning a step sees it."""
+
+    sizes: dict[str, int]
+    draw: int
+
+
+def planning(nodes: int) -> dict[str, Any]:
+    """Measure membership planning on `nodes` nodes, and a step of as many replicas."""
+    import numpy as np
+
+    from dilatant.config.degrees import Degrees
+    from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+    from dilatant.plan.templates.membership import ChainCosts, MembershipPlanner
+    from dilatant.plan.templates.templates import LayerMemory
+
+    layers = {"vision": 27, "language": 34}
+    total = sum(layers.values())
+    draw = np.random.default_rng(0)
+    seconds = (0.02 + 0.002 * draw.random(total)).tolist()
+    costs = ChainCosts(
+        layers=layers,
+        feeds={"vision": ("language",), "language": ()},
+        recompute=dict.fromkeys(layers, ()),
+        degrees={name: {1: Degrees()} for name in layers},
+        seconds={1: seconds},
+        memory=LayerMemory({1: [1.0] * total}, {1: [0.05] * total}, total / 3.0, 1),
+        layer_bytes=[10**9] * total,
+        devices=1,
+        num_microbatches=8 * nodes,
+        fault_tolerance=2,
+        bytes_per_second=1e9,
+    )
+    planner = MembershipPlanner(costs)
+    began = time.perf_counter()
+    first = planner.first(nodes)
+    first_seconds = time.perf_counter() - began
+    survivors = {rank: rank - (rank > 5) for rank in range(nodes) if rank != 5}
+    everyone = {rank: rank for rank in range(nodes)}
+    lost = milliseconds(lambda: planner.next(first.plan, survivors, range(nodes - 1)))
+    joined = milliseconds(lambda: planner.next(first.plan, everyone, range(nodes + 1)))
+    print(
+        f"membership of {nodes:,} nodes: first {first_seconds:.2f} s (templates included), after a loss {lost:.0f} ms, "
+        f"after a join {joined:.0f} ms; goal {1e3 * PLAN_GOAL:.0f} ms"
+    )
+    step = step_milliseconds(
+        Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(nodes)), ()),)),
+        nodes,
+    )
+    parts = ", ".join(f"{name} {value:.0f} ms" for name, value in step.items())
+    print(f"a step of {nodes:,} replicas and {8 * nodes:,} samples, on one rank: {parts}", flush=True)
+    return {
+        "nodes": nodes,
+        "first_seconds": first_seconds,
+        "loss_milliseconds": lost,
+        "join_milliseconds": joined,
+        "step_milliseconds": step,
+    }
+
+
+def step_milliseconds(plan: Any, nodes: int) -> dict[str, float]:
+    """Milliseconds of planning a step on one rank, in all and by part."""
+    import numpy as np
+
+    from dilatant.models.core.unit import ModelGraph
+    from dilatant.plan.costs.step_costs import token_costs
+    from dilatant.runtime.routes import derive_routes
+    from dilatant.runtime.step.cost_correction import CostCorrection
+    from dilatant.runtime.step.step_planner import StepPlanner
+    from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
+    from dilatant.schedule.families.families import one_f_one_b
+    from dilatant.schedule.simulator.graph import build
+    from dilatant.schedule.simulator.predict import time_step
+    from dilatant.schedule.trainability import all_trainable
+
+    draw = np.random.default_rng(0)
+    tokens = np.exp(draw.normal(6.0, 0.8, 8 * nodes)).astype(np.int64) + 1
+    samples = [Sized({"language": int(count)}, number) for number, count in enumerate(tokens)]
+    trains, microbatching = all_trainable(plan), Microbatching(8)
+    costs = CostCorrection(plan, token_costs(plan, trains.backward))
+    graph = ModelGraph(("language",), {"language": ()}, "language")
+    planner = StepPlanner(plan, trains, graph, microbatching, costs, 0)
+    whole = milliseconds(lambda: planner.plan_step(samples, 0))
+    origin = costs.origin
+    workload = origin.workload({"language": tokens.astype(np.float64)})
+    assignment = assign_step(plan, origin, workload, microbatching, "language")
+    schedule = one_f_one_b(plan, assignment, trains)
+    built = build(plan, assignment, schedule)
+    timed = time_step(built, origin, workload)
+    backward = {index for index, flag in enumerate(trains.backward) if flag}
+    return {
+        "all": whole,
+        "assignment": milliseconds(lambda: assign_step(plan, origin, workload, microbatching, "language")),
+        "schedule": milliseconds(lambda: one_f_one_b(plan, assignment, trains)),
+        "graph": milliseconds(lambda: build(plan, assignment, schedule)),
+        "simulation": milliseconds(lambda: time_step(built, origin, workload)),
+        "routes": milliseconds(lambda: derive_routes(built, 0, backward, timed.durations)),
+    }
+
+
+def index(samples: int, folder: Path) -> dict[str, Any]:
+    """Measure the index of a JSON Lines file of `samples` samples."""
+    from dilatant.config import DataSource
+    from dilatant.data.cache import SETTLED_NS
+    from dilatant.data.index.sizes import blend_sizes
+    from dilatant.data.order.blend import Blend, open_blend
+    from dilatant.data.text.chat import chat_tokenizer
+    from dilatant.data.text.encoding import Encoding
+    from dilatant.data.text.tokenizer import byte_tokenizer
+
+    path, cache = folder / "samples.jsonl", folder / "cache"
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(samples):
+            file.write(f'{{"question": "what is {number:010}?", "answer": "{"x" * 44}"}}\n')
+    encoding, kept = Encoding(chat_tokenizer(byte_tokenizer())), []
+
+    def opened(workers: int | None = None) -> float:
+        began = time.perf_counter()
+        blend = open_blend([DataSource(path=str(path))], cache_dir=cache)
+        assert isinstance(blend, Blend)
+        kept[:] = [(blend, blend_sizes(blend, encoding, cache_dir=cache, workers=workers))]
+        return time.perf_counter() - began
+
+    gc.collect()
+    before = resident_bytes(os.getpid())
+    cold = opened()
+    time.sleep(2 * SETTLED_NS / 1e9)
+    opened()  # the files are checked, and marked as whole
+    warm = min(opened() for _ in range(3))
+    gc.collect()
+    memory = resident_bytes(os.getpid()) - before
+    on_disk = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+    print(
+        f"index of {samples:,} samples: {cold:.1f} s ({samples / cold:,.0f}/s), again {1e3 * warm:.1f} ms; "
+        f"{on_disk / samples:.1f} bytes a sample on disk, {memory / samples:.1f} in the memory of a rank "
+        f"({memory / 2**20:.0f} MiB)",
+        flush=True,
+    )
+    return {
+        "samples": samples,
+        "cold_seconds": cold,
+        "warm_seconds": warm,
+        "disk_bytes_per_sample": on_disk / samples,
+        "memory_bytes": memory,
+    }
+
+
+def limits(found: dict[str, Any]) -> list[str]:
+    """Say for each part what takes most, which ten times as many would multiply by about ten."""
+    lines = []
+    if (agents := found.get("agents")) is not None:
+        shares = {
+            "votes, of which the coordinator decides one at a time": agents["vote_seconds"],
+            "a loss, whose orders name all members to each": agents["loss_seconds"] / 10,
+            "heartbeats": agents["heartbeat_cpu_share"] / 10,
+        }
+        lines.append(f"coordination: {max(shares, key=shares.__getitem__)}")
+    if (plans := found.get("planning")) is not None:
+        parts = {name: value for name, value in plans["step_milliseconds"].items() if name != "all"}
+        largest = max(parts, key=parts.__getitem__)
+        membership = max(plans["loss_milliseconds"], plans["join_milliseconds"])
+        lines.append(
+            f"planning: membership {membership:.0f} ms; of a step the {largest} ({parts[largest]:.0f} ms)"
+        )
+    if (data := found.get("index")) is not None:
+        lines.append(
+            f"index: measuring, {1e6 * data['cold_seconds'] / data['samples']:.1f} us a sample on these cores"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--nodes", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=10_000_000)
+    parser.add_argument("--only", choices=("agents", "planning", "index"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "agents": lambda: coordination(options.agents),
+        "planning": lambda: planning(options.nodes),
+    }
+    found: dict[str, Any] = {"machine": machine()}
+    for name, measure in parts.items():
+        if options.only in (None, name):
+            found[name] = measure()
+    if options.only in (None, "index"):
+        with tempfile.TemporaryDirectory() as folder:
+            found["index"] = index(options.samples, Path(folder))
+    print("What limits ten times as many:")
+    for line in limits(found):
+        print(f"  {line}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
