@@ -15,7 +15,7 @@ import pytest
 from cases.data_builders import image_bytes, wav_bytes, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.media.media_header import media_size
-from dilatant.data.readers import arrow_records, json_records, tar_records
+from dilatant.data.readers import arrow_records, json_records, source_files, tar_records
 from dilatant.data.readers.reader import open_source
 from dilatant.data.readers.source_files import find_files
 from dilatant.data.sample import FileSlice, Media
@@ -250,7 +250,8 @@ def test_nothing_in_a_column_of_images_is_no_image(tmp_path, value):
 
 
 def test_oversized_records_are_refused_before_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_records, "MOST_BYTES", 100)
+    for module in (json_records, source_files):
+        monkeypatch.setattr(module, "MOST_BYTES", 100)
     monkeypatch.setattr(tar_records, "MOST_TEXT_BYTES", 100)
     monkeypatch.setattr(arrow_records, "MOST_CHARACTERS", 25)
     monkeypatch.setattr(arrow_records, "MOST_ROW_BYTES", 1000)

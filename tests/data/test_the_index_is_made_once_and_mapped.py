@@ -44,6 +44,8 @@ def write_samples(folder, form, count):
         write_lines(folder / "x.jsonl", [{"text": text} for text in texts])
     elif form == "json":
         (folder / "x.json").write_text("[" + ", ".join(f'{{"text": "{text}"}}' for text in texts) + "]")
+    elif form == "csv":
+        (folder / "x.csv").write_text("\n".join(["text", *texts]))
     elif form == "parquet":
         pq.write_table(pa.table({"text": texts}), folder / "x.parquet")
     else:
@@ -77,7 +79,7 @@ def settle(cache):
     time.sleep(0.05)  # clocks of files tick in milliseconds
 
 
-FORMS = ["jsonl", "json", "parquet", "tar"]
+FORMS = ["jsonl", "json", "csv", "parquet", "tar"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -32,7 +32,8 @@ class DataSource(Section):
     """One data set of a blend."""
 
     path: AnyPath | None = None
-    """A file or folder (Parquet, JSON, JSONL, WebDataset tar, Arrow; also a pattern), relative to the YAML file."""
+    """A file or folder (Parquet, JSON, JSONL, CSV, TSV, WebDataset tar, Arrow, COCO captions, VQA; also a pattern), or
+    a folder of media with a text beside each, relative to the YAML file."""
     id: str | None = None
     """A data set on the Hugging Face hub."""
     subset: str | None = None
@@ -43,7 +44,9 @@ class DataSource(Section):
     media_dir: AnyPath | None = None
     """The base folder of relative media paths, itself relative to the YAML file. Default: the folder of the file that
     names the media."""
-    format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "arrow", "hub"] = "auto"
+    format: Literal[
+        "auto", "parquet", "jsonl", "csv", "llava", "coco", "vqa", "webdataset", "arrow", "hub"
+    ] = "auto"
     """The file format; `auto` detects it from the file."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in the blend, relative to the other weights."""

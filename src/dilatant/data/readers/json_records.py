@@ -14,36 +14,22 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord, is_objects, json_value
-from dilatant.data.readers.records import Blocks
-from dilatant.data.readers.source_files import RecordsOfFiles, Scan
+from dilatant.data.readers.source_files import MOST_BYTES, Scan, SpannedRecords
 
 SCAN_BYTES = 1 << 24
-MOST_BYTES = 256 << 20
-"""Bytes of a record, which may hold media as base64."""
 MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some programs write before UTF-8."""
 SPACE = (9, 10, 13, 32)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class JsonRecords(RecordsOfFiles):
+class JsonRecords(SpannedRecords):
     """Records of several JSON or JSON Lines files, in file order. Picklable."""
 
-    blocks: Blocks | None = None
-
     def read(self, index: int) -> FileRecord:
-        file, number = self._files.locate(index)
-        start, end = self._files.part("spans", file)[number].tolist()
+        file, _ = self._files.locate(index)
         place, path = self.name_of(index), self._files.paths[file]
-        if end - start > MOST_BYTES:
-            raise SampleError(
-                place,
-                f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed",
-                "cut it into pieces",
-            )
-        with open(path, "rb") as stream:
-            stream.seek(start)
-            fields = json_value(stream.read(end - start), place)
+        fields = json_value(self._raw(index), place)
         if not isinstance(fields, dict):
             raise SampleError(
                 place, f"is JSON but no object: {type(fields).__name__}", "write one object a record"

@@ -22,6 +22,7 @@ from dilatant.data.readers.record_fields import (
     is_blank,
     is_list,
     kind_of,
+    literal_in,
     rows,
 )
 from dilatant.data.sample import FileSlice, Frames, Media, MediaKind, Turn
@@ -156,7 +157,7 @@ def _is_of(value: Any, kind: MediaKind) -> bool:
 
 def _items(kind: MediaKind, name: str, value: Any) -> Sequence[Any]:
     """Return the items that a column lists, without empty entries; a list of still pictures in `video` is one clip."""
-    items = [item for item in as_list(rows(value)) if not (is_blank(item) or _is_hollow(item))]
+    items = [item for item in as_list(rows(literal_in(value))) if not (is_blank(item) or _is_hollow(item))]
     if kind == "video" and name == "video" and len(items) > 1 and all(map(_is_still, items)):
         return (items,)
     return items

@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
-from dilatant.data.cache import open_cache
+from dilatant.data.cache import Cache, open_cache
 from dilatant.data.errors import SampleError
 from dilatant.data.permutation import permute
+from dilatant.data.readers.annotation_records import AnnotationRecords, is_annotations, scan_annotations
 from dilatant.data.readers.arrow_records import ArrowRecords, scan_arrow
+from dilatant.data.readers.csv_records import CsvRecords, scan_csv
+from dilatant.data.readers.folder_records import find_beside
 from dilatant.data.readers.json_records import JsonRecords, scan_json
 from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.readers.record_fields import FileRecord
@@ -59,8 +62,23 @@ class HeldOutSplit:
         return np.flatnonzero((places < away) == self.held_out)
 
 
-FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar", "arrow": "Arrow"}
-FORM_OF_FORMAT: Mapping[str, Form] = {"jsonl": "json", "llava": "json", "webdataset": "tar"}
+FORMS: Mapping[Form, str] = {
+    "parquet": "Parquet",
+    "json": "JSON",
+    "annotations": "COCO or VQA JSON",
+    "csv": "CSV",
+    "tar": "WebDataset tar",
+    "arrow": "Arrow",
+}
+CSV_SUFFIXES = frozenset({".csv", ".tsv", ".txt"})
+"""Suffixes of CSV, which has no first bytes of its own."""
+FORM_OF_FORMAT: Mapping[str, Form] = {
+    "jsonl": "json",
+    "llava": "json",
+    "coco": "annotations",
+    "vqa": "annotations",
+    "webdataset": "tar",
+}
 """Forms of the values of `format` that are no form themselves."""
 
 
@@ -174,15 +192,13 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
         identity = records.fingerprint
     else:
         name = source.path
-        paths, passed_over = find_files(source.path, source.split, held_out)
-        home = Path(os.path.commonpath([path.parent for path in paths]))
-        names = [str(path.relative_to(home)) for path in paths]
-        scanner = Scanner(detect_form, partial(_check_forms, source, paths), _SCAN)
-        files = SourceFiles(paths, names, scanner, open_cache(cache_dir))
-        identity = files.identity
-        records = _RECORDS[files.form](files)
-        if isinstance(records, TarRecords):
-            passed_over += records.passed_over
+        folder = Path(source.path).expanduser()
+        may_be_beside = source.format == "auto" and folder.is_dir()
+        beside = find_beside(folder, source.split, held_out) if may_be_beside else None
+        if beside is not None:
+            records, home, identity, passed_over = beside, folder, beside.identity, beside.passed_over
+        else:
+            records, home, identity, passed_over = _open_files(source, held_out, open_cache(cache_dir))
     if len(records) == 0:
         raise UserError(f"data set {name!r} is empty")
     columns: dict[str, str] = {key: value for key, value in source.columns.items()}  # noqa: C416 - wider keys
@@ -203,15 +219,34 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
     )
 
 
+def _open_files(
+    source: DataSource, held_out: bool, cache: Cache
+) -> tuple[Records, Path, str, tuple[str, ...]]:
+    """Return the records of a source's data files, their common folder, their identity and what is not read."""
+    paths, passed_over = find_files(str(source.path), source.split, held_out)
+    home = Path(os.path.commonpath([path.parent for path in paths]))
+    names = [str(path.relative_to(home)) for path in paths]
+    scanner = Scanner(detect_form, partial(_check_forms, source, paths), _SCAN)
+    files = SourceFiles(paths, names, scanner, cache)
+    records = _RECORDS[files.form](files)
+    if isinstance(records, TarRecords):
+        passed_over += records.passed_over
+    return records, home, files.identity, passed_over
+
+
 _RECORDS: Mapping[Form, Callable[[SourceFiles], Records]] = {
     "parquet": ParquetRecords,
     "json": JsonRecords,
+    "annotations": AnnotationRecords,
+    "csv": CsvRecords,
     "tar": TarRecords,
     "arrow": ArrowRecords,
 }
 _SCAN: Mapping[Form, Callable[[Path, str], Scan]] = {
     "parquet": scan_parquet,
     "json": scan_json,
+    "annotations": scan_annotations,
+    "csv": scan_csv,
     "tar": scan_tar,
     "arrow": scan_arrow,
 }
@@ -240,7 +275,8 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
 
 
 def detect_form(file: Path) -> Form | None:
-    """Detect a file's format by its first bytes; None if it is empty. Raises UserError naming any other content."""
+    """Detect a file's format by its first bytes, that of CSV by its suffix; None if it is empty. Raises UserError
+    naming any other content."""
     try:
         with open_regular(file) as stream:
             head = stream.read(512)
@@ -256,7 +292,7 @@ def detect_form(file: Path) -> Form | None:
         return "tar"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] in (b"{", b"["):
-        return "json"
+        return "annotations" if text[:1] == b"{" and is_annotations(file) else "json"
     known = {
         b"\x1f\x8b": "a gzip file; unpack it first, so that samples can be read in any order",
         b"\x28\xb5\x2f\xfd": "a zstd file; unpack it first, so that samples can be read in any order",
@@ -264,9 +300,10 @@ def detect_form(file: Path) -> Form | None:
         b"\xff\xfe": "text in UTF-16; save it as UTF-8",
         LFS_POINTER: FETCH_LFS.removeprefix("is "),
     }
-    found = next(
-        (what for magic, what in known.items() if head.startswith(magic)), f"unknown (starts {head[:12]!r})"
-    )
+    found = next((what for magic, what in known.items() if head.startswith(magic)), None)
+    if found is None and file.suffix.lower() in CSV_SUFFIXES and b"\0" not in head:
+        return "csv"
     raise UserError(
-        f"{str(file)!r} is {found}. Known forms: Parquet, JSON Lines, a JSON array, a WebDataset tar, Arrow"
+        f"{str(file)!r} is {found or f'unknown (starts {head[:12]!r})'}. Known forms: Parquet, JSON Lines, a JSON "
+        "array, CSV (.csv, .tsv, .txt), a WebDataset tar, Arrow"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,17 @@ def scalar(record: FileRecord, name: str, value: Any) -> str:
     if isinstance(value, bool | int | float | date | time):
         return str(value)
     raise SampleError(record.id, f"{name!r} is {kind_of(value)}", "give text")
+
+
+def literal_in(value: Any) -> Any:
+    """Return the list or object that a text holds as Python writes it; any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        found = ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+    return found if isinstance(found, list | dict) else value
 
 
 def is_blank(value: Any) -> bool:

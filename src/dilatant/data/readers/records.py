@@ -7,7 +7,6 @@ prompt (see `preferences`).
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
@@ -28,6 +27,7 @@ from dilatant.data.readers.record_fields import (
     is_list,
     is_objects,
     kind_of,
+    literal_in,
     scalar,
 )
 from dilatant.data.sample import Sample, Turn
@@ -46,12 +46,9 @@ def take_choices(fields: Fields) -> dict[str, str]:
         if not (fields.has("A") and fields.has("B")):
             return {}
         return {letter: fields.text(letter) for letter in ascii_uppercase if fields.has(letter)}
-    value = fields.take(name)
+    value = literal_in(fields.take(name))
     if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            fields.refuse(f"{name!r} is text that holds no list", "give a list of choices")
+        fields.refuse(f"{name!r} is text that holds no list", "give a list of choices")
     if isinstance(value, Mapping) and is_list(value.get("text")) and is_list(value.get("label")):
         value = dict(zip(value["label"], value["text"]))
     if is_list(value):
@@ -210,7 +207,12 @@ def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
     """Raise SampleError for answers that must not be learned as they are: KTO's `label: false` with an answer, and
     texts with ms-swift's markers for `objects`, which each model writes in its own format."""
     for name in DESIRED_COLUMNS:
-        if isinstance(fields.peek(name), bool) and name in fields.unused() and not fields.take(name):
+        mark = fields.peek(name)
+        mark = mark == "True" if mark in ("True", "False") else mark  # CSV holds texts
+        if isinstance(mark, bool) and name in fields.unused():
+            fields.take(name)
+            if mark:
+                continue
             fields.refuse(
                 f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
                 "remove the record, or set 'data.on_error: skip'",

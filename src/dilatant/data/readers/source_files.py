@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.cache import Arrays, Cache
+from dilatant.data.errors import SampleError
 from dilatant.data.parallel_map import IndexRange, map_ranges, piece_bounds
 
-FORMAT = 2
+FORMAT = 3
+MOST_BYTES = 256 << 20
+"""Bytes of a record, which may hold media as base64."""
 SCAN_SECONDS = 3600.0
 """Time limit for scanning one file in a process."""
-Form = Literal["parquet", "json", "tar", "arrow"]
+Form = Literal["parquet", "json", "annotations", "csv", "tar", "arrow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,26 @@ class RecordsOfFiles:
         return f"{self._files.names[file]}:{number + 1}"
 
 
+class SpannedRecords(RecordsOfFiles):
+    """Base class of records that are spans of a file: first and end byte in the array `spans`, int64 [records, 2]."""
+
+    blocks: None = None
+
+    def _raw(self, index: int) -> bytes:
+        """Return the bytes of a record. Raises SampleError if there are more than `MOST_BYTES`."""
+        file, number = self._files.locate(index)
+        start, end = self._files.part("spans", file)[number].tolist()
+        if end - start > MOST_BYTES:
+            raise SampleError(
+                self.name_of(index),
+                f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed",
+                "cut it into pieces",
+            )
+        with open(self._files.paths[file], "rb") as stream:
+            stream.seek(start)
+            return stream.read(end - start)
+
+
 def _state(path: Path) -> tuple[int, int]:
     """Return the size and modification time (ns) of a file."""
     try:
@@ -206,9 +229,13 @@ SUFFIXES: Mapping[str, Form] = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".tar": "tar",
     ".arrow": "arrow",
 }
+LISTS = frozenset({"captions.txt"})
+"""Names of lists of files with captions, whose suffix does not tell the format."""
 ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """Files in which `datasets` describes the data next to them."""
 SPLITS: Mapping[str, tuple[str, ...]] = {
@@ -232,12 +259,13 @@ def find_files(
     for pattern in _expand_braces(str(Path(path).expanduser())):
         place = Path(pattern)
         if place.is_dir():
-            inside = [file for file in sorted(place.rglob("*")) if _is_data(file, place)]
+            inside = [file for file in sorted(place.rglob("*")) if is_data_file(file, place)]
             if not inside:
                 raise UserError(
-                    f"folder {str(place)!r} holds no data file; expected {', '.join(SUFFIXES)} files in it"
+                    f"folder {str(place)!r} holds no data file; expected {', '.join(SUFFIXES)} files in it, or media "
+                    "with a .txt, .caption or .json of the same name beside each"
                 )
-            inside, others = _of_split(place, inside, split, held_out)
+            inside, others = choose_split(place, inside, split, held_out)
             found += inside
             passed_over += others
         elif place.exists():
@@ -252,20 +280,21 @@ def find_files(
     return tuple(dict.fromkeys(found)), tuple(passed_over)
 
 
-def _is_data(file: Path, folder: Path) -> bool:
-    if file.suffix.lower() not in SUFFIXES or file.name in ABOUT:
+def is_data_file(file: Path, folder: Path) -> bool:
+    """Return True for a file that a source of the whole `folder` reads."""
+    if file.name in ABOUT or (file.suffix.lower() not in SUFFIXES and file.name not in LISTS):
         return False
     if file.name.startswith("cache-") and file.suffix == ".arrow":  # a cache file of `datasets`
         return False
     return not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _of_split(
+def choose_split(
     folder: Path, files: Sequence[Path], wanted: str | None, held_out: bool
 ) -> tuple[list[Path], list[str]]:
     """Return the files of the requested split, and what is skipped. A file that names no split belongs to `train`."""
     words = {file: _splits_of(file.relative_to(folder)) for file in files}
-    count = Counter(split for splits in words.values() for split in splits)
+    count = Counter(split for file in files for split in words[file])
     known = next((split for split, names in SPLITS.items() if wanted in names), wanted)
     if wanted is not None and known not in count and (count or known != "train"):
         by_word = [file for file in files if wanted.lower() in _words(file.relative_to(folder))]

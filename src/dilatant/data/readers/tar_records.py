@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.config.files.own_files import open_regular
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
 from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord, json_value
@@ -50,58 +52,71 @@ class TarRecords(RecordsOfFiles):
         members = self._files.part("members", file)[first:end].tolist()
         suffixes = self._files.part("suffixes", file).tobytes().decode("utf-8", "surrogateescape").split("\0")
         path, place = self._files.paths[file], self.name_of(index)
-        fields: dict[str, Any] = {}
-        media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": [], "video": []}
-        unused = []
-        _refuse_doubtful(place, [suffixes[kind_number] for _, _, kind_number in members])
-        with open(path, "rb") as stream:
-            for offset, length, kind_number in members:
-                suffix = suffixes[kind_number]
-                last = suffix.rpartition(".")[2]
-                if offset == _NOWHERE:
-                    raise SampleError(
-                        place,
-                        f"its member .{suffix} is no file of the shard, but a device or a link that leads out of it",
-                        "write the file itself (tar --dereference --hard-dereference)",
-                    )
-                stream.seek(offset)
-                if last in FIELD_SUFFIXES:
-                    if length > MOST_TEXT_BYTES:
-                        raise SampleError(
-                            place,
-                            f"its member .{suffix} has {length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
-                            "cut it into pieces",
-                        )
-                    found = _text_fields(place, last, stream.read(length))
-                    both = next((key for key in found if fields.get(key, found[key]) != found[key]), None)
-                    if both is not None:
-                        raise SampleError(
-                            place, f"two of its members say different things of {both!r}", "keep one of them"
-                        )
-                    fields |= found
-                    continue
-                kind = kind_of_suffix(last) or kind_of_bytes(stream.read(min(length, HEAD_BYTES)))
-                if kind is None:
-                    unused.append(f".{suffix}")
-                else:
-                    media[kind].append(FileSlice(path, offset, length))
-        for kind, slices in media.items():
-            if slices:
-                # The column of first choice, so that a path in the JSON, which repeats the name, is ignored.
-                fields[MEDIA_COLUMNS[kind][0]] = slices
-        if not fields:
-            raise SampleError(
-                place,
-                f"holds only members of the kinds {', '.join(unused)}",
-                "add an image or a sound with .json, .txt or .cls",
-            )
-        return FileRecord(place, path.parent, fields, tuple(unused))
+        found = []
+        for offset, length, kind_number in members:
+            suffix = suffixes[kind_number]
+            if offset == _NOWHERE:
+                raise SampleError(
+                    place,
+                    f"its member .{suffix} is no file of the shard, but a device or a link that leads out of it",
+                    "write the file itself (tar --dereference --hard-dereference)",
+                )
+            found.append((suffix, FileSlice(path, offset, length)))
+        return record_of_members(place, path.parent, found)
 
     @property
     def passed_over(self) -> tuple[str, ...]:
         """Names of members that describe a shard and are no samples."""
         names = self._files.array("passed_over").tobytes().decode("utf-8", "replace")
         return tuple(dict.fromkeys(filter(None, names.split("\0"))))
+
+
+def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, FileSlice]]) -> FileRecord:
+    """Return the record of the files that form a sample, each with its suffix: texts become columns. Raises SampleError
+    for texts that contradict each other, are damaged or too large."""
+    fields: dict[str, Any] = {}
+    media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": [], "video": []}
+    unused = []
+    _refuse_doubtful(place, [suffix for suffix, _ in members])
+    for suffix, member in members:
+        last = suffix.rpartition(".")[2]
+        if last in FIELD_SUFFIXES:
+            if member.length > MOST_TEXT_BYTES:
+                raise SampleError(
+                    place,
+                    f"its member .{suffix} has {member.length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
+                    "cut it into pieces",
+                )
+            found = _text_fields(place, last, _read(member, member.length))
+            both = next((key for key in found if fields.get(key, found[key]) != found[key]), None)
+            if both is not None:
+                raise SampleError(
+                    place, f"two of its members say different things of {both!r}", "keep one of them"
+                )
+            fields |= found
+            continue
+        kind = kind_of_suffix(last) or kind_of_bytes(_read(member, min(member.length, HEAD_BYTES)))
+        if kind is None:
+            unused.append(f".{suffix}")
+        else:
+            media[kind].append(member)
+    for kind, slices in media.items():
+        if slices:
+            # The column of first choice, so that a path in the JSON, which repeats the name, is ignored.
+            fields[MEDIA_COLUMNS[kind][0]] = slices
+    if not fields:
+        raise SampleError(
+            place,
+            f"holds only members of the kinds {', '.join(unused)}",
+            "add an image or a sound with .json, .txt or .cls",
+        )
+    return FileRecord(place, folder, fields, tuple(unused))
+
+
+def _read(member: FileSlice, length: int) -> bytes:
+    with open_regular(member.path) as stream:
+        stream.seek(member.offset)
+        return stream.read(length)
 
 
 def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
