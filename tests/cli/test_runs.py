@@ -327,7 +327,7 @@ def test_a_warm_up_that_outlasts_the_run_is_said(project: Path, dilatant: Dilata
     settings = ("--set", "train.steps=1", "--set", "train.schedule.warmup_steps=1")
     code, out, _ = dilatant("train", project / "config.yaml", *settings)
     assert code == 0
-    assert "train.schedule.warmup_steps 1 is no less than the run's 1 step: the learning rate does not" in out
+    assert "train.schedule: a warm-up of 1 is no less than the run's 1 step: the learning rate does not" in out
 
 
 def test_the_wait_for_data_is_that_of_the_step_that_waited(

@@ -40,3 +40,27 @@ def test_the_fall_takes_the_steps_after_the_warm_up() -> None:
 def test_warm_up_longer_than_the_run_is_harmless() -> None:
     schedule = RateSchedule(kind="cosine", warmup_steps=50)
     assert rate_factor(schedule, 9, 10) == pytest.approx(10 / 51)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warm_up"), [(0.1, 20, 2), (0.03, 20, 1), (0.0, 20, 0), (0.5, 7, 4)]
+)
+def test_a_warm_up_by_share_is_one_by_steps(ratio: float, steps: int, warm_up: int) -> None:
+    by_share, by_steps = RateSchedule(warmup_ratio=ratio), RateSchedule(warmup_steps=warm_up)
+    factors = [rate_factor(by_share, step, steps) for step in range(steps)]
+    assert factors == [rate_factor(by_steps, step, steps) for step in range(steps)]
+    assert factors.index(1.0) == warm_up
+
+
+@pytest.mark.parametrize(
+    ("keys", "pattern"),
+    [
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "both set the warm-up"),
+        ({"warmup_ratio": 1.0}, "less than 1"),
+        ({"warmup_ratio": 30}, "less than 1"),
+        ({"kind": "constant", "final_ratio": 0.1}, "where a decay ends"),
+    ],
+)
+def test_schedules_with_useless_keys_are_refused(keys: dict[str, object], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        RateSchedule.model_validate(keys)

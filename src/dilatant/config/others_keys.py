@@ -54,7 +54,9 @@ _KEYS_BY_ANSWER = {
     "write 'train.optimizer.learning_rate', or its 'groups'": "vit_lr vision_lr",
     "write 'train.optimizer.groups'": "mm_projector_lr aligner_lr merger_lr",
     "write 'train.schedule.kind'": "lr_scheduler_type",
-    "write 'train.schedule.warmup_steps'": "warmup_ratio",
+    "write 'train.schedule.final_ratio': the lowest learning rate as a share of the peak": (
+        "min_lr min_lr_ratio min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs"
+    ),
     "write 'train.keep_checkpoints'": "save_total_limit",
     "write 'train.resume'": "resume_from_checkpoint",
     "write 'evaluation.steps'": "eval_steps",

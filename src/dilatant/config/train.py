@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Literal, Self
 
@@ -58,8 +59,24 @@ class RateSchedule(Section):
     """Shape of the learning rate's decay after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """Instead of `warmup_steps`: share of the run's steps, rounded up."""
     final_ratio: float = Field(0.0, ge=0, le=1)
-    """Final learning rate as a share of the peak."""
+    """Final, and lowest, learning rate as a share of the peak, for each group of weights."""
+
+    @model_validator(mode="after")
+    def _is_used_once(self) -> Self:
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError("'warmup_steps' and 'warmup_ratio' both set the warm-up; give one of them")
+        if self.final_ratio and self.kind == "constant":
+            raise ValueError(
+                "'final_ratio' is where a decay ends, and 'kind: constant' has none; leave one out"
+            )
+        return self
+
+    def warm_up(self, total_steps: int) -> int:
+        """Return the number of steps of the warm-up in a run of `total_steps`."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(total_steps * self.warmup_ratio)
 
 
 class ProfileConfig(Section):

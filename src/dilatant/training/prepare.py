@@ -175,11 +175,12 @@ def _about_routers(model: MultimodalModel) -> tuple[str, ...]:
 
 
 def _about_warm_up(config: Config, samples: Samples) -> tuple[str, ...]:
-    steps, warm_up = count_steps(config, samples), config.train.schedule.warmup_steps
+    steps = count_steps(config, samples)
+    warm_up = config.train.schedule.warm_up(steps)
     if warm_up < steps:
         return ()
     return (
-        f"train.schedule.warmup_steps {warm_up} is no less than the run's {counted(steps, 'step')}: the learning rate "
+        f"train.schedule: a warm-up of {warm_up} is no less than the run's {counted(steps, 'step')}: the learning rate "
         "does not reach its peak",
     )
 

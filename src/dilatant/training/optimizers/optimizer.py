@@ -133,7 +133,7 @@ def rate_factor(schedule: RateSchedule | Callable[..., float], step: int, total_
     """Return the share of the peak learning rate that step `step` (0-based) of `total_steps` uses, in [0, 1] unless the
     schedule is the user's own function of the step, or of the step and `total_steps`. Raises UserError.
 
-    Warm-up rises linearly and reaches 1 at step `warmup_steps`; `final_ratio` would be reached one step after the last,
+    Warm-up rises linearly and reaches 1 at the step behind it; `final_ratio` would be reached one step after the last,
     so no step is spent at a rate of zero.
     """
     if not isinstance(schedule, RateSchedule):
@@ -143,10 +143,11 @@ def rate_factor(schedule: RateSchedule | Callable[..., float], step: int, total_
                 f"schedule: it returned {factor!r} for step {step}; return a number of at least 0"
             )
         return float(factor)
-    if step < schedule.warmup_steps:
-        return (step + 1) / (schedule.warmup_steps + 1)
+    warm_up = schedule.warm_up(total_steps)
+    if step < warm_up:
+        return (step + 1) / (warm_up + 1)
     if schedule.kind == "constant":
         return 1.0
-    progress = min(1.0, (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps))
+    progress = min(1.0, (step - warm_up) / max(1, total_steps - warm_up))
     shape = 1.0 - progress if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * shape
