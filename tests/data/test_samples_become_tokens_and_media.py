@@ -338,3 +338,21 @@ def test_truncation_keeps_first_tokens_and_never_splits_an_item(length: int, pic
         assert kept + 4 > length
     held_out = replace(cut, held_out=True)
     assert measure_sample(example, held_out).tokens["language"] == len(whole.input_ids)
+
+
+def test_a_default_system_text_is_as_if_records_had_it():
+    """Conversations with a system text, and texts without a question, stay as they are."""
+    encoding = replace(ENCODING, system="Be brief.")
+    plain = sample("<image>a", unplaced=[image()])
+    written = replace(plain, turns=(Turn("system", ("Be brief.",)), *plain.turns))
+    own = replace(plain, turns=(Turn("system", ("Be long.",)), *plain.turns))
+    alone = Sample("s:1", (Turn("assistant", ("text",)),))
+    for changed, same in ((plain, written), (written, written), (own, own), (alone, alone)):
+        found, expected = encode_sample(changed, encoding), encode_sample(same, ENCODING)
+        assert found.input_ids.tolist() == expected.input_ids.tolist()
+        assert found.labels.tolist() == expected.labels.tolist()
+        check_consistent(changed, encoding)
+    assert letters("Be brief.\n") == check_consistent(plain, encoding).input_ids[1:11].tolist()
+    prompt = encode_prompt(plain, encoding).sample.input_ids.tolist()
+    assert prompt == encode_prompt(written, ENCODING).sample.input_ids.tolist()
+    assert encoding.fingerprint != ENCODING.fingerprint

@@ -93,6 +93,8 @@ class DataConfig(Section):
     """Number of samples to use of each data set of `train`, like a `limit` for all of them."""
     chat_template: Annotated[str, PathRule(("", "auto", "bytes", "plain"), is_id=True)] = "auto"
     """`auto` (the tokenizer's template, else `plain`), `plain`, or a file with a Jinja template."""
+    system: str | None = Field(None, min_length=1)
+    """System text of conversations that have a question and no system text of their own. An export does not hold it."""
     template_date: str | None = Field(None, pattern=r"^\d{4}-\d\d-\d\d$")
     """The date that a chat template prints (`strftime_now`), as `YYYY-MM-DD`, at midnight. Default: the day on which
     the run starts, which is stored with the run and its checkpoints."""

@@ -57,6 +57,7 @@ _KEYS_BY_ANSWER = {
     "write 'train.schedule.final_ratio': the lowest learning rate as a share of the peak": (
         "min_lr min_lr_ratio min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs"
     ),
+    "write 'data.system'": "default_system system_prompt",
     "write 'train.keep_checkpoints'": "save_total_limit",
     "write 'train.resume'": "resume_from_checkpoint",
     "write 'evaluation.steps'": "eval_steps",

@@ -87,6 +87,7 @@ def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
         truncates=data.truncation == "right",
         pairs=preferences is not None,
         shares_prompt=preferences is None or preferences.share_prompt,
+        system=data.system,
     )
 
 

@@ -13,7 +13,7 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.media_units.frame_choice import FramedClipUnit
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
-from dilatant.data.sample import MediaKind, MediaMarkup, MediaUnit, Role
+from dilatant.data.sample import MediaKind, MediaMarkup, MediaUnit, Role, Sample, Turn
 from dilatant.data.text.chat import ChatTokenizer
 
 NO_LOSS = -100
@@ -43,7 +43,7 @@ class Encoding:
     targets: how images in an assistant's turns are generated. max_length: maximum tokens of a sample in the language
     model, media included. held_out: samples are scored by their last answers, so a sample without a question is an
     error. truncates: training samples are cut at `max_length`. pairs: samples are pairs of answers; shares_prompt: both
-    answers of a pair follow one copy of their prompt.
+    answers of a pair follow one copy of their prompt. system: the system text of conversations without one.
     """
 
     chat: ChatTokenizer
@@ -55,6 +55,7 @@ class Encoding:
     truncates: bool = False
     pairs: bool = False
     shares_prompt: bool = True
+    system: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -67,6 +68,7 @@ class Encoding:
             [target.fingerprint for target in self.targets],
             *((self.max_length,) if self.cuts_at else ()),
             *(("pairs", self.shares_prompt) if self.pairs else ()),
+            *(() if self.system is None else (self.system,)),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -93,6 +95,13 @@ class Encoding:
             opens, closes = ("", "") if isinstance(unit, IN_PIECES) else (written.opens, written.closes)
             found[unit.name, unit.kind] = before + opens, closes + after
         return found
+
+    def turns_of(self, sample: Sample) -> tuple[Turn, ...]:
+        """Return the turns of a sample, behind `system` if there is a question and no system text."""
+        roles = {turn.role for turn in sample.turns}
+        if self.system is None or "system" in roles or "user" not in roles:
+            return sample.turns
+        return (Turn("system", (self.system,)), *sample.turns)
 
     def units_in(self, role: Role) -> Sequence[EncodingUnit]:
         """Return the units for media in a turn of this role, in order of preference."""

@@ -70,12 +70,13 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
     precedes it or the sample lists no media of its kind. Media of a kind without markers precede the first user turn.
     With a generator, images in an assistant's turn are targets; if another turn follows, the encoder reads them, too.
     """
+    turns = encoding.turns_of(sample)
     waiting: dict[MediaKind, deque[Media]] = {kind: deque() for kind in get_args(MediaKind)}
     for media in sample.unplaced:
         waiting[media.kind].append(media)
     listed = frozenset(media.kind for media in sample.unplaced)
     marked: set[MediaKind] = set()
-    for turn in sample.turns:
+    for turn in turns:
         if (found := encoding.markers[turn.role]) is not None and listed:
             pattern, unit_of = found
             written = (
@@ -97,7 +98,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
         waiting[media.kind].popleft()
     given = {kind: len(media) for kind, media in waiting.items()}
     used = dict.fromkeys(waiting, 0)
-    first_user = next((at for at, turn in enumerate(sample.turns) if turn.role == "user"), 0)
+    first_user = next((at for at, turn in enumerate(turns) if turn.role == "user"), 0)
 
     messages: list[TemplateMessage] = []
     placed: PlacedMedia = []
@@ -132,8 +133,8 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
         return "" if unit.merge == "prepend" else f"{before}{MEDIA}{after}"
 
     is_followed = True
-    for position, turn in enumerate(sample.turns):
-        is_followed = position + 1 < len(sample.turns)
+    for position, turn in enumerate(turns):
+        is_followed = position + 1 < len(turns)
         content = (*leading, *turn.content) if position == first_user else turn.content
         text = []
         for part in content:
