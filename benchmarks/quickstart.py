@@ -41,7 +41,8 @@ def train(data: Path, output: Path, arguments: list[str]) -> dict[str, float]:
     )
     seconds = time.perf_counter() - began
     summary = json.loads(done.stdout.strip().splitlines()[-1])
-    steps = [json.loads(line)["step_seconds"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step_seconds"] for line in lines if "step_seconds" in line]
     return {
         "command_seconds": seconds,
         "training_seconds": summary["seconds"],

@@ -48,7 +48,8 @@ def project(project: Path) -> Path:
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
 
 
 def actions(timeline: GanttChart) -> dict[tuple[int, ...], list[tuple]]:

@@ -19,7 +19,8 @@ SETTINGS = (
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
 
 
 def saved(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ DROPOUT = {"model_type": "phi", "num_key_value_heads": 2, "tie_word_embeddings":
 
 
 def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The records of steps."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if "evaluation" not in record]
 
 
 def losses(run: Path) -> list[float]:
@@ -63,6 +66,10 @@ def test_a_run_folder_holds_what_was_promised(project: Path, dilatant: Dilatant)
     judged = json.loads((run / "eval.json").read_text())
     assert summary["exact_match"] == judged["exact_match"]
     assert summary["evaluation"]["samples"] == judged["samples"] == 4
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["evaluation"]["loss"] == judged["loss"]
+    assert last["step"] == 6
+    assert records(run)[0]["time"] <= last["time"] <= datetime.now(UTC).isoformat()
     assert summary["loss"] == pytest.approx(records(run)[-1]["loss"])
     assert 0.0 < summary["startup_seconds"] <= summary["whole_seconds"] - summary["seconds"] + 0.02  # rounded
     assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
@@ -327,7 +334,9 @@ def test_a_warm_up_that_outlasts_the_run_is_said(project: Path, dilatant: Dilata
     settings = ("--set", "train.steps=1", "--set", "train.schedule.warmup_steps=1")
     code, out, _ = dilatant("train", project / "config.yaml", *settings)
     assert code == 0
-    assert "train.schedule: a warm-up of 1 is no less than the run's 1 step: the learning rate does not" in out
+    assert (
+        "train.schedule: a warm-up of 1 is no less than the run's 1 step: the learning rate does not" in out
+    )
 
 
 def test_the_wait_for_data_is_that_of_the_step_that_waited(

@@ -15,6 +15,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -148,11 +149,12 @@ class RunFolder:
         return f"{len(damaged)} lines of {path} are no records; they were moved to metrics.damaged beside it"
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record to metrics.jsonl."""
+        """Append a record to metrics.jsonl, with the time in UTC."""
         if self._metrics is None:
             raise RuntimeError("begin_metrics first")
         with self._writing():
-            self._metrics.write(json.dumps(record).encode() + b"\n")
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._metrics.write(json.dumps({**record, "time": now}).encode() + b"\n")
             self._metrics.flush()
 
     def close(self) -> None:

@@ -346,6 +346,12 @@ class Observer:
         before = [
             entry for entry in self._history if entry["step"] != step
         ]  # another generation may repeat it
+        if len(before) == len(self._history):
+            of_sources = {name: finite_or_none(own) for name, own in evaluation.by_source.items()}
+            self._folder.log(
+                {"step": step, "evaluation": finite_or_none(evaluation.figures)}
+                | ({"by_data_set": of_sources} if of_sources else {})
+            )
         self._history = [*before, {"step": step, **evaluation.figures}]
         record = {"step": step, **evaluation.to_record(), "history": self._history}
         self._folder.write_json("eval.json", record)
