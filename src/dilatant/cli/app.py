@@ -20,6 +20,7 @@ from dilatant.cli import (
     agent,
     chat,
     check_model,
+    convert_config,
     data,
     doctor,
     evaluate,
@@ -77,6 +78,7 @@ for _verb in (
         generate.generate,
     ),
     *(chat.chat, evaluate.evaluate, agent.agent, status.status, doctor.doctor, check_model.check_model),
+    convert_config.convert_config,
 ):
     app.command(_verb.__name__.replace("_", "-"))(with_options(_verb))
 app.add_typer(data.app, name="data")

@@ -386,6 +386,14 @@ def _below(annotation: Any, part: Any) -> Any:
     return _section_in(annotation)
 
 
+def place_of(key: str) -> str | None:
+    """Return the place of the one key of this name that is no section; None if there is none, or several."""
+    every = [*_places(Config)]
+    found = [place for place in every if place.rpartition(".")[2] == key]
+    is_section = any(place.startswith(f"{found[0]}.") for place in every) if found else True
+    return None if is_section or len(found) > 1 else found[0]
+
+
 def _is_section(annotation: Any) -> bool:
     return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
 
