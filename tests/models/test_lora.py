@@ -19,6 +19,7 @@ from dilatant.hf.stored_weights import read_adapters
 from dilatant.models.adapters.lora import inject, is_adapter, merged_state
 from dilatant.models.build import build_model
 from dilatant.models.core.dtype import four_bit_names
+from dilatant.models.core.freeze import select
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
@@ -69,6 +70,15 @@ def test_an_adapter_of_peft_fits_the_only_part_that_has_adapters(tmp_path):
     assert len(found) == len(saved) == 2
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[f"base_model.model.{weights[name].key}".replace(".default", "")])
+
+
+def test_a_pattern_gives_the_b_matrices_a_rate_of_their_own():
+    """As LoRA+ asks: `train.optimizer.groups` selects weights as `freeze` does."""
+    model = without_memory(LoraConfig(**EVERYWHERE))
+    names = {name for unit in model.units.values() for name, _ in unit.named_logical_parameters()}
+    chosen = select(model.units, ["*.lora_B.*"])
+    assert chosen == {name for name in names if ".lora_B." in name}
+    assert 2 * len(chosen) == sum(map(is_adapter, names)) > 0
 
 
 def without_memory(lora: LoraConfig) -> MultimodalModel:
