@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases.tiny_models import LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
-from dilatant.models.core.loss import shift_labels
+from dilatant.models.core.loss import shift_labels, smoothed_cross_entropy
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
@@ -123,3 +123,17 @@ def test_targets_of_every_row_of_a_batch_count() -> None:
     whole = mllm(ids, labels=labels, attention_mask=mask).loss.item()
     short = mllm(ids, labels=labels, attention_mask=mask, return_logits=False).loss.item()
     assert short == pytest.approx(whole, rel=1e-6)  # fp32 sums over fewer zeros
+
+
+def test_label_smoothing_shares_the_loss_among_all_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 11, generator=generator, requires_grad=True)
+    targets = torch.tensor([0, 3, 10, 3, 7])
+    wide = logits.detach().double()
+    for position, target in enumerate(targets.tolist()):
+        likely = wide[position] - wide[position].exp().sum().log()
+        expected = -0.9 * likely[target] - 0.1 * likely.sum() / 11
+        found = smoothed_cross_entropy(0.1, logits, targets)[position].item()
+        assert found == pytest.approx(expected.item(), rel=1e-5)  # fp32 beside fp64
+    half = smoothed_cross_entropy(0.1, logits.bfloat16(), targets)
+    assert half.dtype == torch.float32

@@ -18,12 +18,14 @@ from cases.engine_case import focal
 from cases.tiny_project import tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, load_config
+from dilatant.config.config import parse_config
 from dilatant.plan.boxes import Box
 from dilatant.report.metrics import StepMetrics
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_tensors
 from dilatant.training.optimizers.own_optimizer import OwnOptimizer
+from dilatant.training.own_parts import checked_loss, find_loss
 from dilatant.training.rank import RunResult
 
 
@@ -281,6 +283,14 @@ def test_an_optimizer_that_would_go_wrong_is_refused(factory: Any, problem: str)
         del Lion.elementwise
 
 
+def test_label_smoothing_is_a_loss_per_token(file: Path, tmp_path: Path) -> None:
+    config = parse_config(with_file(project(tmp_path, label_smoothing=0.1), file), tmp_path)
+    loss = find_loss(config)
+    assert loss is not None
+    assert checked_loss(loss, 11).is_per_token
+    assert find_loss(parse_config(with_file(project(tmp_path), file), tmp_path)) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "parts", "problem"),
     [
@@ -298,6 +308,7 @@ def test_an_optimizer_that_would_go_wrong_is_refused(factory: Any, problem: str)
         ({}, {"metrics": [shortest]}, "metrics: there is nothing to evaluate on"),
         ({}, {"metrics": [shortest, shortest], "eval_data": [1]}, "'shortest' has none"),
         ({"loss": "a.b"}, {"loss": focal}, "train.loss names another one"),
+        ({"label_smoothing": 0.1}, {"loss": focal}, "train.label_smoothing is for the cross entropy"),
         ({"loss": "json.dumps"}, {}, "'json.dumps' is not declared as a loss; put @dilatant.loss above"),
         ({"loss": "cases.engine_case.focal"}, {}, "'cases.engine_case.focal' is not declared as a loss"),
     ],

@@ -57,6 +57,7 @@ _KEYS_BY_ANSWER = {
     "write 'train.schedule.final_ratio': the lowest learning rate as a share of the peak": (
         "min_lr min_lr_ratio min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs"
     ),
+    "write 'train.label_smoothing'": "label_smoothing_factor",
     "write 'data.system'": "default_system system_prompt",
     "write 'train.optimizer.eps'": "adam_epsilon",
     "write 'train.optimizer.name: adamw' or 'adamw_8bit'": "optim optimizer_type",

@@ -148,6 +148,8 @@ class TrainConfig(Section):
     """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy
     ([python.md](python.md#loss)). The `loss` of evaluations stays the cross entropy."""
     preferences: PreferencesConfig | None = None
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of a token's loss that all tokens of the vocabulary have alike, in training."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip gradients to this norm over the whole model; `null`: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

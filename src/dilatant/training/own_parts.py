@@ -15,6 +15,7 @@ from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
 from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes
 from dilatant.config.train import LOSS
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.loss import smoothed_cross_entropy
 from dilatant.models.language.token_loss import TokenLoss
 from dilatant.training.callbacks import CallbackList
 
@@ -106,12 +107,21 @@ COUNTS: Mapping[str, Callable[[EncodedSample], float]] = {"tokens": _target_toke
 
 
 def find_loss(config: Config) -> TokenLoss | None:
-    """Return the user's loss, as passed or as `train.loss` names it; None for the cross entropy. Raises UserError."""
+    """Return the user's loss, as passed or as `train.loss` names it, or that of `train.label_smoothing`; None for the
+    cross entropy. Raises UserError."""
     part, name = config.part("loss"), config.train.loss
     if part is not None and name is not None:
         raise UserError(
             "the loss was passed in Python, and train.loss names another one; leave one of them out"
         )
+    smoothing = config.train.label_smoothing
+    if smoothing and (part is not None or name is not None):
+        raise UserError(
+            "train.label_smoothing is for the cross entropy, and the run has a loss of your own; leave one out"
+        )
+    if smoothing:
+        smoothed = partial(smoothed_cross_entropy, smoothing)
+        return TokenLoss(smoothed, "train.label_smoothing", _target_tokens, takes_targets=False)
     if part is None and name is None:
         return None
     function = (

@@ -48,6 +48,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return _CrossEntropy.apply(logits, targets)
 
 
+def smoothed_cross_entropy(smoothing: float, logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the cross entropy with label smoothing in fp32: [positions]. The target's token has the share `1 -
+    smoothing` of the loss, and all tokens of the vocabulary have the rest alike. All positions have a target."""
+    return functional.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
