@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
 from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws, SampleLayout
 from dilatant.models.dropout.keyed_dropout import KeyedDropout, StageDropout
+from dilatant.models.language.embedding_noise import EmbeddingNoise
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 
@@ -99,6 +101,43 @@ def test_tensors_that_are_not_made_of_samples_do_not_fit() -> None:
     for shape in ((1, 6, 5), (2, 7, 5), (8, 5), (1, 5, 6, 7), ()):
         with pytest.raises(DoesNotFit):
             row.uniform("x/0", shape, torch.device("cpu"))
+
+
+def noisy(alpha: float) -> MultimodalModel:
+    model = build_model(CASE)
+    model.language.extensions.insert(0, EmbeddingNoise("language", alpha))
+    return model
+
+
+def test_noise_on_embeddings_is_the_same_for_any_microbatches() -> None:
+    samples = build_samples(CASE)
+    whole = loss_of(alone(noisy(20.0)), samples, step_number=3)
+    parts = loss_of(alone(noisy(20.0), num_microbatches=len(samples)), samples, step_number=3)
+    assert parts == pytest.approx(whole, rel=1e-5)  # fp32 sums in another order
+    others = [
+        loss_of(alone(noisy(20.0)), samples, step_number=4),
+        loss_of(alone(noisy(20.0), seed=CASE.seed + 1), samples, step_number=3),
+        loss_of(alone(build_model(CASE)), samples, step_number=3),
+    ]
+    assert min(abs(other / whole - 1) for other in others) > 1e-4
+
+
+def test_noise_on_embeddings_has_the_size_that_neftune_says() -> None:
+    lengths, width = (3, 300), 64
+    draws = KeyedDraws(1, ["a", "b"], SampleLayout(packed=True, lengths=lengths))
+    row = SimpleNamespace(
+        lengths=lengths, sample_of=torch.tensor([0] * 3 + [1] * 300), padded=lambda scale: scale
+    )
+    forward: Any = SimpleNamespace(draws=lambda: draws, packed=row)
+    noise = EmbeddingNoise("language", 5.0).embed(forward, torch.zeros(1, 303, width))[0]
+    for part, length in zip(noise.split(lengths), lengths):
+        most = 5.0 / (length * width) ** 0.5
+        assert 0.95 * most < part.abs().max() <= most
+        # Numbers uniform in [-1, 1] have the variance 1/3; of 192 of them, five standard deviations are 0.11.
+        assert abs(part.div(most).pow(2).mean() - 1 / 3) < 0.11
+        assert abs(part.div(most).mean()) < 0.21
+    forward.draws = None
+    assert not EmbeddingNoise("language", 5.0).embed(forward, torch.zeros(1, 303, width)).any()
 
 
 def test_closing_restores_plain_dropout() -> None:

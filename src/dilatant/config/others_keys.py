@@ -58,6 +58,7 @@ _KEYS_BY_ANSWER = {
         "min_lr min_lr_ratio min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs"
     ),
     "write 'train.label_smoothing'": "label_smoothing_factor",
+    "write 'train.neftune_noise_alpha'": "neftune_alpha noise_alpha",
     "write 'data.system'": "default_system system_prompt",
     "write 'train.optimizer.eps'": "adam_epsilon",
     "write 'train.optimizer.name: adamw' or 'adamw_8bit'": "optim optimizer_type",

@@ -150,6 +150,9 @@ class TrainConfig(Section):
     preferences: PreferencesConfig | None = None
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of a token's loss that all tokens of the vocabulary have alike, in training."""
+    neftune_noise_alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """NEFTune: uniform noise on token embeddings in training, of this size over the square root of the sample's tokens
+    times the width. The same in every layout, as dropout is."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip gradients to this norm over the whole model; `null`: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -16,6 +16,7 @@ from dilatant.data.order.blend import Blend
 from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
 from dilatant.hf.stored_weights import check_sources
 from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
+from dilatant.models.language.embedding_noise import EmbeddingNoise
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.score import PlanScore
@@ -80,6 +81,9 @@ def prepare(
                 why = "compares with log-probabilities of data that are read by index; take simpo or orpo"
                 raise UserError(f"train.preferences.method: {preferences.method!r} {why}")
             model.use_preferences(preferences)
+        if (alpha := config.train.neftune_noise_alpha) is not None:
+            language = model.language
+            language.extensions.insert(0, EmbeddingNoise(language.unit, alpha))
         refuse_unkeyed_dropout(model.units.values())
         check_sources(model, config.model)
         if not any(weight.requires_grad for weight in model.parameters()):

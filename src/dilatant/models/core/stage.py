@@ -20,7 +20,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, concatenate_inputs
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.four_bit import is_four_bit
-from dilatant.models.core.random_draws import SampleLayout
+from dilatant.models.core.random_draws import KeyedDraws, SampleLayout
 from dilatant.models.core.sequence_parallel import TokenShards
 from dilatant.models.core.weights import Weight
 
@@ -182,6 +182,13 @@ class Stage(nn.Module, ABC):
     def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
         """Return where each of `samples` is in the tensors of a forward; by default, its items in a batch."""
         return SampleLayout(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
+
+    def draws(
+        self, data: StepData, samples: tuple[int, ...], shards: TokenShards | None = None
+    ) -> KeyedDraws:
+        """Return the random numbers of a microbatch. shards: if tensors may be one tensor-parallel rank's slice."""
+        keys = [data.draws[sample] for sample in samples]
+        return KeyedDraws(data.seed, keys, self.spread(data, samples), self.own(data, samples), shards)
 
     @abstractmethod
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:

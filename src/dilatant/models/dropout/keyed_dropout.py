@@ -182,9 +182,7 @@ class StageDropout:
             yield
             return
         if self._plain:
-            keys = [data.draws[sample] for sample in samples]
-            layout, own = stage.spread(data, samples), stage.own(data, samples)
-            draws = KeyedDraws(data.seed, keys, layout, own, stage.shards)
+            draws = stage.draws(data, samples, stage.shards)
             self.draws = ForwardDraws(draws, self._shapes) if draws.total else None
         before = _generators(data.device, self._has_layerdrop) if self._checks else None
         try:

@@ -7,7 +7,7 @@ the last stage).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dilatant.attention.context_parallel import ContextRanks
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.random_draws import KeyedDraws
 from dilatant.models.core.sequence_parallel import TokenShards
 from dilatant.models.core.stage import StepData
 from dilatant.models.language.packed_row import PackedRow, Positions
@@ -59,8 +60,9 @@ class LanguageForward:
     decoder: the stage's slice of the text model; keywords: those of its forward. shards: sequence parallelism of the
     blocks. rows: unit → encoder rows [rows, hidden]. ids: [batch, tokens], on the first stage. hidden: the decoder's
     input [batch, tokens, width]; in `begin`, the received rows of this rank's tokens, [tokens, width]. Only for a
-    packed row: data; samples; row, this rank's tokens; losses by name. state: extension → what it keeps for `leave` or
-    `send`. closing: contexts that are left after the blocks have run.
+    packed row: data; samples; row, this rank's tokens; draws, in training, returns random numbers for them; losses by
+    name. state: extension → what it keeps for `leave` or `send`. closing: contexts that are left after the blocks have
+    run.
     """
 
     text: TextLayout
@@ -74,6 +76,7 @@ class LanguageForward:
     data: StepData | None = None
     samples: Sequence[EncodedSample] = ()
     row: PackedRow | None = None
+    draws: Callable[[], KeyedDraws] | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     state: dict[Any, Any] = field(default_factory=dict)
     closing: ExitStack = field(default_factory=ExitStack)

@@ -150,6 +150,8 @@ class LanguageStage(Stage):
         # Ids and targets are searched on the host, because reading them from the device would block.
         forward.row = PackedRow.of(packed, self.unit, self.text.outputs, self.text.positions)
         forward.data, forward.samples = data, packed
+        if self.training and not data.predicts:
+            forward.draws = partial(self.draws, data, samples)
         for extension in self.extensions:
             extension.begin(forward)
         row = forward.row
