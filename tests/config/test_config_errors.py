@@ -173,6 +173,17 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("train.preferences={gamma: 1}", "'gamma' is for simpo, and the method is dpo"),
         ("train.preferences={method: ipo, label_smoothing: 0.1}", "'label_smoothing' is for dpo and simpo"),
         ("train={preferences: {}, loss: a.b}", "train.loss: 'train.preferences' is a loss already"),
+        (
+            "train={preferences: {}, label_smoothing: 0.1}",
+            "train.label_smoothing: pairs have 'train.preferences.",
+        ),
+        (
+            "train={preferences: {}, neftune_noise_alpha: 5}",
+            "train.neftune_noise_alpha: pairs are compared without",
+        ),
+        ("data.system=''", "at least 1 character"),
+        ("train.label_smoothing=1", "less than 1"),
+        ("train.neftune_noise_alpha=-1", "greater than 0"),
         ("train={pref_beta: 0.1}", "write 'train.preferences.beta'"),
         ("data.train.7.weight=1", "does not exist"),
         ("train.steps", "must look like"),

@@ -101,6 +101,11 @@ class Config(Section):
         evaluation, drawing = self.evaluation, next(iter(self.model.generators), None)
         for is_wrong, problem in (
             (self.train.loss, "train.loss: 'train.preferences' is a loss already; leave one of them out"),
+            (
+                self.train.label_smoothing,
+                "train.label_smoothing: pairs have 'train.preferences.label_smoothing'",
+            ),
+            (self.train.neftune_noise_alpha, "train.neftune_noise_alpha: pairs are compared without noise"),
             (self.data.train_on != "assistant", "data.train_on: preferences are about answers; leave it out"),
             (self.data.truncation != "error", "data.truncation: pairs are not cut; leave it out"),
             (drawing, f"model.generators.{drawing}: pictures have no log-probabilities to prefer by"),
