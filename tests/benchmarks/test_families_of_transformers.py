@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import families_of_transformers
 
 RESULTS = json.loads(families_of_transformers.RESULTS.read_text(encoding="utf-8"))
-PROVEN = {family: result["rung"] for family, result in RESULTS.items() if result["rung"]}
+PROVEN = {family: result["rung"] for family, result in RESULTS.items() if result["rung"] is not None}
 
 
 def test_the_page_has_the_results_of_every_check() -> None:
@@ -20,11 +20,23 @@ def test_the_page_has_the_results_of_every_check() -> None:
         families_of_transformers.BEGIN
     )
     assert families_of_transformers.markdown().endswith(table)
-    assert all(result["refusals"] for result in RESULTS.values() if result["rung"] < 3)
+    assert all(result["refusals"] for result in RESULTS.values() if result["rung"] != 3)
+
+
+def test_ids_of_checked_configs_are_in_their_vocabulary() -> None:
+    for family in ("llava_next_video", "minicpmv4_6", "video_llava", "qwen3_omni_moe"):
+        config = families_of_transformers.config_of(family)
+        kinds = ("image", "audio", "video")
+        ids = {getattr(config, f"{kind}_token_{end}", None) for kind in kinds for end in ("id", "index")}
+        assert max(ids - {None}) < config.get_text_config().vocab_size, family
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PROVEN)
 def test_no_family_falls_to_a_lower_rung(family: str) -> None:
+    for package in RESULTS[family]["needs"]:
+        pytest.importorskip(package)
     result = families_of_transformers.check(family)
+    assert result["rung"] is not None, result["refusals"]
     assert result["rung"] >= PROVEN[family], result["refusals"]
+    assert families_of_transformers.is_trained(result) == families_of_transformers.is_trained(RESULTS[family])

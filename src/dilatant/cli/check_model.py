@@ -15,6 +15,7 @@ RUNGS = {
     3: "encoders cut between blocks, packed rows",
     2: "packed rows, an encoder is one stage",
     1: "every sample is a row of its own",
+    0: "the family's own forward as one unit, every sample is a row of its own",
 }
 
 
@@ -38,8 +39,9 @@ def check_model(
     if as_json:
         print(json.dumps(asdict(check), indent=2))
     export = check.proven.get("export", "yes")
-    if check.rung == 0 or export != "yes":
-        why = check.refusals.get(1) or f"its export is wrong ({export})"
+    if check.rung is None or export != "yes":
+        why = f"its export is wrong ({export})"
+        why = next(iter(check.refusals.values()), why) if check.rung is None else why
         raise UserError(f"{model!r} ({check.family}) cannot be trained: {why}")
     if as_json:
         return

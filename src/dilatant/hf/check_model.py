@@ -1,7 +1,8 @@
 """Check of a model: prove on a small copy how a model can be trained here, and that it is exported unchanged.
 
 The best of four rungs that is proven counts. 3: each encoder is cut between its blocks, and samples share packed rows.
-2: packed rows, but a unit is one stage. 1: a sample is a row of its own. 0: the model does not open as units.
+2: packed rows, but a unit is one stage. 1: a sample is a row of its own. 0: the family's own forward is one unit, a
+sample a row. A model on no rung does not open whole.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ LARGEST_DIFFERENCE = 1e-4
 class ModelCheck:
     """Store what was found in a model, and what its small copy proves.
 
-    family: its `model_type`. found: part → where it is. rung: the best proven rung. refusals: rung → why it is not
-    reached. proven: what else works, or why not.
+    family: its `model_type`. found: part → where it is. rung: the best proven rung, or None. refusals: rung → why it is
+    not reached. proven: what else works, or why not.
     """
 
     family: str
     found: Mapping[str, str]
-    rung: int = 0
+    rung: int | None = None
     refusals: Mapping[int, str] = field(default_factory=dict)
     proven: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,7 +66,7 @@ def check_config(config: Any, where: str) -> ModelCheck:
         try:
             return _check(config, where)
         except Exception as error:
-            return ModelCheck(config.model_type, {}, 0, {1: _why(error)})
+            return ModelCheck(config.model_type, {}, None, {0: _why(error)})
 
 
 def _check(config: Any, where: str) -> ModelCheck:
@@ -78,8 +79,10 @@ def _check(config: Any, where: str) -> ModelCheck:
         proof = proof_of(whole, attend_by_default)
         reasons = {1: proof.alone, 2: proof.packed, 3: proof.cut}
         refusals = {rung: why for rung, why in reasons.items() if why is not None}
-        if 1 in refusals:
-            return ModelCheck(config.model_type, found, 0, refusals)
+        if proof.alone is not None:
+            if proof.one_unit is not None:
+                return ModelCheck(config.model_type, found, None, refusals)
+            whole = whole.as_one_unit(proof.alone)
         proven = {"export": _tried(_export, whole), "LoRA": _tried(_lora, whole)}
     model = MultimodalModel({}, whole or load_language_model(config, where), device="meta")
     choose_attention(model)

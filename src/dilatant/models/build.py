@@ -27,11 +27,13 @@ from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometr
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.encoders.projector import kind_of_projector, misfit, stored_projector
+from dilatant.models.families.media_proof import in_proven_units
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import InspectedDenoiser, build_diffusion, inspect_denoiser
 from dilatant.models.generators.generator import Generator
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import attend_by_default
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
 
 
@@ -245,6 +247,7 @@ def _build_pretrained(
     whole = open_pretrained(
         config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora
     )
+    whole = in_proven_units(whole, attend_by_default)
     if config.config is not None:
         said = {**config.config, **config.config.get("text_config", {})}
         for name, token in _ends_of(tokenizer).items():

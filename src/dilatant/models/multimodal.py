@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -36,7 +37,7 @@ from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder, build_encoder
 from dilatant.models.families.generic import opens_whole
 from dilatant.models.families.pretrained import PretrainedModel, composite_of, load_pretrained_weights
-from dilatant.models.families.pretrained_answers import PretrainedGeneration
+from dilatant.models.families.pretrained_answers import PretrainedGeneration, inputs_of_sample
 from dilatant.models.families.training_proof import prove
 from dilatant.models.generators.generator import Generator, GeneratorUnit
 from dilatant.models.language.language import LanguageUnit
@@ -45,6 +46,7 @@ from dilatant.models.language.media_attention import MediaMasks, in_words, read_
 from dilatant.models.language.merge import prepend_placeholders
 from dilatant.models.language.pair_loss import MEASURES, PairLoss
 from dilatant.models.language.token_loss import TokenLoss
+from dilatant.models.language.whole_unit import WholeUnit
 from dilatant.models.saving import load_model, read_connectors, save_model
 from dilatant.models.sources import load_language_model, load_pretrained_config
 
@@ -118,15 +120,19 @@ class MultimodalModel(nn.Module):
             else self.whole.encoder(name)
             for name, encoder in self.encoders.items()
         }
-        units[LANGUAGE] = LanguageUnit(
-            LANGUAGE,
-            llm,
-            self.placeholder_ids,
-            before_language_model,
-            self.output_ids,
-            queries,
-            **({} if self.whole is None else self.whole.of_language),
-        )
+        if self.whole is not None and self.whole.family.one_unit is not None:
+            read = partial(inputs_of_sample, self.whole)
+            units[LANGUAGE] = WholeUnit(LANGUAGE, llm, read, [*self.whole.family.towers])
+        else:
+            units[LANGUAGE] = LanguageUnit(
+                LANGUAGE,
+                llm,
+                self.placeholder_ids,
+                before_language_model,
+                self.output_ids,
+                queries,
+                **({} if self.whole is None else self.whole.of_language),
+            )
         for name, generator in self.generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)
         self.graph = ModelGraph.of(units.values(), anchor=LANGUAGE)

@@ -195,6 +195,12 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     that are not listed), every sample is a separate row. A choice slower than plans is reported by a warning. Raises
     UserError for a requested attention that would be wrong, and for a model of parts about which nothing can be proven.
     """
+    if _why_one_unit(model) is not None:
+        warnings.warn(
+            "the model runs as one unit, a sample after the other: its parts would train otherwise "
+            f"({_why_one_unit(model)})",
+            stacklevel=4,
+        )
     is_read = model.whole is not None and model.whole.family.narrow
     leak = prove_media(model, partial(_choose, named=named)) if is_read else None
     _choose(model, named)
@@ -210,8 +216,15 @@ def attend_by_default(model: MultimodalModel) -> None:
     _choose(model, None)
 
 
+def _why_one_unit(model: MultimodalModel) -> str | None:
+    return None if model.whole is None else model.whole.family.one_unit
+
+
 def _choose(model: MultimodalModel, named: str | None) -> None:
     language, media = model.language, model.media_attention
+    if _why_one_unit(model) is not None:
+        language.uncut = language.without_plans = "it runs as one unit"
+        return
     if language.row_attention is not None:
         named = "dilatant"
     reason = None if named in (None, "dilatant") else f"attn_implementation is {named!r}"

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ ProcessorSettings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceImageProcessor(Fingerprinted):
-    """Any transformers image processor, built from its saved settings in the process that uses it."""
+    """Any transformers image processor, built from its saved settings in the process that uses it. names: of the
+    outputs that are read; all by default."""
 
     settings_json: str
     channels: int = 3
+    names: tuple[str, ...] = ()
 
     @property
     def made(self) -> Any:
@@ -39,18 +42,36 @@ class HuggingFaceImageProcessor(Fingerprinted):
     def settings(self) -> dict[str, Any]:
         return json.loads(self.settings_json)
 
-    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
-        outputs = self.made(images=pixels, return_tensors="np", input_data_format="channels_last")
-        return {name: np.asarray(array) for name, array in outputs.items()}
+    def __call__(self, *pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
+        """Return the inputs of images, uint8 [height, width, channels]."""
+        made = self.made
+        kind = "pt" if getattr(made, "backend", "pil") == "torchvision" else "np"
+        images = pixels[0] if len(pixels) == 1 else [*pixels]
+        outputs = made(images=images, return_tensors=kind, input_data_format="channels_last")
+        return {
+            name: np.asarray(array) for name, array in outputs.items() if name in self.names or not self.names
+        }
+
+    def axes(self, pixels: NDArray[np.uint8]) -> Mapping[str, int]:
+        """Return the axis along which outputs of an image are joined to those of another one, by name, if it is not
+        the first one: it is twice as long for two such images."""
+        one, two = self(pixels), self(pixels, pixels)
+        found = {}
+        for name, array in one.items():
+            longer = [axis for axis, size in enumerate(array.shape) if two[name].shape[axis] == 2 * size]
+            if two[name].ndim == array.ndim and longer and 0 not in longer:
+                found[name] = longer[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceSoundProcessor(Fingerprinted):
     """A model's own processor of sounds: its saved feature extractor in the class that prepares the inputs of
-    `model_type`, built in the process that uses it."""
+    `model_type`, built in the process that uses it. names: of the outputs that are read; all by default."""
 
     settings_json: str
     model_type: str
+    names: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -72,9 +93,13 @@ class HuggingFaceSoundProcessor(Fingerprinted):
         settings = self.made._merge_kwargs(
             self.made.valid_processor_kwargs, {}, sampling_rate=self.sampling_rate
         )
-        outputs, _ = self.made._process_audio([wave], **settings["audio_kwargs"])
+        outputs, _ = self.made._process_audio([wave], **{"return_tensors": "pt", **settings["audio_kwargs"]})
         unused = {*self.made.unused_input_names}
-        return {name: np.asarray(array) for name, array in outputs.items() if name not in unused}
+        return {
+            name: np.asarray(array)
+            for name, array in outputs.items()
+            if name not in unused and (name in self.names or not self.names)
+        }
 
 
 def image_processor(
@@ -245,6 +270,13 @@ def saved_settings(name: str, file: str) -> dict[str, Any]:
     return settings
 
 
+def of_family(names: Mapping[str, Any], model_type: str) -> Any:
+    """Return the entry of a model type, or else of the longest one that it begins with (glm4v for glm4v_moe); None if
+    there is none."""
+    found = [key for key in names if f"{model_type}_".startswith(f"{key}_")]
+    return names[max(found, key=len)] if found else None
+
+
 @lru_cache(maxsize=8)
 def _transformers_image_processor(settings_json: str) -> Any:
     # `transformers.AutoImageProcessor` needs torchvision in 5.17.
@@ -270,20 +302,41 @@ def _transformers_sound_processor(settings_json: str, model_type: str) -> Any:
     settings = json.loads(settings_json)
     try:
         extractor: Any = feature_extractor_class_from_name(settings.pop("feature_extractor_type"))
-        processor: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[model_type])
+        processor: Any = processor_class_from_name(of_family(PROCESSOR_MAPPING_NAMES, model_type))
         # Sounds are prepared without texts, but the class takes a tokenizer.
         words = Tokenizer(WordLevel({"<unk>": 0}, "<unk>"))
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-        for end in ("", "_bos", "_eos"):
-            setattr(tokenizer, f"audio{end}_token", "<audio>")
+        for kind, end in product(("audio", "image", "video", "vision"), ("", "_bos", "_eos")):
+            setattr(tokenizer, f"{kind}{end}_token", f"<{kind}>")
+        parts = {each: tokenizer for each in processor.get_attributes() if each.endswith("tokenizer")}
         name = next(
             each for each in processor.get_attributes() if each in ("feature_extractor", "audio_processor")
         )
-        return processor(**{name: extractor.from_dict(settings)}, tokenizer=tokenizer)
+        made = extractor.from_dict(settings)
+        try:
+            return processor(**{name: made}, **parts)
+        except TypeError:  # it wants processors of other media, too
+            return _ExtractorAlone(made)
     except Exception as error:
         raise UserError(
             f"{model_type}: its processor of sounds cannot be made: {str(error).strip().partition(chr(10))[0]}"
         ) from None
+
+
+class _ExtractorAlone:
+    """A feature extractor with the methods of processors that `HuggingFaceSoundProcessor` calls."""
+
+    valid_processor_kwargs = None
+    unused_input_names = ()
+
+    def __init__(self, extractor: Any) -> None:
+        self._audio_processor = extractor
+
+    def _merge_kwargs(self, *_: Any, sampling_rate: int) -> dict[str, Any]:
+        return {"audio_kwargs": {"sampling_rate": sampling_rate}}
+
+    def _process_audio(self, waves: list[NDArray[np.float32]], **settings: Any) -> tuple[Any, list[str]]:
+        return self._audio_processor(waves, **settings), []
 
 
 def _check_image(

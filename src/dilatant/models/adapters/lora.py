@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
@@ -52,10 +53,13 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
     parts: names that `config.units` may use → paths in `model`. Raises UserError if nothing is selected.
     """
     names = targets(model, config, parts)
+    taken = sorted({name.rpartition(".")[2] for name in read_as_experts(model)})
     if config.target_modules == "all-linear" and (experts := _fused_experts(model, config, parts)):
         warnings.warn(
             f"model.lora: the experts of {len(experts)} blocks ({experts[0]}, ...) are no linear layers, so they stay "
-            "frozen without adapters; name them in model.lora.train to train them whole",
+            "frozen without adapters"
+            + (f", and so do {', '.join(taken)}, whose names peft reads as the experts'" * bool(taken))
+            + "; name them in model.lora.train to train them whole",
             stacklevel=3,
         )
     _peft().inject_adapter_in_model(
@@ -122,10 +126,13 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and any(_is_below(name, root) for root in roots)
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, NonDynamicallyQuantizableLinear)  # attention of torch reads its weight
+        and any(_is_below(name, root) for root in roots)
     ]
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    linear = [name for name in linear if model.get_submodule(name) is not head]
+    of_experts = read_as_experts(model)
+    linear = [name for name in linear if model.get_submodule(name) is not head and name not in of_experts]
     wanted = config.target_modules
     if wanted == "all-linear":
         found = linear
@@ -146,6 +153,20 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
             f"model.lora.target_modules {wanted!r} names no linear layer of {', '.join(config.units)}; {_known(linear)}"
         )
     return found
+
+
+def read_as_experts(model: nn.Module) -> frozenset[str]:
+    """Return the paths of linear layers that peft would read as the experts of older versions of the family, because of
+    their last names (the shared expert's in DeepSeek and GLM): it would adapt all experts instead."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    settings = _peft().LoraConfig(target_modules=names)
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+        convert_peft_config_for_transformers(settings, model=model, conversions=None)
+    except (ImportError, ValueError):  # this version or family takes names as they are
+        return frozenset()
+    return frozenset(names).difference(settings.target_modules)
 
 
 def _fused_experts(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:

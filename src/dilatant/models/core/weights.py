@@ -57,7 +57,7 @@ def name_weights(
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise UserError(f"two weights of unit {unit!r} share a logical name: {', '.join(repeated)}")
-    return _mark_tied(model, _in_layer_order(weights, structure, unit, tail))
+    return mark_tied(model, _in_layer_order(weights, structure, unit, tail))
 
 
 def name_module_weights(unit: str, modules: Mapping[str, tuple[str, nn.Module]]) -> tuple[Weight, ...]:
@@ -91,7 +91,7 @@ def _in_layer_order(weights: list[Weight], structure: Structure, unit: str, tail
     return sorted(weights, key=lambda weight: order[weight.layer])
 
 
-def _mark_tied(model: nn.Module, weights: list[Weight]) -> tuple[Weight, ...]:
+def mark_tied(model: nn.Module, weights: list[Weight]) -> tuple[Weight, ...]:
     """Give a tied weight the name of its first holder in layer order."""
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),

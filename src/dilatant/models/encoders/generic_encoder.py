@@ -7,12 +7,12 @@ blocks. The last layer holds all modules after the blocks: the rest of the encod
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.attention.hook import attend_to_items, passes_borders
+from dilatant.config.errors import UserError, type_and_text
 from dilatant.data.media.pixels import EncoderInput, as_array
 from dilatant.data.media_units.processed_unit import (
     ProcessedImageUnit,
@@ -37,7 +38,7 @@ from dilatant.models.core.slicing import ShapePlaceholder, keep_output, slice_mo
 from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.structure import Structure
 from dilatant.models.core.unit import Unit
-from dilatant.models.core.weights import Weight, name_weights
+from dilatant.models.core.weights import Weight, name_module_weights, name_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage
 from dilatant.models.encoders.narrow_encoder import (
     FeatureShapes,
@@ -47,14 +48,14 @@ from dilatant.models.encoders.narrow_encoder import (
     encoder_in,
     in_order,
     items_of,
+    known_to,
     layout_of,
     narrow_encoder,
     patch_of,
     rows_by,
     taps_of,
-    token_key,
     unused_keys,
-    width_of_blocks,
+    width_key,
 )
 from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
 from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
@@ -75,6 +76,8 @@ class GenericStage(SampleParallel, EncoderStage):
     """The blocks of the whole encoder whose outputs are read by more than the next block."""
     first_block = 0
     end_block = 0
+    axes: Mapping[str, int] = MappingProxyType({})
+    """The axis along which items are concatenated, where it is not the first one."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         samples = self.chosen(data, samples)
@@ -107,7 +110,9 @@ class GenericStage(SampleParallel, EncoderStage):
         rows: dict[int, Tensor] = {}
         for layout, numbers in groups.items():
             inputs = {
-                name: torch.cat([torch.as_tensor(items[number][name]) for number in numbers]).to(device)
+                name: torch.cat(
+                    [torch.as_tensor(items[number][name]) for number in numbers], self.axes.get(name, 0)
+                ).to(device)
                 for name, _, _ in layout
             }
             given = None if hidden is None else torch.cat([arrived[number] for number in numbers])
@@ -148,12 +153,12 @@ def sent_with(taps: Iterable[int], block: int) -> tuple[int, ...]:
 
 
 class GenericEncoderUnit(PackedEncoderUnit):
-    """A generic encoder: layers `embedding`, `layers.<i>`, and `projector`, which is all that follows the blocks."""
+    """A generic encoder: layers `embedding`, `layers.<i>`, and `projector`, which is all that follows the blocks; or
+    the one layer `encoder`, if it has no structure."""
 
     stage_type = GenericStage
     stand_in = ShapePlaceholder
     undivided = "of a family that is not listed, no proof says that ranks may share them"
-    structure: Structure
     shapes: FeatureShapes
     taps: tuple[int, ...] = ()
 
@@ -161,19 +166,23 @@ class GenericEncoderUnit(PackedEncoderUnit):
         self,
         name: str,
         model: PreTrainedModel,
-        structure: Structure,
+        structure: Structure | None,
         projector: tuple[str, ...],
         geometry: EncoderGeometry,
         width_out: int,
         placeholder_id: int,
         typical: Mapping[str, NDArray],
     ) -> None:
-        weights = name_weights(name, model, structure, "projector", None)
-        blocks = (f"layers.{i}" for i in range(structure.num_blocks))
+        layers: tuple[str, ...] = ("encoder",)
+        if structure is None:
+            weights = name_module_weights(name, {"encoder": ("model", model)})
+        else:
+            weights = name_weights(name, model, structure, "projector", None)
+            layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "projector")
         EncoderStage.__init__(
             self,
             unit=name,
-            layers=tuple(f"{name}.{layer}" for layer in ("embedding", *blocks, "projector")),
+            layers=tuple(f"{name}.{layer}" for layer in layers),
             weights=tuple(_in_part(weight, projector) for weight in weights),
             model=model,
             projector=model,
@@ -181,18 +190,20 @@ class GenericEncoderUnit(PackedEncoderUnit):
             callbacks=Callbacks(),
         )
         self.structure = structure
-        self.blocks_path = structure.blocks
+        self.blocks_path = None if structure is None else structure.blocks
         self.width, self.width_out = geometry.width, width_out
         self.placeholder_id = placeholder_id
         self.typical = typical
         self._freeze_at_start()
 
     def pieces(self) -> Iterator[tuple[str, str]]:
-        held = dict(self.model.named_modules())
-        return (entry for entry in Unit.pieces(self) if entry[1].removeprefix("model.") in held)
+        held = {"model", *(f"model.{path}" for path, _ in self.model.named_modules())}
+        return (entry for entry in Unit.pieces(self) if entry[1] in held)
 
     @property
     def config(self) -> Any:
+        if self.structure is None:
+            return None
         path, _, _ = self.structure.blocks.partition(".")
         return getattr(self.model.get_submodule(path), "config", self.model.config)
 
@@ -223,10 +234,13 @@ class GenericEncoderUnit(PackedEncoderUnit):
             stage.model = self._slice(self.model, first, end)
         stage.projector = None if stage.projector is None else stage.model
         stage.shapes, stage.is_through, stage.taps = self.shapes, end == len(self.layers), self.taps
+        stage.axes = self.axes
         stage.first_block, stage.end_block = self._blocks(first, end)
         return stage
 
     def _slice(self, model: nn.Module, first: int, end: int) -> nn.Module:
+        if self.structure is None:
+            return model
         first_block, end_block = self._blocks(first, end)
         ends = {"keep_before": first == 0, "keep_after": end == len(self.layers)}
         whole = cast(PreTrainedModel, model)
@@ -242,35 +256,59 @@ def _in_part(weight: Weight, projector: tuple[str, ...]) -> Weight:
     return replace(weight, part="projector") if is_projector else weight
 
 
-def positions_of(
-    shapes: FeatureShapes, unit: str, placeholder_id: int, sample: EncodedSample
-) -> NDArray[np.int64]:
-    """Return the positions of a sample's tokens, int64 [4, tokens]: the index in the sample, then time, height and
-    width by the family's `get_rope_index`."""
-    model: Any = narrow_encoder(shapes)[0]
-    is_media = sample.input_ids == placeholder_id
-    token = getattr(model.config, str(token_key(model.config, shapes.kind)))
-    given: dict[str, Any] = {
-        "input_ids": torch.as_tensor(np.where(is_media, token, 0))[None],
-        "mm_token_type_ids": torch.as_tensor(is_media.astype(np.int64))[None],
-    }
-    if sample.sizes.get(unit, 0) and unit in sample.media:
-        items = items_of({name: as_array(each) for name, each in sample.media[unit].items()})
-        given |= {name: torch.cat([torch.as_tensor(item[name]) for item in items]) for name in items[0]}
-    known = inspect.signature(inspect.unwrap(type(model).get_rope_index)).parameters
-    places, *_ = model.get_rope_index(**{name: each for name, each in given.items() if name in known})
-    return np.concatenate([np.arange(len(is_media))[None], places[:, 0].numpy()])
+@dataclass(frozen=True)
+class RopePositions:
+    """Computes positions in time, height and width by the family's `get_rope_index` on the narrow model. units: name,
+    kind and placeholder id of each encoder. ids: token ids that the config names, as (id, id in the narrow model)."""
+
+    shapes: FeatureShapes
+    units: tuple[tuple[str, str, int], ...]
+    ids: tuple[tuple[int, int], ...]
+
+    def __call__(self, sample: EncodedSample) -> NDArray[np.int64]:
+        """Return the positions of a sample's tokens, int64 [1 + kinds, tokens]: the index in the sample, then the
+        family's."""
+        model: Any = narrow_encoder(self.shapes)[0]
+        known = known_to(type(model).get_rope_index)
+        tokens, kinds = np.zeros_like(sample.input_ids), np.zeros_like(sample.input_ids)
+        for own, narrow in self.ids:
+            tokens[sample.input_ids == own] = narrow
+        given: dict[str, Any] = {}
+        for name, kind, placeholder in self.units:
+            if kind == "image":
+                kinds[sample.input_ids == placeholder] = 1
+            if sample.sizes.get(name, 0) and name in sample.media:
+                items = items_of({key: as_array(each) for key, each in sample.media[name].items()})
+                if kind == "audio" and _FRAMES in items[0]:
+                    given["audio_seqlens"] = torch.tensor([int(item[_FRAMES].sum()) for item in items])
+                read = known.intersection(items[0])
+                given |= {key: torch.cat([torch.as_tensor(item[key]) for item in items]) for key in read}
+        given |= {
+            "input_ids": torch.as_tensor(tokens)[None],
+            "mm_token_type_ids": torch.as_tensor(kinds)[None],
+        }
+        if "mm_token_type_ids" not in known:  # finds media by the ids around them
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+        places, *_ = model.get_rope_index(**{key: each for key, each in given.items() if key in known})
+        return np.concatenate([np.arange(len(tokens))[None], places[:, 0].long().numpy()])
+
+
+_FRAMES = "feature_attention_mask"
+"""The input whose sum is the number of frames of a sound."""
 
 
 @dataclass(frozen=True)
 class GenericTower(Tower):
     """An encoder that `families.generic` found in a model. holder: path of the module whose method runs it (see
     `narrow_encoder.method_of`). narrow: config of the narrow model that counts tokens, as JSON. inner: path of the
-    blocks in the encoder."""
+    blocks in the encoder; None if it is one layer, because of `uncut`. inputs: names of the processor's outputs that
+    the model reads."""
 
     holder: str = "model"
     narrow: str = ""
-    inner: str = ""
+    inner: str | None = ""
+    uncut: str | None = None
+    inputs: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> FeatureShapes:
@@ -289,23 +327,27 @@ class GenericTower(Tower):
             attend_to_items(encoder)
         typical = self.typical(host.config)
         tokens, rows = self.shapes(typical)
-        structure = in_order(self.shapes, layout_of(typical))
+        narrow, blocks = narrow_encoder(self.shapes)
+        width = self.shapes.rows(narrow, layout_of(typical)).shape[-1]
+        width = width // narrow.config.get_text_config().hidden_size * host.text_width
+        structure = None if blocks is None else in_order(self.shapes, layout_of(typical))
         config = getattr(encoder, "config", model.config)
         geometry = EncoderGeometry(
             kind=self.kind,
             input_name=next(name for name, each in typical.items() if not is_layout(each)),
             tokens_per_row=rows,
             encoder_tokens=tokens,
-            width=width_of_blocks(self.shapes, typical, config),
+            width=width if structure is None else getattr(config, width_key(self.shapes, typical)),
         )
-        narrow, _ = narrow_encoder(self.shapes)
-        width = self.shapes.rows(narrow, layout_of(typical)).shape[-1]
-        width = width // narrow.config.get_text_config().hidden_size * host.text_width
         unit = GenericEncoderUnit(
             host.name, model, structure, projector, geometry, width, host.placeholder_id, typical
         )
-        unit.shapes = self.shapes
-        unit.taps = taps_of(self.shapes, layout_of(typical))
+        unit.shapes, unit.axes, unit.uncut = self.shapes, self.axes(host.config), self.uncut
+        if structure is not None:
+            try:
+                unit.taps = taps_of(self.shapes, layout_of(typical))
+            except Exception as error:  # the proof runs cuts again
+                unit.uncut = type_and_text(error)
         keys = unused_keys(self.shapes, layout_of(typical))
         unit.unused = frozenset(weight.name for weight in unit.weights if adapted_key(weight.key) in keys)
         unit.freeze_names(unit.unused)
@@ -317,19 +359,41 @@ class GenericTower(Tower):
 
     def typical(self, config: Any) -> Mapping[str, NDArray]:
         """Return a blank item as the family's processor prepares it. Raises UserError if no processor can be made."""
-        processor, side = default_processor(config), TYPICAL_PATCHES * patch_of(config)
+        processor = default_processor(config, self.inputs)
+        side = TYPICAL_PATCHES * patch_of(config)
         return processor(np.full((side, side, processor.channels), 128, np.uint8))
 
+    def axes(self, config: Any) -> Mapping[str, int]:
+        """Return the axis along which the arrays of items are concatenated, by name, if it is not the first one."""
+        return _axes(default_processor(config, self.inputs), TYPICAL_PATCHES * patch_of(config))
+
+    def check(self, config: Any) -> None:
+        """Raise the error that stops the encoder from being built."""
+        item = self.typical(config)
+        if not any(not is_layout(each) for each in item.values()):
+            raise UserError(
+                f"{config.model_type}: its processor makes none of the inputs that its model reads"
+            )
+        self.shapes(item)
+        if self.inner is not None:
+            in_order(self.shapes, layout_of(item))
+            width_key(self.shapes, item)
+
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
-        processor = default_processor(host.config)
+        processor = default_processor(host.config, self.inputs)
         if settings is not None and "image_processor_type" in settings:
-            processor = HuggingFaceImageProcessor(json.dumps(dict(settings), sort_keys=True))
+            saved = json.dumps(dict(settings), sort_keys=True)
+            processor = HuggingFaceImageProcessor(saved, names=self.inputs)
         return ProcessedImageUnit(host.name, host.placeholder_id, processor, self.shapes, written=written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         items = items_of({name: each.cpu().numpy() for name, each in inputs.items()})
+        axes = self.axes(host.config)
         return {
-            name: _padded([torch.as_tensor(item[name]) for item in items]).to(ids.device) for name in items[0]
+            name: join_items([torch.as_tensor(item[name]) for item in items], axes.get(name, 0)).to(
+                ids.device
+            )
+            for name in items[0]
         }
 
 
@@ -340,23 +404,34 @@ class GenericSoundTower(GenericTower):
     kind = "audio"
 
     def typical(self, config: Any) -> Mapping[str, NDArray]:
-        processor = default_sound_processor(config)
+        processor = default_sound_processor(config, self.inputs)
         return processor(np.zeros(TYPICAL_SECONDS * processor.sampling_rate, np.float32))
 
+    def axes(self, config: Any) -> Mapping[str, int]:
+        return {}
+
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
-        processor = default_sound_processor(host.config)
+        processor = default_sound_processor(host.config, self.inputs)
         if settings is not None and "feature_extractor_type" in settings:
             saved = json.dumps(dict(settings), sort_keys=True)
-            processor = HuggingFaceSoundProcessor(saved, host.config.model_type)
+            processor = HuggingFaceSoundProcessor(saved, host.config.model_type, self.inputs)
         return ProcessedSoundUnit(host.name, host.placeholder_id, processor, self.shapes, written=written)
 
 
-def _padded(arrays: list[Tensor]) -> Tensor:
-    """Concatenate arrays of items along the first dimension, padded to one shape in the others, as processors do."""
-    most = torch.tensor([each.shape[1:] for each in arrays]).amax(0).tolist()
-    whole = arrays[0].new_zeros(sum(map(len, arrays)), *most)
+@lru_cache(maxsize=8)
+def _axes(processor: HuggingFaceImageProcessor, side: int) -> Mapping[str, int]:
+    return processor.axes(np.full((side, side, processor.channels), 128, np.uint8))
+
+
+def join_items(arrays: list[Tensor], axis: int) -> Tensor:
+    """Concatenate arrays of items along an axis, padded to one shape in the others, as processors do."""
+    shape = torch.tensor([each.shape for each in arrays]).amax(0).tolist()
+    shape[axis] = sum(each.shape[axis] for each in arrays)
+    whole = arrays[0].new_zeros(shape)
     begin = 0
     for each in arrays:
-        whole[(slice(begin, begin + len(each)), *map(slice, each.shape[1:]))] = each
-        begin += len(each)
+        place = [slice(size) for size in each.shape]
+        place[axis] = slice(begin, begin + each.shape[axis])
+        whole[tuple(place)] = each
+        begin += each.shape[axis]
     return whole

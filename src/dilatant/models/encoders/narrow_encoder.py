@@ -26,17 +26,22 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.processed_unit import SHAPE
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
+from dilatant.data.media_units.processors import (
+    HuggingFaceImageProcessor,
+    HuggingFaceSoundProcessor,
+    of_family,
+)
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.slicing import keep_output, run_slice, slice_model
 from dilatant.models.core.structure import Structure, find_structure, leaves_of
 
-Layout = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None], ...]
-"""For each array of an item: its name, its shape and, if it holds integers, its values; otherwise None."""
+Layout = tuple[tuple[str, tuple[int, ...], tuple[str, bytes] | None], ...]
+"""For each array of an item: its name, its shape and, if it holds integers, its dtype and values; otherwise None."""
 
 
 def items_of(arrays: Mapping[str, NDArray]) -> list[dict[str, NDArray]]:
@@ -59,7 +64,7 @@ def layout_of(item: Mapping[str, NDArray]) -> Layout:
         (
             name,
             each.shape,
-            None if np.issubdtype(each.dtype, np.floating) else tuple(each.ravel().tolist()),
+            None if np.issubdtype(each.dtype, np.floating) else (each.dtype.str, each.tobytes()),
         )
         for name, each in sorted(item.items())
     )
@@ -70,13 +75,28 @@ def method_of(kind: str) -> str:
     return f"get_{kind}_features"
 
 
+def known_to(method: Any) -> frozenset[str]:
+    """Return the names of the parameters of a method of transformers' models."""
+    return frozenset(inspect.signature(inspect.unwrap(method)).parameters)
+
+
 def rows_by(kind: str, model: nn.Module, inputs: Mapping[str, Tensor], *_: Tensor) -> Tensor:
     """Return the rows of the text that the family's own method computes from media: [rows, width]."""
     name = method_of(kind)
-    known = inspect.signature(inspect.unwrap(getattr(type(model), name))).parameters
+    known = known_to(getattr(type(model), name))
     found = getattr(model, name)(**{key: each for key, each in inputs.items() if key in known})
-    deep = getattr(found, "deepstack_features", None) or ()  # rows for inner blocks of the text model
-    return torch.cat([_in_one(rows) for rows in (getattr(found, "pooler_output", found), *deep)], dim=-1)
+    rows = getattr(found, "pooler_output", found)
+    if rows is None:
+        rows = found.last_hidden_state
+    # Padding that the family's forward leaves out.
+    masks = [each for key, each in inputs.items() if key.endswith("_mask") and key not in known]
+    for mask in (getattr(found, "attention_mask", None), *masks):
+        if mask is not None and isinstance(rows, Tensor) and mask.shape == rows.shape[:-1]:
+            rows = rows[mask.bool()]
+    # Rows for inner blocks of the text model; some families name the block of each.
+    deep = getattr(found, "deepstack_features", None) or ()
+    deep = [each[1] if isinstance(each[0], int) else each for each in deep]
+    return torch.cat([_in_one(each) for each in (rows, *deep) if each is not None], dim=-1)
 
 
 def _in_one(rows: Any) -> Tensor:
@@ -88,14 +108,15 @@ def _in_one(rows: Any) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class FeatureShapes:
     """Counts the tokens of items with a narrow copy of the encoder. settings: config of the narrow model, as JSON.
-    holder, path, projector, blocks: places in it (see `GenericTower`). kind: of the media."""
+    holder, path, projector, blocks: places in it (see `GenericTower`). kind: of the media. An encoder without blocks
+    has as many tokens as rows."""
 
     settings: str
     holder: str
     path: str
     projector: tuple[str, ...]
     kind: str
-    blocks: str
+    blocks: str | None
 
     def __call__(self, item: Mapping[str, NDArray]) -> tuple[int, int]:
         """Return the number of tokens of an item in the encoder's blocks, and of its rows in the text."""
@@ -121,6 +142,9 @@ def _counted(shapes: FeatureShapes, layout: Layout) -> tuple[int, int]:
 def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
     """Run the narrow encoder on ones, without blocks; return the hidden states before them and the rows of the text."""
     model, structure = narrow_encoder(shapes)
+    if structure is None:
+        rows = shapes.rows(model, layout)
+        return rows, rows
 
     def run(first: int, hidden: Tensor) -> Tensor:
         part = slice_model(model, structure, first, first, keep_before=True, keep_after=True)
@@ -138,6 +162,7 @@ def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
 def taps_of(shapes: FeatureShapes, layout: Layout) -> tuple[int, ...]:
     """Return the blocks of the narrow encoder whose outputs are read by more than the next block."""
     model, structure = narrow_encoder(shapes)
+    assert structure is not None
     return find_taps(model, structure, lambda part, *_: shapes.rows(part, layout))
 
 
@@ -186,7 +211,9 @@ def _with_noise(
 
 def _ones(layout: Layout) -> dict[str, Tensor]:
     return {
-        name: torch.ones(shape) if own is None else torch.tensor(own).reshape(shape)
+        name: torch.ones(shape)
+        if own is None
+        else torch.from_numpy(np.ndarray(shape, own[0], bytearray(own[1])))
         for name, shape, own in layout
     }
 
@@ -195,6 +222,7 @@ def _ones(layout: Layout) -> dict[str, Tensor]:
 def in_order(shapes: FeatureShapes, layout: Layout) -> Structure:
     """Return the narrow encoder's structure; modules that run before the first block are `before`, others `after`."""
     model, structure = narrow_encoder(shapes)
+    assert structure is not None
     around = (*structure.before, *structure.after)
     modules = {
         path: getattr(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
@@ -232,8 +260,8 @@ def unused_keys(shapes: FeatureShapes, layout: Layout) -> frozenset[str]:
 
 
 @lru_cache(maxsize=4)
-def narrow_encoder(shapes: FeatureShapes) -> tuple[PreTrainedModel, Structure]:
-    """Build the narrow encoder with random weights; return it and its structure."""
+def narrow_encoder(shapes: FeatureShapes) -> tuple[PreTrainedModel, Structure | None]:
+    """Build the narrow encoder with random weights; return it and its structure, None for one without blocks."""
     settings = json.loads(shapes.settings)
     config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     with seeded(0, "narrow encoder"):
@@ -242,10 +270,10 @@ def narrow_encoder(shapes: FeatureShapes) -> tuple[PreTrainedModel, Structure]:
 
 
 def encoder_in(
-    model: PreTrainedModel, holder: str, path: str, projector: tuple[str, ...], blocks: str
-) -> tuple[PreTrainedModel, Structure]:
+    model: PreTrainedModel, holder: str, path: str, projector: tuple[str, ...], blocks: str | None
+) -> tuple[PreTrainedModel, Structure | None]:
     """Return the module at `holder` with its `path` and `projector` alone, and the structure of the encoder there, with
-    its list of blocks at `blocks`."""
+    its list of blocks at `blocks`; None if it has none."""
     base = cast(PreTrainedModel, model.get_submodule(holder))
     encoder = base.get_submodule(path)
     if isinstance(encoder, PreTrainedModel):  # here once, for all slices
@@ -253,6 +281,8 @@ def encoder_in(
     keeps = {path, *projector}
     for name in [name for name, _ in base.named_children() if name not in keeps]:
         setattr(base, name, None)
+    if blocks is None:
+        return base, None
     inner = find_structure(encoder, blocks)
     return base, Structure(
         f"{path}.{inner.blocks}",
@@ -262,10 +292,23 @@ def encoder_in(
     )
 
 
+_KINDS: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
+
+
 def auto_class(config: Any) -> Any:
     """Return the Auto class of transformers that builds and loads multimodal models of such a config, or None."""
-    kinds = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
-    return next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+    return next((kind for kind in _KINDS if type(config) in kind._model_mapping), None)
+
+
+def takes_texts_alone(config: Any) -> bool:
+    """Return True if transformers' forward of such a model runs without media."""
+    model = auto_class(config)._model_mapping[type(config)]
+    parameters = inspect.signature(inspect.unwrap(model.forward)).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in _ANY]
+    return set(needed) <= {"self", "input_ids"}
+
+
+_ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def token_key(config: Any, kind: str) -> str | None:
@@ -274,17 +317,18 @@ def token_key(config: Any, kind: str) -> str | None:
     return next((key for key in keys if isinstance(getattr(config, key, None), int)), None)
 
 
-def width_of_blocks(shapes: FeatureShapes, item: Mapping[str, NDArray], config: Any) -> int:
-    """Return the hidden size in `config`, by the key that holds it in the narrow one. Raises UserError."""
+def width_key(shapes: FeatureShapes, item: Mapping[str, NDArray]) -> str:
+    """Return the key of the encoder's config that holds its hidden size. Raises ValueError."""
     narrow, _ = narrow_encoder(shapes)
     own = getattr(narrow.get_submodule(shapes.path), "config", narrow.config)
     width = _seen(shapes, layout_of(item))[0].shape[-1]
-    keys = [
-        key for key in ("hidden_size", "embed_dim", "d_model", "width") if getattr(own, key, None) == width
-    ]
+    keys = [key for key in _HIDDEN_SIZES if getattr(own, key, None) == width]
     if not keys:
-        raise UserError(f"the hidden size of {type(narrow).__name__} is not known")
-    return int(getattr(config, keys[0]))
+        raise ValueError(f"the hidden size of {type(narrow).__name__} is not known")
+    return keys[0]
+
+
+_HIDDEN_SIZES = ("hidden_size", "embed_dim", "d_model", "width", "hidden_dim")
 
 
 def patch_of(config: Any) -> int:
@@ -293,33 +337,29 @@ def patch_of(config: Any) -> int:
     return side if isinstance(side, int) else side[0]
 
 
-def _of_family(names: Mapping[str, Any], model_type: str) -> Any:
-    """Return the entry of a model type, or else of the longest one that it begins with (glm4v for glm4v_moe)."""
-    found = [key for key in names if f"{model_type}_".startswith(f"{key}_")]
-    return names[max(found, key=len)] if found else None
-
-
-def default_sound_processor(config: Any) -> HuggingFaceSoundProcessor:
-    """Return a family's processor of sounds with default settings, but the encoder's mel bins. Raises UserError."""
-    kind = _of_family(FEATURE_EXTRACTOR_MAPPING_NAMES, config.model_type)
+def default_sound_processor(config: Any, names: tuple[str, ...] = ()) -> HuggingFaceSoundProcessor:
+    """Return a family's processor of sounds with default settings, but the encoder's mel bins. names: of the outputs
+    that its model reads. Raises UserError."""
+    kind = of_family(FEATURE_EXTRACTOR_MAPPING_NAMES, config.model_type)
     if kind is None:
         raise UserError(f"{config.model_type}: transformers names no feature extractor of sounds for it")
     settings: dict[str, Any] = {"feature_extractor_type": kind}
     encoder = getattr(config, "audio_config", None)
     if isinstance(bins := getattr(encoder, "num_mel_bins", None), int):
         settings["feature_size"] = bins
-    return HuggingFaceSoundProcessor(json.dumps(settings, sort_keys=True), config.model_type)
+    return HuggingFaceSoundProcessor(json.dumps(settings, sort_keys=True), config.model_type, names)
 
 
-def default_processor(config: Any) -> HuggingFaceImageProcessor:
-    """Return a family's image processor with default settings, but the encoder's patches and size. Raises UserError."""
-    names = _of_family(IMAGE_PROCESSOR_MAPPING_NAMES, config.model_type)
-    kind = names.get("pil") if isinstance(names, dict) else None
+def default_processor(config: Any, names: tuple[str, ...] = ()) -> HuggingFaceImageProcessor:
+    """Return a family's image processor with default settings, but the encoder's patches and size. names: of the
+    outputs that its model reads. Raises UserError."""
+    kinds = of_family(IMAGE_PROCESSOR_MAPPING_NAMES, _PROCESSED_AS.get(config.model_type, config.model_type))
+    kinds = kinds if isinstance(kinds, dict) else {}
+    kind = kinds.get("pil") or (kinds.get("torchvision") if is_torchvision_available() else None)
     if kind is None:
-        raise UserError(
-            f"{config.model_type}: its image processor needs torchvision, and only those that need no more than "
-            "Pillow prepare images here"
-        )
+        needs = "needs torchvision (`pip install 'dilatant[torchvision]'`)"
+        needs = needs if kinds.get("torchvision") else "is not known to transformers"
+        raise UserError(f"{config.model_type}: its image processor {needs}")
     settings: dict[str, Any] = {"image_processor_type": kind.removesuffix("Pil")}
     made: Any = HuggingFaceImageProcessor(json.dumps(settings)).made
     vision = getattr(config, "vision_config", None)
@@ -327,7 +367,16 @@ def default_processor(config: Any) -> HuggingFaceImageProcessor:
         own = getattr(vision, of_encoder, None)
         if isinstance(own, int) and isinstance(getattr(made, name, None), int):
             settings[name] = own
-    side, size = getattr(vision, "image_size", None), dict(getattr(made, "size", None) or {})
+    for name in _AS_IN_CONFIG:
+        if getattr(made, name, None) is not None and getattr(config, name, None) is not None:
+            settings[name] = getattr(config, name)
+    for name, encoder in _SIDES.items():
+        own = getattr(getattr(config, encoder, None), "image_size", None)
+        if isinstance(own, int) and (known := getattr(made, name, None)) is not None:
+            settings[name] = own if isinstance(known, int) else {"height": own, "width": own}
+    sides = (getattr(each, "image_size", None) for each in (vision, getattr(vision, "sam_config", None)))
+    side, size = next(filter(None, sides), None), dict(getattr(made, "size", None) or {})
+    side = side[0] if isinstance(side, list | tuple) else side
     is_fixed = "height" in size or "shortest_edge" in size
     is_cropped = getattr(made, "crop_size", None) is not None
     is_native = {*made.model_input_names} & _OF_NATIVE_SIZES and not is_cropped
@@ -335,10 +384,15 @@ def default_processor(config: Any) -> HuggingFaceImageProcessor:
         settings["size"] = {"height": side, "width": side}
         if is_cropped:
             settings["crop_size"] = settings["size"]
-    return HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True))
+    return HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), names=names)
 
 
 _OF_NATIVE_SIZES = {"image_grid_thw", "image_sizes", "spatial_shapes", "image_grid_hw"}
+_PROCESSED_AS = {"glm_ocr": "glm46v"}
+"""Families for which transformers names no image processor → the one whose processor they have."""
+_AS_IN_CONFIG = ("image_grid_pinpoints",)
+_SIDES = {"max_image_size": "vision_config", "high_res_size": "high_res_vision_config"}
+"""Settings of processors: the sides of images → the encoder that takes them."""
 _PATCHES = {
     "patch_size": "patch_size",
     "merge_size": "spatial_merge_size",

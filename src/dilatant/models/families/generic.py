@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from torch import nn
 from dilatant.config.errors import UserError, one_line, type_and_text
 from dilatant.models.core.structure import find_structure, on_meta
 from dilatant.models.encoders.generic_encoder import GenericSoundTower, GenericTower
-from dilatant.models.encoders.narrow_encoder import auto_class, method_of, token_key
+from dilatant.models.encoders.narrow_encoder import auto_class, known_to, method_of, token_key
 from dilatant.models.families.families import FAMILIES, Family
 from dilatant.models.families.shrink import narrow_json
 
@@ -56,21 +57,28 @@ def read_family(config: Any, where: str) -> Family:
     problems = []
     for kind in _kinds_of(holder):
         token, touched = token_key(config, kind), _touched(holder, kind)
-        tower, blocks = _tower_in(model, holder, touched, kind)
+        modules = [name for name in touched if isinstance(getattr(holder, name), nn.Module)]
         unit, of_kind = _TOWERS[kind]
-        if token is None:
-            problems.append(f"its config names no {kind}_token_id")
-        elif tower is None:
-            problems.append(f"no encoder with a list of blocks was found in it for the kind {kind!r}")
-        else:
-            projector = tuple(f"{prefix}{name}" for name in touched if name != tower)
-            path = f"{prefix}{tower}"
-            found = of_kind(path, projector, token, holder=prefix[:-1], narrow=narrow, inner=blocks)
-            try:
-                found.shapes(found.typical(config))
-                towers[unit] = found
-            except Exception as error:
-                problems.append(one_line(error) if isinstance(error, UserError) else type_and_text(error))
+        if token is None or not modules:
+            lacks = "no encoder of it" if token else f"no {kind}_token_id in its config"
+            problems.append(f"there is {lacks} for the kind {kind!r}")
+            continue
+        tower, blocks = _tower_in(model, holder, modules, kind)
+        projector = tuple(f"{prefix}{name}" for name in touched if name != (tower or modules[0]))
+        found = of_kind(
+            f"{prefix}{tower or modules[0]}",
+            projector,
+            token,
+            holder=prefix[:-1],
+            narrow=narrow,
+            inner=blocks,
+            uncut=None if tower else "no list of blocks was found in its encoder",
+            inputs=_read_of(model, holder, kind),
+        )
+        try:
+            towers[unit] = _checked(found, config)
+        except Exception as error:
+            problems.append(_why(error))
     if not towers:
         raise refusal(config, where, "; ".join(problems))
     held = [path for tower in towers.values() for path in (tower.path, *tower.projector)]
@@ -99,9 +107,38 @@ def _kinds_of(holder: Any) -> list[str]:
     return [kind for kind in _TOWERS if hasattr(type(holder), method_of(kind))]
 
 
-def _tower_in(model: Any, holder: Any, touched: Iterable[str], kind: str) -> tuple[str | None, str]:
+def _checked(tower: GenericTower, config: Any) -> GenericTower:
+    """Return an encoder that can be built: as it is, or as one layer. Raises the error of the latter."""
+    try:
+        tower.check(config)
+    except UserError:  # about its media
+        raise
+    except Exception as error:
+        if tower.inner is None:
+            raise
+        tower = replace(tower, inner=None, uncut=_why(error))
+        tower.check(config)
+    return tower
+
+
+def _read_of(model: Any, holder: Any, kind: str) -> tuple[str, ...]:
+    """Return the names of the inputs that a model reads besides its text."""
+    methods = (method_of(kind), "get_rope_index")
+    found = [known_to(getattr(type(holder), name)) for name in methods if hasattr(type(holder), name)]
+    names = known_to(type(model).forward).union(*found) - _OF_TEXT
+    return tuple(sorted(names))
+
+
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "token_type_ids"})
+
+
+def _why(error: Exception) -> str:
+    return one_line(error) if isinstance(error, UserError) else type_and_text(error)
+
+
+def _tower_in(model: Any, holder: Any, touched: Iterable[str], kind: str) -> tuple[str | None, str | None]:
     """Return the touched module that encodes media, what transformers names or that with most weights in blocks, and
-    the path of the blocks in it."""
+    the path of the blocks in it; None without blocks."""
     named = model.get_encoder(modality=kind)
     found: list[tuple[bool, int, str, str]] = []
     for name in touched:
@@ -110,7 +147,7 @@ def _tower_in(model: Any, holder: Any, touched: Iterable[str], kind: str) -> tup
             blocks = find_structure(module).blocks
             size = sum(parameter.numel() for parameter in module.get_submodule(blocks).parameters())
             found.append((module is named, size, name, blocks))
-    return max(found)[2:] if found else (None, "")
+    return max(found)[2:] if found else (None, None)
 
 
 def _innermost(model: Any) -> Any:

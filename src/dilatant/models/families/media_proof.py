@@ -7,9 +7,10 @@ and with a stage for every layer.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -28,14 +29,14 @@ from dilatant.config.errors import type_and_text
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
-from dilatant.data.media.pixels import as_array, concatenate_inputs
+from dilatant.data.media.pixels import concatenate_inputs
 from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaMarkup
 from dilatant.models.core.materialize import seeded
-from dilatant.models.encoders.narrow_encoder import patch_of
+from dilatant.models.encoders.narrow_encoder import patch_of, takes_texts_alone
 from dilatant.models.families.families import MediaAttention
 from dilatant.models.families.generic import refusal
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
-from dilatant.models.families.pretrained_answers import composite_inputs
+from dilatant.models.families.pretrained_answers import inputs_of_sample
 from dilatant.models.families.shrink import narrow_json, special_ids
 from dilatant.models.families.training_proof import Result, differ, loss_of, proof_path, with_gradients
 from dilatant.models.multimodal import MultimodalModel
@@ -48,20 +49,24 @@ whose product is the length of a sound in hundredths of a second. In a row, medi
 @dataclass(frozen=True, slots=True)
 class MediaProof:
     """Store how the small copy trains under `mask`: the first problem of packed rows, of samples alone in whole units,
-    and of a stage for every layer; None for no problem."""
+    and of a stage for every layer (also why an encoder is not cut); None for no problem."""
 
     mask: MediaAttention
     packed: str | None
     alone: str | None
     cut: str | None
+    one_unit: str | None = "not needed"
+    """The first problem of samples alone in one unit, which is tried if parts are wrong."""
 
 
 def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None]) -> str | None:
-    """Set the first mask of `MASKS` under which the generic family of `model` trains as in transformers. attend: sets
-    the attention of a model. Return the reason why samples cannot share a row, or None, and store in the encoders'
+    """Set the first mask of `masks_of` under which the generic family of `model` trains as in transformers. attend:
+    sets the attention of a model. Return the reason why samples cannot share a row, or None, and store in the encoders'
     `uncut` the reason why they cannot be cut. Raises UserError if single samples in whole units would train
     otherwise."""
     assert model.whole is not None
+    if model.whole.family.one_unit is not None:
+        return None
     proof = proof_of(model.whole, attend)
     if proof.alone is not None:
         why = f"its small copy does not train as in transformers ({proof.alone})"
@@ -83,7 +88,7 @@ def proof_of(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) 
         proof = _first_right(whole, attend)
     with suppress(OSError):  # without a writable cache, the proof is not stored
         path.parent.mkdir(parents=True, exist_ok=True)
-        if proof.alone is None:
+        if None in (proof.alone, proof.one_unit):
             write_durably(path, msgspec.json.encode(proof).decode())
     return proof
 
@@ -91,7 +96,7 @@ def proof_of(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) 
 def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> MediaProof:
     """Return the proof with the first mask under which samples alone train correctly, or with the first mask."""
     found: list[MediaProof] = []
-    for mask in MASKS if whole.family.narrow else (whole.family.media_attention,):
+    for mask in masks_of(whole):
         own = replace(whole, family=replace(whole.family, media_attention=mask))
         try:
             with seeded(0, "media proof"), torch.enable_grad():
@@ -101,11 +106,38 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
             found.append(MediaProof(mask, why, why, why))
         if found[-1].alone is None:
             return found[-1]
-    return found[0]
+    return replace(found[0], one_unit=_prove_one_unit(whole, attend) if whole.family.narrow else "not tried")
 
 
-MASKS: tuple[MediaAttention, ...] = ("causal", "bidirectional")
-"""Masks among the tokens of an image, in the order in which they are tried."""
+def _prove_one_unit(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> str | None:
+    """Return the problem of samples that run alone through the whole model as one unit; None for no problem."""
+    try:
+        with seeded(0, "media proof"), torch.enable_grad():
+            small = small_copy(whole.as_one_unit("its parts train otherwise"))
+            model = drawn(small, attend)
+            samples = samples_with_media(small)
+            loss = loss_of(model.units, samples, [(number,) for number in range(len(samples))], is_cut=False)
+            found = with_gradients(loss, _trained(model).values())
+            return differ(_of_transformers(model, small, samples), found)[0]
+    except Exception as error:
+        return type_and_text(error)
+
+
+def in_proven_units(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> PretrainedModel:
+    """Return a pretrained model in units of its parts or, if they would train otherwise than in transformers and the
+    whole would not, in one unit."""
+    if not whole.family.narrow:
+        return whole
+    proof = proof_of(whole, attend)
+    return whole if proof.alone is None or proof.one_unit is not None else whole.as_one_unit(proof.alone)
+
+
+def masks_of(whole: PretrainedModel) -> tuple[MediaAttention, ...]:
+    """Return the masks among the tokens of an image that are tried, in this order."""
+    if not whole.family.narrow:
+        return (whole.family.media_attention,)
+    has_windows = getattr(whole.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    return ("causal", "bidirectional", *(("in_windows",) if has_windows else ()))
 
 
 def _narrow_settings(whole: PretrainedModel) -> str:
@@ -113,10 +145,11 @@ def _narrow_settings(whole: PretrainedModel) -> str:
 
 
 def small_copy(whole: PretrainedModel, lora: LoraConfig | None = None) -> PretrainedModel:
-    """Return the small copy of a pretrained model: the same family with a narrow config."""
+    """Return the small copy of a pretrained model: the same family with a narrow config, in the same units."""
     config = type(whole.config).from_dict(json.loads(_narrow_settings(whole)))
     small = PretrainedModel.of(config, "model", attn_implementation=whole.attn_implementation, lora=lora)
-    return replace(small, family=replace(small.family, media_attention=whole.family.media_attention))
+    own = replace(small.family, media_attention=whole.family.media_attention, one_unit=whole.family.one_unit)
+    return replace(small, family=own)
 
 
 def drawn(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> MultimodalModel:
@@ -146,6 +179,8 @@ def _prove(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) ->
             problems.append(differ(wanted, with_gradients(loss, _trained(model).values()))[0])
         except Exception as error:
             problems.append(type_and_text(error))
+    uncut = (model[encoder].uncut for encoder in model.encoders)
+    problems[-1] = next((why for why in uncut if why is not None), problems[-1])
     return tuple(problems)
 
 
@@ -156,21 +191,29 @@ def samples_with_media(whole: PretrainedModel) -> list[EncodedSample]:
         for name, tower in whole.family.towers.items()
     }
     turns = cycle(units.values())
+    borders = {name: borders_of(whole, unit.kind) for name, unit in units.items()}
     noise = np.random.default_rng(0)
-    plain = np.setdiff1d(np.arange(100), [*special_ids(whole.config.to_dict())])
+    settings = whole.config.to_dict()
+    plain = np.setdiff1d(np.arange(100), [*special_ids(settings)])
     samples = []
+    numbers = [part for parts in SAMPLES for part in parts if isinstance(part, int) and len(parts) > 1]
     for number, parts in enumerate(SAMPLES):
+        if not takes_texts_alone(whole.config) and not any(isinstance(part, tuple) for part in parts):
+            continue
         ids: list[int] = []
         sizes = dict.fromkeys(units, 0)
         items: dict[str, list[dict[str, Any]]] = {name: [] for name in units}
         for part in parts:
             if isinstance(part, int):
                 ids += noise.choice(plain, part).tolist()
+                if part == max(numbers):  # once in all samples
+                    ids += embedded_ids(settings)
                 continue
             unit = next(turns)
             media = _noise_of(unit.kind, part, patch_of(whole.config), noise)
             items[unit.name].append(unit.process(media))
-            ids += [unit.placeholder_id] * unit.merged_tokens(media_size(media))
+            opens, closes = borders[unit.name]
+            ids += [*opens, *[unit.placeholder_id] * unit.merged_tokens(media_size(media)), *closes]
             sizes[unit.name] += unit.encoder_tokens(media_size(media))
         is_text = ~np.isin(ids, [unit.placeholder_id for unit in units.values()])
         labels = np.where(is_text, ids, -100)
@@ -183,6 +226,33 @@ def samples_with_media(whole: PretrainedModel) -> list[EncodedSample]:
         sizes[LANGUAGE] = len(ids)
         samples.append(EncodedSample(f"{number}", np.array(ids), labels, inputs, sizes, number + 1))
     return samples
+
+
+def borders_of(whole: PretrainedModel, kind: MediaKind) -> tuple[list[int], list[int]]:
+    """Return the ids before and behind media, if the family's positions depend on them."""
+    model = whole.composite()
+    finds = [getattr(type(each), "get_rope_index", None) for each in (model, model.base_model)]
+    if not any(each and "start_token_id" in inspect.getsource(inspect.unwrap(each)) for each in finds):
+        return [], []
+    begin, end = (
+        getattr(whole.config, f"{'vision' if kind == 'image' else kind}_{each}_token_id", None)
+        for each in ("start", "end")
+    )
+    return ([], []) if begin is None else ([begin], [end or 0])
+
+
+def embedded_ids(settings: Mapping[str, Any]) -> list[int]:
+    """Return the token ids that a multimodal config names itself, but that no row of an encoder replaces: a family may
+    have embeddings of its own for them."""
+    found: list[int] = []
+    for key, value in settings.items():
+        if key.endswith(("token_id", "token_ids")) and not key.startswith(_OF_MEDIA) and value is not None:
+            found += value if isinstance(value, list) else [value]
+    return sorted({*found})
+
+
+_OF_MEDIA = ("image", "video", "audio", "vision", "pad", "bo", "eo")
+"""Prefixes of the names of placeholders, and of the ids around media and texts."""
 
 
 def _noise_of(kind: MediaKind, shape: tuple[float, float], patch: int, noise: np.random.Generator) -> Media:
@@ -199,12 +269,8 @@ def _noise_of(kind: MediaKind, shape: tuple[float, float], patch: int, noise: np
 
 def logits_of(composite: nn.Module, whole: PretrainedModel, sample: EncodedSample) -> torch.Tensor:
     """Return the logits of the family's own forward of one sample alone: [tokens, vocabulary]."""
-    ids = torch.as_tensor(sample.input_ids)[None]
-    media = {
-        name: {key: torch.as_tensor(as_array(each)) for key, each in inputs.items()}
-        for name, inputs in sample.media.items()
-    }
-    return composite(**composite_inputs(whole, ids, media, torch.float32), use_cache=False).logits[0]
+    inputs = inputs_of_sample(replace(whole, dtype=torch.float32), sample, torch.device("cpu"))
+    return composite(**inputs, use_cache=False).logits[0]
 
 
 def loss_in_transformers(

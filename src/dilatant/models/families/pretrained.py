@@ -6,8 +6,9 @@ The weights of all units correspond one to one to the composite's keys, so readi
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
-from dilatant.models.encoders.generic_encoder import GenericTower, positions_of
+from dilatant.models.encoders.generic_encoder import GenericTower, RopePositions
 from dilatant.models.encoders.narrow_encoder import auto_class
 from dilatant.models.encoders.tower import HostModel
 from dilatant.models.families.families import FAMILIES, Family, MediaAttention, family_of
@@ -65,11 +66,16 @@ class PretrainedModel:
         return {name: int(getattr(self.config, tower.token)) for name, tower in self.family.towers.items()}
 
     def encoders(self) -> dict[str, Encoder]:
-        """Return the encoders as `Encoder` specifications, as if a user had written them."""
+        """Return the encoders as `Encoder` specifications, as if a user had written them; none in one unit."""
         return {
-            name: Encoder(self.config, placeholder_id=self.placeholder_ids[name])
-            for name, tower in self.family.towers.items()
+            name: Encoder(self.config, placeholder_id=id_)
+            for name, id_ in self.placeholder_ids.items()
+            if self.family.one_unit is None
         }
+
+    def as_one_unit(self, why: str) -> PretrainedModel:
+        """Return the model as one unit. why: the reason."""
+        return replace(self, family=replace(self.family, one_unit=why))
 
     def composite(self, **options: Any) -> PreTrainedModel:
         """Build the model on the meta device, with its own copy of the config. options: of `from_config`. Raises
@@ -91,8 +97,10 @@ class PretrainedModel:
         return model
 
     def language_model(self) -> PreTrainedModel:
-        """Return the composite without its encoders and projectors."""
+        """Return the composite without its encoders and projectors; in one unit, the whole composite."""
         model = self._adapted(attn_implementation=self.attn_implementation)
+        if self.family.one_unit is not None:
+            return model
         encoders = [path for tower in self.family.towers.values() for path in (*tower.projector, tower.path)]
         for path in dict.fromkeys((*encoders, *self.family.unread)):
             _remove(model, path)
@@ -138,7 +146,12 @@ class PretrainedModel:
             first = self.family.first_position
             return partial(_counted, first) if first else None
         if isinstance(tower := self.family.towers["vision"], GenericTower):
-            return partial(positions_of, tower.shapes, "vision", self.placeholder_ids["vision"])
+            narrow, own = json.loads(self.family.narrow), vars(self.config)
+            named = [key for key in narrow if key.endswith(("_token_id", "_token_index"))]
+            ids = tuple((own[key], narrow[key]) for key in named if isinstance(own.get(key), int))
+            towers = self.family.towers.items()
+            units = tuple((name, each.kind, self.placeholder_ids[name]) for name, each in towers)
+            return RopePositions(tower.shapes, units, ids)
         merge = self.config.vision_config.spatial_merge_size
         units = tuple((name, self.placeholder_ids[name]) for name in self.spatial_units)
         return partial(_spatial, units, merge, self.family.behind_time)
@@ -173,7 +186,8 @@ class PretrainedModel:
     def media_attention(self) -> MediaAttention:
         """The default mask among the tokens of an item (see `families.Family`)."""
         mask = self.family.media_attention
-        if mask == "in_windows" and not self.config.get_text_config().use_bidirectional_attention:
+        text = self.config.get_text_config()
+        if mask == "in_windows" and not getattr(text, "use_bidirectional_attention", None):
             return "causal"
         return mask
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from dilatant.config.errors import UserError, one_line
+from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.native_image_unit import STEP
+from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import merged_by_peft
 from dilatant.models.families.pretrained import PretrainedModel
 
@@ -56,6 +58,20 @@ class PretrainedGeneration:
         inputs = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)
         generated = self._model.generate(attention_mask=attention_mask, **inputs, **generation)
         return generated[:, input_ids.shape[1] :]
+
+
+def inputs_of_sample(
+    whole: PretrainedModel, sample: EncodedSample, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the keywords of the family's own forward of a sample alone."""
+    ids = torch.as_tensor(sample.input_ids)[None]
+    media = {
+        name: {key: torch.as_tensor(as_array(each)) for key, each in inputs.items()}
+        for name, inputs in sample.media.items()
+    }
+    keywords = composite_inputs(whole, ids, media, whole.dtype)
+    keywords["attention_mask"] = torch.ones_like(ids)  # some compute positions from it
+    return {name: each.to(device) for name, each in keywords.items()}
 
 
 def composite_inputs(

@@ -48,7 +48,7 @@ _OF_BLOCKS = re.compile(
 )
 _SECTIONS = re.compile(r"^n_\w+_layers$")
 _NUMBERS_OF_BLOCKS = re.compile(r"(_layers|_layer_ids|_idxs)$")
-_BORDERS = re.compile(r"^(max_window_layers|moe_layer_(start|end)_index)$")
+_BORDERS = re.compile(r"^(max_window_layers|moe_layer_(start|end)_index|loop_layer_index_(start|end))$")
 _IDS = re.compile(r"(token_id|token_index)s?$")
 _MULTIPLIERS = re.compile(r"(multiplier|_scale|_scaling|scaling_factor)$|^scale_(emb|depth)$")
 
@@ -65,6 +65,9 @@ def shrink(config: Any, has_encoders: bool) -> dict[str, Any]:
         settings[key] = _shrink_part(settings[key], divisor)
     if texts:
         _fold_ids(settings)
+        for key in () if has_encoders else parts:
+            if settings[key].get("text_hidden_size") == width:
+                settings[key] = {**settings[key], "text_hidden_size": _width(settings[texts[0]])}
     else:
         settings = _shrink_part(settings, divisor)
     small = settings[texts[0]] if texts else settings
@@ -78,28 +81,70 @@ def shrink_widths(config: Any, spatial: bool) -> dict[str, Any]:
     """Return the settings of a narrow multimodal model, whose encoders keep all their blocks and their windows; its
     text model is shortened, too. spatial: True for positions in time, height and width."""
     settings, parts = _settings_and_parts(config)
-    of_parts = {key: settings[key].get("embed_dim") or _width(settings[key]) for key in parts}
     # The settings of an encoder may contain the text model's width, and the reverse.
-    widths = {wide: _divided(wide, wide // _WIDTH or 1) for wide in of_parts.values() if wide}
+    all_parts = [part for key in parts for part in (settings[key], *_parts_in(settings[key]).values())]
+    widths = {wide: _divided(wide, wide // _WIDTH or 1) for part in all_parts if (wide := _width_of(part))}
     for key in parts:
-        part, divisor = dict(settings[key]), of_parts[key] // _WIDTH or 1
+        part = dict(settings[key])
         rope = part.get("rope_parameters")
         if getattr(config, key) is config.get_text_config():
-            if spatial and isinstance(rope, dict) and "mrope_section" not in rope:
-                part["rope_parameters"] = {**rope, "mrope_section": [_HEAD_WIDTH] * 3}  # narrowed below
-            narrow = _shrink_part(part, divisor)
+            if spatial and isinstance(rope, dict):
+                part["rope_parameters"] = _with_sections(rope)  # narrowed below
+            narrow = _shrink_part(part, _width_of(part) // _WIDTH or 1)
+            settings[key] = _equal_widths(part, narrow, widths)
         else:
-            narrow = dict(part)
-            _narrow(narrow, divisor)
-            narrow |= {name: part[name] for name in ("window_size",) if name in part}
-        for name, wide in part.items():
-            if isinstance(wide, int) and wide in widths and _WIDTHS.match(name):
-                narrow[name] = widths[wide]
-            elif name in _OF_ENCODERS and isinstance(wide, int) and narrow[name] == wide:
-                narrow[name] = widths.get(wide) or _divided(wide, divisor)
-        settings[key] = narrow
+            settings[key] = _narrow_encoder(part, widths)
+    for name, wide in settings.items():
+        # A projector may take the features of as many patches as are merged.
+        for merged in (1, 4) if _WIDTHS.match(name) and isinstance(wide, int) else ():
+            if wide % merged == 0 and wide // merged in widths:
+                settings[name] = merged * widths[wide // merged]
+                break
     _fold_ids(settings)
     return settings
+
+
+def _narrow_encoder(part: Mapping[str, Any], widths: Mapping[int, int]) -> dict[str, Any]:
+    """Narrow the settings of an encoder and of the encoders inside it."""
+    narrow = dict(part)
+    _narrow(narrow, _width_of(part) // _WIDTH or 1)
+    narrow |= {name: part[name] for name in ("window_size",) if name in part}
+    narrow |= {name: _narrow_encoder(each, widths) for name, each in _parts_in(part).items()}
+    _fold_ids(narrow)
+    return _equal_widths(part, narrow, widths)
+
+
+def _equal_widths(
+    part: Mapping[str, Any], narrow: dict[str, Any], widths: Mapping[int, int]
+) -> dict[str, Any]:
+    """Give the same narrow width to all settings of the same width."""
+    for name, wide in part.items():
+        if isinstance(wide, int) and wide in widths and _WIDTHS.match(name):
+            narrow[name] = widths[wide]
+        elif name in _OF_ENCODERS and isinstance(wide, int) and narrow[name] == wide:
+            narrow[name] = widths.get(wide) or _divided(wide, _width_of(part) // _WIDTH or 1)
+        elif name.endswith("_channels") and isinstance(wide, list | tuple):
+            narrow[name] = [widths.get(each, each) for each in wide]
+    return narrow
+
+
+def _parts_in(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the nested settings of encoders inside an encoder."""
+    return {
+        name: each
+        for name, each in settings.items()
+        if isinstance(each, dict) and name.endswith("_config") and _width(each)
+    }
+
+
+def _width_of(part: Mapping[str, Any]) -> int:
+    return part.get("embed_dim") or _width(part)
+
+
+def _with_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the sections of positions in time, height and width, also to the parameters per kind of layer."""
+    inner = {name: _with_sections(each) for name, each in rope.items() if isinstance(each, dict)}
+    return {**rope, **inner} if inner else {"mrope_section": [_HEAD_WIDTH] * 3, **rope}
 
 
 def narrow_json(config: Any, spatial: bool) -> str:
@@ -107,7 +152,7 @@ def narrow_json(config: Any, spatial: bool) -> str:
     return json.dumps({**shrink_widths(config, spatial), "model_type": config.model_type}, default=str)
 
 
-_OF_ENCODERS = ("embed_dim", "mlp_dim", "projection_dim")
+_OF_ENCODERS = ("embed_dim", "mlp_dim", "projection_dim", "hidden_dim", "output_dim")
 """Names of further widths in the settings of encoders."""
 
 

@@ -27,11 +27,11 @@ from dilatant.models.language.packed_row import PackedRow, Positions
 class TextLayout:
     """The modules and token ids of a causal language model, for all its stages.
 
-    container: path of the module that holds the blocks and that the head follows. decoder: path of the text model; ""
-    for the causal model itself. blocks: path of the list of blocks. placeholder_ids: unit → the id of the tokens that
-    its rows replace. outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
-    unembedded: ids whose embeddings are not looked up, which may lie outside of the vocabulary. positions: see
-    `PackedRow.of`.
+    container: path of the module that holds the blocks and that the head follows, in the model at `causal`, whose
+    forward has the head. decoder: path of the text model; "" for the causal model itself. blocks: path of the list of
+    blocks. placeholder_ids: unit → the id of the tokens that its rows replace. outputs: unit that takes rows from here
+    → the id of the tokens whose last hidden states it takes. unembedded: ids whose embeddings are not looked up, which
+    may lie outside of the vocabulary. positions: see `PackedRow.of`.
     """
 
     container: str
@@ -41,6 +41,7 @@ class TextLayout:
     outputs: Mapping[str, int]
     unembedded: Sequence[int]
     positions: Positions | None = None
+    causal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,11 @@ class LanguageUnit(Unit, LanguageStage):
         is_part = decoder is not None
         if not is_part:  # the text model has another name than the base in some families (Llama 4)
             decoder = structure.containers[-1] if model.base_model is model else model.base_model_prefix
+        causal = _causal_in(model, decoder or "") if is_part and model.base_model is model else ""
+        is_whole = is_part and not causal
+        container = (
+            model.base_model_prefix if is_whole else structure.containers[-1].removeprefix(f"{causal}.")
+        )
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         layer, outputs, extensions = f"{name}.embedding", outputs or {}, list(extensions)
@@ -108,7 +113,7 @@ class LanguageUnit(Unit, LanguageStage):
         crossing = next((each for each in extensions if isinstance(each, CrossAttention)), None)
         apart = None if crossing is None else crossing.unit
         merged = {unit: id_ for unit, id_ in placeholder_ids.items() if unit != apart}
-        losses = {name: Loss(_target_tokens)}
+        losses = {name: Loss(target_tokens)}
         if has_router_loss(model):
             in_all = partial(_tokens_of_routers, name, count_routers(model))
             losses[f"{name}.router"] = Loss(in_all, router_weight(model))
@@ -126,13 +131,14 @@ class LanguageUnit(Unit, LanguageStage):
             model=model,
             text=TextLayout(
                 # In a multimodal model, the head runs after the module that contains encoders and text model.
-                container=model.base_model_prefix if is_part else structure.containers[-1],
+                container=container,
                 decoder=decoder or "",
                 blocks=structure.blocks,
                 placeholder_ids=merged,
                 outputs=outputs,
                 unembedded=(*merged.values(), *(outputs[unit] for unit in queries or ())),
                 positions=positions,
+                causal=causal,
             ),
             span=StageSpan(0, structure.num_blocks),
             extensions=extensions,
@@ -246,7 +252,22 @@ class LanguageUnit(Unit, LanguageStage):
         return stage
 
 
-def _target_tokens(sample: EncodedSample) -> int:
+def _causal_in(model: PreTrainedModel, decoder: str) -> str:
+    """Return the path of the causal language model around the text model at `decoder`, inside a multimodal model that
+    has no base; "" if there is none."""
+    *parts, _ = decoder.split(".")
+    paths = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    found = (
+        path
+        for path in paths
+        if isinstance(inner := model.get_submodule(path), PreTrainedModel)
+        and inner.get_output_embeddings() is not None
+    )
+    return next(found, "")
+
+
+def target_tokens(sample: EncodedSample) -> int:
+    """Return the number of tokens of a sample that have a loss."""
     return sample.target_tokens
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -175,14 +175,13 @@ class LanguageStage(Stage):
         with_target = positions_with_targets(row.targets)
         at = to_device(with_target, hidden.device)
         targets = to_device(row.targets[with_target], hidden.device)
-        head = head_of(self.model, self.text.container)
         if data.predicts:
             tokens, losses = chunked_predictions(
-                head, hidden[0, at], targets, self.loss_chunk, self.vocabulary
+                self.head, hidden[0, at], targets, self.loss_chunk, self.vocabulary
             )
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
         sample_of = row.sample_of[with_target].to(hidden.device)
-        losses = self._losses(head, hidden[0, at], targets, packed, sample_of)
+        losses = self._losses(self.head, hidden[0, at], targets, packed, sample_of)
         if self.pair_loss is not None:
             total, sums = self.pair_loss(losses, row, with_target, packed)
             loss = divide_loss(total, row.targets, data.counts[self.unit])
@@ -255,8 +254,7 @@ class LanguageStage(Stage):
         hidden = self.hidden_states(input_ids, rows, hidden, **keywords)
         if not self.span.is_last:
             return hidden
-        head = head_of(self.model, self.text.container)
-        logits = logits_of(head, hidden) if return_logits else None
+        logits = logits_of(self.head, hidden) if return_logits else None
         if labels is None:
             return MultimodalOutput(None, logits)
         positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
@@ -268,7 +266,9 @@ class LanguageStage(Stage):
             at = positions_with_targets(targets)
             chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
             targets_there = to_device(targets[at], hidden.device)
-            losses = chunked_loss(head, chosen, targets_there, self.loss_chunk, self.vocabulary.cross_entropy)
+            losses = chunked_loss(
+                self.head, chosen, targets_there, self.loss_chunk, self.vocabulary.cross_entropy
+            )
         return MultimodalOutput(divide_loss(losses.sum(), targets, loss_denominator), logits)
 
     def hidden_states(
@@ -307,6 +307,11 @@ class LanguageStage(Stage):
         skipped = (block for block in self.block_list.children() if isinstance(block, SkippedBlock))
         following = next((block for block in skipped if block.where == "behind"), module)
         return None if module is None else following
+
+    @property
+    def head(self) -> PreTrainedModel:
+        """The model that computes logits of hidden states."""
+        return head_of(cast(PreTrainedModel, self.model.get_submodule(self.text.causal)), self.text.container)
 
     @property
     def _decoder(self) -> nn.Module:
