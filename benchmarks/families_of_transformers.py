@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import re
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -206,8 +205,8 @@ def needs(family: str) -> list[str]:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     kinds = IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}
-    of_images = ["torchvision"] if "torchvision" in kinds and "pil" not in kinds else []
-    return of_images + [name for name in ("timm", "torchaudio") if name in sys.modules]
+    found = ["torchvision"] if "torchvision" in kinds and "pil" not in kinds else []
+    return found + ["torchaudio"] * family.startswith(("fun_asr", "granite_speech"))
 
 
 def check(family: str) -> dict[str, Any]:

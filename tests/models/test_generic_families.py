@@ -19,6 +19,8 @@ def config_of(family: str) -> Any:
     config = CONFIG_MAPPING[family]()
     if hasattr(config, "audio_config"):
         config.audio_config.num_hidden_layers = 3
+        if hasattr(config.audio_config, "output_dim"):
+            config.audio_config.output_dim = config.get_text_config().hidden_size
     vision = getattr(config, "vision_config", None)
     if isinstance(getattr(vision, "image_size", None), int) and vision.image_size >= 32 * vision.patch_size:
         vision.image_size = 16 * vision.patch_size

@@ -150,7 +150,8 @@ def assemble_model(
     place_rows(model, config.parallel.placement)
     seen = {unit.name: unit.placeholder_id for unit in encoding.units}
     seen |= {target.name: target.placeholder_id for target in encoding.targets}
-    expected = {**model.placeholder_ids, **model.output_ids}
+    placed = model.placeholder_ids if model.whole is None else model.whole.placeholder_ids
+    expected = {**placed, **model.output_ids}
     if seen != expected:
         raise RuntimeError(f"data places {seen}, the model expects {expected}")
     for name, how in recompute_by_unit(config, model.units).items():

@@ -161,9 +161,8 @@ def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def taps_of(shapes: FeatureShapes, layout: Layout) -> tuple[int, ...]:
     """Return the blocks of the narrow encoder whose outputs are read by more than the next block."""
-    model, structure = narrow_encoder(shapes)
-    assert structure is not None
-    return find_taps(model, structure, lambda part, *_: shapes.rows(part, layout))
+    model, _ = narrow_encoder(shapes)
+    return find_taps(model, in_order(shapes, layout), lambda part, *_: shapes.rows(part, layout))
 
 
 def find_taps(

@@ -66,8 +66,8 @@ def shrink(config: Any, has_encoders: bool) -> dict[str, Any]:
     if texts:
         _fold_ids(settings)
         for key in () if has_encoders else parts:
-            if settings[key].get("text_hidden_size") == width:
-                settings[key] = {**settings[key], "text_hidden_size": _width(settings[texts[0]])}
+            same = {name: _width(settings[texts[0]]) for name in _OF_TEXT if settings[key].get(name) == width}
+            settings[key] = {**settings[key], **same}
     else:
         settings = _shrink_part(settings, divisor)
     small = settings[texts[0]] if texts else settings
@@ -152,6 +152,8 @@ def narrow_json(config: Any, spatial: bool) -> str:
     return json.dumps({**shrink_widths(config, spatial), "model_type": config.model_type}, default=str)
 
 
+_OF_TEXT = ("text_hidden_size", "adapter_out_dim")
+"""Settings of encoders that must be the text model's width, also where the encoder is not built."""
 _OF_ENCODERS = ("embed_dim", "mlp_dim", "projection_dim", "hidden_dim", "output_dim")
 """Names of further widths in the settings of encoders."""
 
