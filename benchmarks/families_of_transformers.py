@@ -58,7 +58,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
                 "num_key_value_heads": 2,
             },
         },
-        "text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31},
+        "text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6},
     },
     "deepseek_vl_hybrid": {"high_res_vision_config": {"model_type": "sam_vision_model", "image_size": 256}},
     "dots3_note": {
@@ -116,9 +116,11 @@ CONSISTENT: dict[str, dict[str, Any]] = {
     "minicpmv4_7": {"insert_layer_id": 1},
     "muse_glimmer": {"vision_config": {"num_hidden_layers": 4}},
     "ovis2": {"hidden_size": 4096},
+    "paligemma": {"projection_dim": 3072},
     "qianfan_ocr": {"vision_config": {"image_size": 224, "patch_size": 14}},
     "qwen2_5_omni": {"thinker_config": {"vision_start_token_id": 151652, "vision_end_token_id": 151653}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # the width behind its merger
     "qwen3_omni_moe": {"thinker_config": {"vision_start_token_id": 151652}},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "qwen4_exp": {
@@ -173,7 +175,7 @@ def config_of(family: str) -> Any:
     others = (getattr(config, f"{kind}_config", None) for kind in ("audio", "encoder"))
     encoders = [each for each in (vision, *others) if each is not None]
     layers = (getattr(config, f"vision_feature_layer{end}", None) for end in ("", "s"))
-    for encoder in encoders if not any(isinstance(each, list) for each in layers) else ():
+    for encoder in encoders if not any(isinstance(each, list | tuple) for each in layers) else ():
         for part in (encoder, *(getattr(encoder, key) for key in encoder.sub_configs)):
             _shorten(part)
     for part in encoders:

@@ -344,8 +344,10 @@ def default_sound_processor(config: Any, names: tuple[str, ...] = ()) -> Hugging
         raise UserError(f"{config.model_type}: transformers names no feature extractor of sounds for it")
     settings: dict[str, Any] = {"feature_extractor_type": kind}
     encoder = getattr(config, "audio_config", None)
-    if isinstance(bins := getattr(encoder, "num_mel_bins", None), int):
-        settings["feature_size"] = bins
+    parts = (encoder, *(getattr(encoder, key) for key in getattr(encoder, "sub_configs", ())))
+    bins = [each.num_mel_bins for each in parts if isinstance(getattr(each, "num_mel_bins", None), int)]
+    if bins:
+        settings["feature_size"] = bins[0]
     return HuggingFaceSoundProcessor(json.dumps(settings, sort_keys=True), config.model_type, names)
 
 

@@ -25,14 +25,15 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from dilatant.config.errors import type_and_text
+from dilatant.config.errors import UserError, type_and_text
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import concatenate_inputs
-from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaMarkup
+from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaMarkup, MediaUnit
 from dilatant.models.core.materialize import seeded
-from dilatant.models.encoders.narrow_encoder import patch_of, takes_texts_alone
+from dilatant.models.encoders.narrow_encoder import default_processor, patch_of, takes_texts_alone
+from dilatant.models.encoders.tower import Tower
 from dilatant.models.families.families import MediaAttention
 from dilatant.models.families.generic import refusal
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
@@ -186,10 +187,7 @@ def _prove(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) ->
 
 def samples_with_media(whole: PretrainedModel) -> list[EncodedSample]:
     """Make the samples of `SAMPLES` for a small copy; their media are of each encoder in turn."""
-    units = {
-        name: tower.media_unit(whole.host(name), None, MediaMarkup(""))
-        for name, tower in whole.family.towers.items()
-    }
+    units = {name: _media_unit(whole, name, tower) for name, tower in whole.family.towers.items()}
     turns = cycle(units.values())
     borders = {name: borders_of(whole, unit.kind) for name, unit in units.items()}
     noise = np.random.default_rng(0)
@@ -226,6 +224,15 @@ def samples_with_media(whole: PretrainedModel) -> list[EncodedSample]:
         sizes[LANGUAGE] = len(ids)
         samples.append(EncodedSample(f"{number}", np.array(ids), labels, inputs, sizes, number + 1))
     return samples
+
+
+def _media_unit(whole: PretrainedModel, name: str, tower: Tower) -> MediaUnit:
+    """Return the media unit of a tower with the settings of the family's processor, if it needs any."""
+    try:
+        return tower.media_unit(whole.host(name), None, MediaMarkup(""))
+    except UserError:
+        settings = default_processor(whole.config).settings
+        return tower.media_unit(whole.host(name), settings, MediaMarkup(""))
 
 
 def borders_of(whole: PretrainedModel, kind: MediaKind) -> tuple[list[int], list[int]]:

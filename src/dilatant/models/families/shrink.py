@@ -96,7 +96,8 @@ def shrink_widths(config: Any, spatial: bool) -> dict[str, Any]:
             settings[key] = _narrow_encoder(part, widths)
     for name, wide in settings.items():
         # A projector may take the features of as many patches as are merged.
-        for merged in (1, 4) if _WIDTHS.match(name) and isinstance(wide, int) else ():
+        is_width = isinstance(wide, int) and (_WIDTHS.match(name) or name in _OF_ENCODERS)
+        for merged in (1, 4) if is_width else ():
             if wide % merged == 0 and wide // merged in widths:
                 settings[name] = merged * widths[wide // merged]
                 break
