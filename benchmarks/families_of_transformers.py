@@ -226,6 +226,8 @@ def check(family: str) -> dict[str, Any]:
         result = asdict(
             ModelCheck(family, {}, None, {0: f"its default config does not build: {one_line(error)}"})
         )
+    if result["rung"] is not None and "read" not in result["found"]:
+        result |= {"rung": None, "refusals": {0: "it opens as a text model alone"}}
     return {**result, "needs": needs(family), "seconds": round(time.perf_counter() - begin, 1)}
 
 
@@ -267,6 +269,8 @@ def markdown() -> str:
     for family, each in results.items():
         proven, rung = each["proven"], each["rung"]
         why = " ".join(str(next(iter(each["refusals"].values()), "")).split()).replace("|", "\\|")
+        why = why.partition("does not open whole: ")[2].partition(". Name its encoder")[0] or why
+        why = why if proven.get("export", "yes") == "yes" else f"its export is wrong ({proven['export']})"
         cells = [proven.get(name, "").partition(",")[0].partition(":")[0] for name in ("LoRA", "export")]
         shown = "–" if rung is None else rung
         lines.append(

@@ -48,9 +48,10 @@ class HuggingFaceImageProcessor(Fingerprinted):
         kind = "pt" if getattr(made, "backend", "pil") == "torchvision" else "np"
         images = pixels[0] if len(pixels) == 1 else [*pixels]
         outputs = made(images=images, return_tensors=kind, input_data_format="channels_last")
-        return {
-            name: np.asarray(array) for name, array in outputs.items() if name in self.names or not self.names
-        }
+        read = {name: array for name, array in outputs.items() if name in self.names or not self.names}
+        for name, array in read.items():  # numpy knows no bfloat16
+            read[name] = array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array
+        return {name: np.asarray(array) for name, array in read.items()}
 
     def axes(self, pixels: NDArray[np.uint8]) -> Mapping[str, int]:
         """Return the axis along which outputs of an image are joined to those of another one, by name, if it is not
