@@ -98,5 +98,6 @@ class WholeUnit(LanguageUnit, WholeStage):
     def stage(self, first: int, end: int) -> WholeStage:
         self._check_stage(first, end)
         stage = WholeStage(self.unit, self.layers, self.weights, self.model, self.text, StageSpan(0, 0))
-        stage.inputs_of, stage.loss_chunk, stage.token_loss = self.inputs_of, self.loss_chunk, self.token_loss
+        stage.inputs_of, stage.loss_chunk = self.inputs_of, self.loss_chunk
+        stage.token_loss, stage.pair_loss = self.token_loss, self.pair_loss
         return stage
