@@ -42,11 +42,11 @@ class HuggingFaceImageProcessor(Fingerprinted):
     def settings(self) -> dict[str, Any]:
         return json.loads(self.settings_json)
 
-    def __call__(self, *pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
+    def __call__(self, pixels: NDArray[np.uint8], *more: NDArray[np.uint8]) -> Mapping[str, NDArray]:
         """Return the inputs of images, uint8 [height, width, channels]."""
         made = self.made
         kind = "pt" if getattr(made, "backend", "pil") == "torchvision" else "np"
-        images = pixels[0] if len(pixels) == 1 else [*pixels]
+        images = [pixels, *more] if more else pixels
         outputs = made(images=images, return_tensors=kind, input_data_format="channels_last")
         read = {name: array for name, array in outputs.items() if name in self.names or not self.names}
         for name, array in read.items():  # numpy knows no bfloat16
