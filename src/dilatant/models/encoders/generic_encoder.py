@@ -160,6 +160,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
     stand_in = ShapePlaceholder
     undivided = "of a family that is not listed, no proof says that ranks may share them"
     shapes: FeatureShapes
+    axes: Mapping[str, int] = MappingProxyType({})
     taps: tuple[int, ...] = ()
 
     def __init__(

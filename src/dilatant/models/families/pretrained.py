@@ -153,8 +153,8 @@ class PretrainedModel:
             units = tuple((name, each.kind, self.placeholder_ids[name]) for name, each in towers)
             return RopePositions(tower.shapes, units, ids)
         merge = self.config.vision_config.spatial_merge_size
-        units = tuple((name, self.placeholder_ids[name]) for name in self.spatial_units)
-        return partial(_spatial, units, merge, self.family.behind_time)
+        spatial = tuple((name, self.placeholder_ids[name]) for name in self.spatial_units)
+        return partial(_spatial, spatial, merge, self.family.behind_time)
 
     @property
     def crossing(self) -> CrossAttention | None:
