@@ -14,6 +14,7 @@ from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.model_spec import roles_of
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.why_not import AskedLayout
+from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
@@ -49,6 +50,8 @@ def training_plan(
     problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None
 ) -> TrainingPlan:
     """Return the plan that trains as `ranked` was simulated. chain: as in `PlannedRun`."""
+    words = dict(problem.target.rules.shard)
+    trains = {unit.name: any(unit.trainable) for unit in problem.model.spec.units}
     return TrainingPlan(
         ranked.plan,
         ranked.num_microbatches,
@@ -59,6 +62,7 @@ def training_plan(
         ranked.row_tokens,
         ranked.zero,
         chain,
+        shard_by_unit(ranked.plan, trains, words.get("", words)),
     )
 
 
@@ -110,6 +114,7 @@ def plan_report(
             for group in cluster.parts
         ),
         zero=winner.zero,
+        shard=training_plan(problem, winner).shard,
     )
     if planned.chain is None:
         return report
