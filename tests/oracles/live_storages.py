@@ -31,9 +31,9 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for key, reference in (self._storages or {}).items():
+        for key, reference in list((self._storages or {}).items()):
             storage = reference()
-            if storage is not None and storage.nbytes() != self._known.get(key, 0):
+            if storage is not None and key in self._known:
                 self.now += storage.nbytes() - self._known[key]
                 self._known[key] = storage.nbytes()
         self.peak = max(self.peak, self.now)

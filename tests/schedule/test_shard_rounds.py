@@ -68,7 +68,7 @@ def runs(case: Case, how: str) -> None:
         assert moved, "deadlock"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(case=cases(alike=True), how=st.sampled_from(["weights", "gradients"]))
 def test_every_drawn_step_runs_its_rounds_to_the_end(case: Case, how: str) -> None:
     runs(case, how)
