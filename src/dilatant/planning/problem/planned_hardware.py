@@ -184,7 +184,7 @@ def _rules(
         ranks_per_node=ranks_per_node,
         keeps_gradients=keeps_gradients,
         integers=EXACT_SUMS if train.deterministic else 0.0,
-        shard=tuple(sorted(words.items() if isinstance(words, dict) else [("", words or "none")])),
+        shard=tuple(sorted(words.items())) if isinstance(words, dict) else (("", words),) if words else (),
     )
 
 
