@@ -102,7 +102,7 @@ def test_checkpoints_of_sharded_weights_load_under_any_setting(project: Path, di
     assert code == 0, err
     # fp32 sums in another order, which six optimizer steps amplify.
     assert losses(run) == pytest.approx(losses(one), rel=1e-4)
-    code, _, err = dilatant("export", run, "exported")
+    code, _, err = dilatant("export", run)
     assert code == 0, err
     code, _, err = dilatant("train", config, "--set", "output_dir=refused", "--set", "train.shard=weights")
     assert code == 2

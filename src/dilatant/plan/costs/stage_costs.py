@@ -237,10 +237,8 @@ def _gathered(
     block, outside, part = (held * is_block).max(), (held * ~is_block).sum(), 1.0 / shared_by.max()
     weight, gradient = rules.weight if rules.shard_of(unit.name) == "weights" else 0.0, rules.gradient
     always = outside * (weight + gradient)
-    running = always + block * np.where(
-        is_block, (2 + part) * weight + (3 + part) * gradient, (1 + part) * weight
-    )
-    running[0] = max(running[0], outside * (weight + (3 + part) * gradient))
+    running = always + block * np.where(is_block, (2 + part) * weight + 3 * gradient, (1 + part) * weight)
+    running[0] = max(running[0], outside * (weight + 3 * gradient))
     return np.outer(running, [0.0, 0.0, 1.0])
 
 
