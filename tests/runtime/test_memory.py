@@ -261,6 +261,7 @@ RARELY = (
     "deterministic",
     "gradients kept, one holder",
     "gradients sharded",
+    "weights sharded",
     "weights sharded, fp32",
 )
 
@@ -298,4 +299,5 @@ def test_the_peak_of_a_step_is_what_the_planner_says(workers: WorkerPool, name: 
     off = _predicted(run) / peaks - 1
     # A sample's own gradients, which come while its activations go, are counted whole beside the integers.
     assert off.min() >= -0.05, off
-    assert off.max() <= (0.1 if run.exact else 0.05), off
+    # How long collectives of sharded weights hold their buffers depends on the other ranks.
+    assert off.max() <= (0.1 if run.exact or run.shard != "none" else 0.05), off
