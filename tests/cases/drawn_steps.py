@@ -43,10 +43,14 @@ from dilatant.schedule.trainability import trainability_of
 
 @st.composite
 def cases(
-    draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32, nets: tuple[str, ...] = ()
+    draw: Any,
+    most_ranks: int = 8,
+    dtype: torch.dtype = torch.float32,
+    nets: tuple[str, ...] = (),
+    alike: bool = False,
 ) -> Case:
     """Draw any valid step of up to `most_ranks` ranks. nets: families of its generators, of which there is then at
-    least one; without `nets`, generators are simple modules."""
+    least one; without `nets`, generators are simple modules. alike: replicas of a unit have the same stages."""
     encoders = tuple(
         (
             NAMES[index],
@@ -126,7 +130,7 @@ def cases(
     if case.attention is not None:
         degrees += [(1, 2), (1, 3), *((tp, 2) for tp, _ in degrees[1:])]
     experts = LANGUAGE[case.language].get("num_local_experts", 1)
-    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees, experts)
+    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees, experts, alike)
     assignment = _draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
     families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
@@ -174,6 +178,7 @@ def _draw_plan(
     most_ranks: int,
     degrees: list[tuple[int, int]],
     experts: int,
+    alike: bool,
 ) -> Plan:
     """Draw replicas of every unit, each with its own cuts; encoders are on separate ranks or on those of other units.
 
@@ -182,13 +187,18 @@ def _draw_plan(
     budget = min(most_ranks, draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks])))
     groups: list[tuple[int, int]] = []
     while (left := budget - sum(tp * cp for tp, cp in groups)) > 0:
-        groups.append(draw(st.sampled_from([(tp, cp) for tp, cp in degrees if tp * cp <= left])))
+        fitting = [(tp, cp) for tp, cp in degrees if tp * cp <= left]
+        if alike and groups:
+            fitting = [each for each in fitting if each == groups[0]]
+        if not fitting:
+            break
+        groups.append(draw(st.sampled_from(fitting)))
     budget = len(groups)
     taken: list[int] = []
     units: dict[str, UnitPlan] = {}
     # The language model chooses first, so that others can be put on its ranks.
     for name in sorted(layers, key=lambda name: name != "language"):
-        replicas = []
+        replicas: list[Replica] = []
         shares = draw(st.booleans()) if taken and name != "language" else False
         used_by_unit: set[int] = set()
         for number in range(draw(st.integers(1, 3))):
@@ -199,9 +209,17 @@ def _draw_plan(
                 if number:
                     break
                 pool = [r for r in taken if r not in used_by_unit]
-            count = draw(st.integers(1, min(4, layers[name], len(pool))))
+            first = replicas[0].stages if alike and replicas else ()
+            if len({stage.ranks for stage in first}) > len(pool):
+                break
+            count = len(first) or draw(st.integers(1, min(4, layers[name], len(pool))))
+            if len(first) > len({stage.ranks for stage in first}):  # interleaved
+                count //= 2
             ranks = draw(st.permutations(pool))[:count]
-            if 2 * count <= layers[name] and draw(st.integers(0, 4)) == 0:
+            goes_round = len(first) > count
+            if not first and 2 * count <= layers[name]:
+                goes_round = draw(st.integers(0, 4)) == 0
+            if goes_round:
                 ranks, count = [*ranks, *ranks], 2 * count  # interleaved: two stages a rank
             cuts = sorted(
                 draw(
@@ -210,7 +228,7 @@ def _draw_plan(
                     )
                 )
             )
-            bounds = [0, *cuts, layers[name]]
+            bounds = [0, *([stage.first for stage in first[1:]] if first else cuts), layers[name]]
             replicas.append(
                 Replica(tuple(Stage(a, b, (rank,)) for a, b, rank in zip(bounds, bounds[1:], ranks)))
             )
@@ -230,7 +248,9 @@ def _draw_plan(
         (group,) = stage.ranks
         tp, cp = groups[group]
         dividing = [ep for ep in range(tp, tp * cp + 1, tp) if tp * cp % ep == 0 and experts % ep == 0]
-        ep = draw(st.sampled_from([1, *dividing])) if name == "language" and experts > 1 else 1
+        ep = 1
+        if name == "language" and experts > 1:
+            ep = [1, *dividing][-1] if alike else draw(st.sampled_from([1, *dividing]))
         if name in by_items:  # whole items for each rank, whatever else they share
             tp, cp = 1, tp * cp
         return replace(stage, ranks=ranks_of[group], tp=tp, cp=cp, ep=ep)

@@ -56,7 +56,7 @@ OVERRIDES: tuple[tuple[str, ...], ...] = (
     ),
     ("cluster.nodes=2", "cluster.hardware=H100", "parallel={plan: plan.json}"),
     ("resilience.enabled=true",),
-    ("train.steps=3", "train.recompute=block", "train.zero=all"),
+    ("train.steps=3", "train.recompute=block", "train.zero=all", "train.shard={language: weights}"),
 )
 
 
@@ -419,6 +419,24 @@ def test_invalid_cluster_groups_and_sizes_are_refused(tmp_path: Path, cluster: d
     with pytest.raises(UserError) as found:
         load_config(write(tmp_path, changed(cluster=cluster)))
     assert expected in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("train.shard=weights", "train.zero=none"), "'zero: none' has none; write 'zero: node' or 'all'"),
+        (("train.shard={language: gradients}", "train.deterministic=true"), "'deterministic' sums the whole"),
+        (("train.shard=weights", "resilience.enabled=true"), "resilience.enabled and train.shard"),
+        (("train.shard=all",), "train.shard"),
+    ],
+)
+def test_shards_that_no_run_can_keep_are_refused(
+    tmp_path: Path, given: tuple[str, ...], expected: str
+) -> None:
+    with pytest.raises(UserError) as found:
+        load_config(write(tmp_path, GOOD), given)
+    assert expected in str(found.value)
+    load_config(write(tmp_path, GOOD), ("train.shard=none", "train.deterministic=true"))
 
 
 def test_media_masks_are_named_by_encoder(tmp_path: Path) -> None:

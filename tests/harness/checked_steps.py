@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, Phase
 
 from cases.engine_case import Case, build_model, build_samples
 from dilatant.comm.comm import Comm
+from dilatant.config.shard import Shard
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.unit import Unit
@@ -85,14 +88,16 @@ def _only(sample: EncodedSample, parts: frozenset[str]) -> EncodedSample:
     )
 
 
-def _steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]:
+def _steps(worker: Worker, case: Case, zero: Zero, nodes: int, shard: Mapping[str, Shard]) -> dict[str, Any]:
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(
         build_model(case, "meta"),
         case.plan,
         comm,
         seed=case.seed,
-        layout=StateLayout(zero, [rank % nodes for rank in range(comm.size)], bucket_bytes=case.bucket_bytes),
+        layout=StateLayout(
+            zero, [rank % nodes for rank in range(comm.size)], bucket_bytes=case.bucket_bytes, shard=shard
+        ),
         execution=Execution(case.dtype, look_ahead=case.look_ahead, check_transport=case.check),
     )
     for stage in runtime.modules.values():
@@ -122,7 +127,9 @@ def _steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]
             parameter.data.copy_(masters[key])
         owned.gather()
     owners = {key: box.name for key, box in owned.boxes.items()}
-    held = {runtime.boxes[name].key: p.detach().clone() for name, p in runtime.parameters.items()}
+    empty = [name for name, p in runtime.parameters.items() if not p.untyped_storage().nbytes() and p.numel()]
+    with runtime.whole_weights():
+        held = {runtime.boxes[name].key: p.detach().clone() for name, p in runtime.parameters.items()}
     updated = {key: master.detach().clone() for key, master in masters.items()}
     shared = {  # a generator is whole on each of them
         p.unit
@@ -139,7 +146,7 @@ def _steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]
     runtime.close()
     comm.close()
     found = {"losses": losses, "gradients": gradients, "norm": norm, "parameters": held, "foreign": foreign}
-    return found | {"owns": owners, "masters": updated}
+    return found | {"owns": owners, "masters": updated, "empty": empty}
 
 
 def _of_model(unit: Unit) -> set[str]:
@@ -147,15 +154,24 @@ def _of_model(unit: Unit) -> set[str]:
     return {w.canonical for w in unit.weights if w.part == "model" and unit.structure is not None}
 
 
-def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int, above: int = 0) -> None:
-    """Compare the case with one process. above: ranks without a stage above the plan's highest."""
+def check_case(
+    workers: WorkerPool,
+    case: Case,
+    zero: Zero,
+    nodes: int,
+    above: int = 0,
+    shard: Mapping[str, Shard] = MappingProxyType({}),
+) -> None:
+    """Compare the case with one process. above: ranks without a stage above the plan's highest. shard: see
+    `StateLayout`."""
     losses, gradients, parameters = expected(case)
     allowed = Allowed.of_case(case)
     # After updates, two runs with different roundings differ as much as the oracle's bf16 and fp32 runs do.
     exact = losses
     if case.dtype == torch.bfloat16:
         exact = [losses[0], *expected(replace(case, dtype=torch.float32))[0][1:]]
-    results = workers.run(_steps, case.plan.ranks[-1] + 1 + above, case, zero, nodes)
+    ranks = case.plan.ranks[-1] + 1 + above
+    results = workers.run(_steps, ranks, case, zero, nodes, dict(shard))
     largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
     norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
     seen: set[str] = set()
@@ -184,6 +200,9 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int, above: i
             limit = allowed.loss * expected_parts["language"] + rounded["language"]
             assert parts["language"] == pytest.approx(expected_parts["language"], abs=limit)
         assert result["norm"] == pytest.approx(norm, rel=allowed.relative)
+        assert {name.partition(".")[0] for name in result["empty"]} <= {
+            unit for unit, how in shard.items() if how == "weights"
+        }
         assert not result["foreign"], "a rank gave memory to a layer that it does not hold"
         assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
         for key, gradient in result["gradients"].items():
@@ -203,6 +222,8 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int, above: i
                 limit = 2 * STEPS * STEP_SIZE * allowed.of(moved, largest)
             assert_close(parameter, wanted, limit, f"{key} after {STEPS} steps")
     assert {key.partition("@")[0] for key in seen} == set(parameters)
+    released = {name.partition(".")[0] for result in results for name in result["empty"]}
+    assert released == {unit for unit, how in shard.items() if how == "weights"}
 
 
 def part_of(whole: dict[str, torch.Tensor], key: str) -> torch.Tensor:

@@ -17,18 +17,26 @@ from torch.utils._pytree import tree_leaves
 class LiveStorages(TorchDispatchMode):
     """While entered: `now`, the bytes of storages made inside that still live, and `peak`, the most there were.
 
-    given: tensors from before, which do not count; all weights and buffers, or their views would.
+    given: tensors from before, which do not count; all weights and buffers, or their views would. resizing: storages
+    may be resized, which is seen at the next operation.
     """
 
-    def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, given: Iterable[torch.Tensor] = (), resizing: bool = False) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._storages: dict[int, weakref.ref] | None = {} if resizing else None
         self._known: dict[int, int] = {}
         for tensor in given:
             self._watch(tensor, counted=False)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        for key, reference in list((self._storages or {}).items()):
+            storage = reference()
+            if storage is not None and key in self._known:
+                self.now += storage.nbytes() - self._known[key]
+                self._known[key] = storage.nbytes()
+        self.peak = max(self.peak, self.now)
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 self._watch(value, counted=True)
@@ -47,7 +55,11 @@ class LiveStorages(TorchDispatchMode):
         self._known[key] = size
         self.now += size
         self.peak = max(self.peak, self.now)
+        if counted and self._storages is not None:
+            self._storages[key] = weakref.ref(storage)
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
         self.now -= self._known.pop(key, 0)
+        if self._storages is not None:
+            self._storages.pop(key, None)

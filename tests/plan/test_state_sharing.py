@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dilatant.config.shard import Shard
 from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format, Holding, make_buckets, shard_of
-from dilatant.plan.costs.sync_time import sharing
+from dilatant.plan.cluster import Cluster, Link
+from dilatant.plan.costs.sync_time import shard_seconds, sharing, sync_seconds
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
@@ -65,3 +68,22 @@ def test_a_stage_on_several_nodes_counts_where_the_fewest_share() -> None:
         rules = ParameterBytes(zero=zero, ranks_per_node=2)  # type: ignore[arg-type]
         for shared, ranks in zip(sharing(plan, MODEL, rules), expected, strict=True):
             np.testing.assert_array_equal(shared, [ranks] * LAYERS)
+
+
+def test_what_is_sharded_travels_in_actions_instead_of_after_them() -> None:
+    """Four ranks pass 3/4 of 4,000 parameters round a ring of 1,000 bytes a second: 3 s per byte of a parameter."""
+    names = ("embedding", "layers.0", "layers.1", "head")
+    model = ModelSpec((UnitSpec("u", tuple(LayerSpec(f"u.{name}", "u", 1000) for name in names)),))
+    plan = Plan((UnitPlan("u", tuple(Replica((Stage(0, LAYERS, (rank,)),)) for rank in range(4))),))
+    link = Link(bandwidth=1000.0)
+    cluster = Cluster(1, 4, math.inf, link, link)
+
+    def seconds(shard: Shard) -> tuple[float, float, tuple[float, ...] | None]:
+        rules = ParameterBytes(zero="all", shard=(("u", shard),))
+        sums = sync_seconds(plan, model, cluster, rules)
+        return sums.beside[0], sums.after[0], shard_seconds(plan, model, cluster, rules).get(3)
+
+    # Gradients of 4 bytes, weights of 2; all but one of the two blocks is exposed.
+    assert seconds("none") == (pytest.approx(12), pytest.approx(6), None)
+    assert seconds("gradients") == (0.0, pytest.approx(6), pytest.approx((0, 12, 0, 12, 0.75)))
+    assert seconds("weights") == (0.0, 0.0, pytest.approx((6, 18, 6, 12, 0.75)))

@@ -28,6 +28,7 @@ ALL = ("node", "none", "all")
         ({"hardware": "H100", "gpus_per_node": 1}, {}, ("node",), ()),
         (TWO_NODES, {"train": {"zero": "all"}}, ("all",), ()),
         (MANY, {"train": {"zero": "none"}}, ("none",), ()),
+        (TWO_NODES, {"train": {"shard": {"language": "weights"}}}, ("node", "all"), ()),
         (TWO_NODES, {"resilience": {"enabled": True}}, ("node", "none"), ()),
         (TWO_NODES, {"train": {"optimizer": {"offload": True}}}, ("node", "all"), ()),
         (MANY, {}, ("node", "all"), ("none",)),

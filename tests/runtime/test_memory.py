@@ -46,7 +46,7 @@ class Run:
     """A step of a language model cut in two stages; each replica has `count` microbatches of one sample of `tokens`.
 
     Replicas shard optimizer state. linear: every second layer has linear attention. keeps: ranks keep their local
-    gradients for recovery. exact: gradients are summed as integers.
+    gradients for recovery. exact: gradients are summed as integers. shard: what else replicas shard.
     """
 
     dtype: torch.dtype
@@ -62,11 +62,15 @@ class Run:
     linear: bool = False
     keeps: bool = False
     exact: bool = False
+    shard: Any = "none"
 
     @property
     def rules(self) -> ParameterBytes:
         integers = EXACT_SUMS if self.exact else 0.0
-        return replace(RULES[self.dtype], zero="node", keeps_gradients=self.keeps, integers=integers)
+        shard = (("language", self.shard),)
+        return replace(
+            RULES[self.dtype], zero="node", keeps_gradients=self.keeps, integers=integers, shard=shard
+        )
 
     def model(self) -> MultimodalModel:
         settings = {
@@ -122,9 +126,11 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     """Return (bytes after a step with its gradients, peak bytes of the next step, parameters) of one rank."""
     torch.set_num_threads(1)
     comm = Comm(worker.store, worker.rank, worker.size)
-    with LiveStorages() as live:
+    shard = {} if run.shard == "none" else {"language": run.shard}
+    with LiveStorages(resizing=bool(shard)) as live:
         runtime = Runtime(
-            run.model(), run.plan(), comm, seed=0, layout=StateLayout("node", bucket_bytes=1 << 16),
+            run.model(), run.plan(), comm, seed=0,
+            layout=StateLayout("node", bucket_bytes=1 << 16, shard=shard),
             execution=Execution(precision=run.dtype, exact=run.exact),
             recovery=Recovery(keeps_gradients=run.keeps),
         )  # fmt: skip
@@ -156,6 +162,15 @@ def test_a_trained_parameter_takes_the_bytes_of_the_table(
         assert held == pytest.approx(
             RULES[dtype].of(parameters, True), rel=0.01
         )  # rotary tables, counters of steps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_a_sharded_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, dtype: torch.dtype) -> None:
+    run = Run(dtype, "none", "1f1b", tokens=8, count=1, width=128, replicas=2, shard="weights")
+    # In bf16 the master is the only shard of the weight: gradient, moments and master.
+    each = (4 + 12) / 2
+    for held, _, parameters in workers.run(_held, 4, run):
+        assert held == pytest.approx(each * parameters, rel=0.02)  # shards end at rows
 
 
 def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
@@ -225,6 +240,9 @@ RUNS = {
     "gradients kept": Run(torch.bfloat16, "none", "1f1b", 16, count=2, replicas=2, width=128, keeps=True),
     "deterministic": Run(torch.bfloat16, "none", "1f1b", 64, replicas=2, width=128, exact=True),
     "gradients kept, one holder": Run(torch.float32, "none", "1f1b", 64, width=128, keeps=True),
+    "gradients sharded": Run(torch.bfloat16, "none", "1f1b", 64, replicas=2, width=128, shard="gradients"),
+    "weights sharded": Run(torch.bfloat16, "none", "1f1b", 64, replicas=2, width=128, shard="weights"),
+    "weights sharded, fp32": Run(torch.float32, "block", "1f1b", 64, replicas=3, width=128, shard="weights"),
 }
 RARELY = (
     "1f1b",
@@ -242,6 +260,9 @@ RARELY = (
     "state shared",
     "deterministic",
     "gradients kept, one holder",
+    "gradients sharded",
+    "weights sharded",
+    "weights sharded, fp32",
 )
 
 
@@ -278,4 +299,5 @@ def test_the_peak_of_a_step_is_what_the_planner_says(workers: WorkerPool, name: 
     off = _predicted(run) / peaks - 1
     # A sample's own gradients, which come while its activations go, are counted whole beside the integers.
     assert off.min() >= -0.05, off
-    assert off.max() <= (0.1 if run.exact else 0.05), off
+    # How long collectives of sharded weights hold their buffers depends on the other ranks.
+    assert off.max() <= (0.1 if run.exact or run.shard != "none" else 0.05), off

@@ -16,6 +16,7 @@ from dilatant.cli.plan import Page, open_problem
 from dilatant.config.degrees import AXES
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import read_text
+from dilatant.config.shard import Shard
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +91,7 @@ def simulate(
         say(console, f"{failures}: times are taken to be {UNITS[trace.unit]}; --trace-unit says otherwise")
     problem = open_problem(run.config, searches=run.plan is None)
     if run.zero is not None:
-        problem = problem.sharing(run.zero)
+        problem = problem.sharing(run.zero, run.shard)
     if trace is not None:
         _replay(problem, run, trace, fault_tolerance, page, as_json, console)
         return
@@ -123,6 +124,7 @@ class _SimulatedRun:
     step: Mapping[str, Any] = field(default_factory=dict)
     measured: MeasuredStep | None = None
     zero: Zero | None = None
+    shard: Mapping[str, Shard] | None = None
     chain: ChainCosts | None = None
 
 
@@ -161,7 +163,8 @@ def _read(source: Path, overrides: list[str], trust: bool) -> _SimulatedRun:
             config = _with(config, "plan", **{key: tuple(sorted({1, *degrees}))})
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
     zero, chain = config.train.zero or trained.zero, None if overrides else trained.chain
-    return _SimulatedRun(config, name, folder, plan, step, measured, zero, chain)
+    shard = trained.shard if config.train.shard is None else None
+    return _SimulatedRun(config, name, folder, plan, step, measured, zero, shard, chain)
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:

@@ -46,7 +46,7 @@ _KEYS_BY_ANSWER = {
     "write 'train.steps'": "max_steps train_iters",
     "write 'data.max_length'": "cutoff_len max_seq_length max_seq_len model_max_length",
     "write 'train.precision: bf16' or 'fp32'": "bf16 fp16 mixed_precision torch_dtype",
-    "write 'train.zero': who shares optimizer state (weights and gradients are not sharded)": (
+    "write 'train.zero', who shares optimizer state, and 'train.shard', whether also gradients and weights": (
         "deepspeed zero_stage fsdp fsdp_config"
     ),
     "write 'parallel.timeout_seconds'": "ddp_timeout",

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import PathRule, Section
 from dilatant.config.recompute import Recompute
+from dilatant.config.shard import Shard
 
 LOSS = "loss"
 METRICS = ("exact_match", "anls", "wer")
@@ -144,6 +145,13 @@ class TrainConfig(Section):
     """Sharding of optimizer state (ZeRO stage 1): none, over the ranks of a node that hold a weight, or over all ranks
     that hold it. With `all`, a lost rank's state is lost too, so that a run continues only from a checkpoint. Default:
     the fastest according to the plan (never `all` with `resilience.enabled`); without a plan `node`."""
+    shard: Shard | dict[str, Shard] | None = None
+    """What the ranks that share optimizer state (`zero`) shard besides it, for all units that can be sharded or by unit
+    (`{language: weights}`; others `none`). `gradients` (ZeRO stage 2): a rank accumulates only its part of the
+    gradients. `weights` (ZeRO stage 3, FSDP; with `zero: node` HSDP): it also holds only its part of the weights, and
+    gathers those of each block before use, in every microbatch. Default: `none`, or `weights` in a plan if nothing else
+    fits memory. Not with `deterministic` or `resilience.enabled`
+    ([parallel.md](parallel.md#sharded-weights-and-gradients))."""
     loss: str | None = Field(None, pattern=r"^[A-Za-z_]\w*(\.\w+)*[.:]\w+$")
     """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy
     ([python.md](python.md#loss)). The `loss` of evaluations stays the cross entropy."""
@@ -194,6 +202,25 @@ class TrainConfig(Section):
         if value in (None, "none", ["none"]):
             return ()
         return (value,) if isinstance(value, str) else value
+
+    @property
+    def shards(self) -> bool:
+        """True if the config asks for sharded gradients or weights."""
+        words = self.shard.values() if isinstance(self.shard, dict) else (self.shard,)
+        return any(word not in (None, "none") for word in words)
+
+    @model_validator(mode="after")
+    def _shards_what_can_be_sharded(self) -> Self:
+        if self.shards and self.zero == "none":
+            raise ValueError(
+                "'shard' shards among the ranks that share optimizer state, and 'zero: none' has none; write "
+                "'zero: node' or 'all'"
+            )
+        if self.shards and self.deterministic:
+            raise ValueError(
+                "'deterministic' sums the whole gradient of every sample, 'shard' holds only parts; leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _profiles_steps_that_run(self) -> Self:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from dilatant.config.shard import Shard
+
 Zero = Literal["none", "node", "all"]
 """Sharding of a weight's optimizer state: none, over its holders on one node, or over all of its holders."""
 
@@ -19,7 +21,8 @@ class ParameterBytes:
     The defaults are AdamW in bf16 with fp32 gradients, master weights and moments, unsharded. zero: sharding of the
     optimizer state. ranks_per_node: None if all are on one node. State offloaded to the host takes no device memory.
     keeps_gradients: a rank keeps its local gradients until the update, for partial-step recovery. integers: bytes of
-    integer sums over samples (`train.deterministic`), in addition to one sample's gradients.
+    integer sums over samples (`train.deterministic`), in addition to one sample's gradients. shard: pairs of a unit and
+    what is sharded of it besides its state; the unit "" stands for all others.
     """
 
     weight: float = 2.0
@@ -29,6 +32,12 @@ class ParameterBytes:
     ranks_per_node: int | None = None
     keeps_gradients: bool = False
     integers: float = 0.0
+    shard: tuple[tuple[str, Shard], ...] = ()
+
+    def shard_of(self, unit: str) -> Shard:
+        """Return what is sharded of a unit besides its optimizer state."""
+        words = dict(self.shard)
+        return words.get(unit, words.get("", "none"))
 
     @property
     def own_gradient(self) -> float:
@@ -58,9 +67,19 @@ class ParameterBytes:
         """Return the bytes that frozen parameters save in four bits."""
         return parameters * (self.weight - FOUR_BITS)
 
-    def shared(self, parameters: float, trainable: bool) -> float:
-        """Return the part of these bytes that ZeRO shards."""
-        return parameters * self.optimizer if trainable else 0.0
+    def shared(self, parameters: float, trainable: bool, unit: str = "") -> float:
+        """Return the part of these bytes that ranks shard."""
+        if not trainable:
+            return 0.0
+        shard = self.shard_of(unit)
+        besides = self.gradients if shard != "none" else 0.0
+        return parameters * (self.optimizer + besides + (self.weight if shard == "weights" else 0.0))
+
+    def spared_by_masters(self, unit: str) -> float:
+        """Return the bytes of a parameter's own shard that its master replaces while its weight is not gathered."""
+        return (
+            self.weight if self.shard_of(unit) == "weights" and self.weight < 4.0 <= self.optimizer else 0.0
+        )
 
 
 @dataclass(frozen=True, slots=True)

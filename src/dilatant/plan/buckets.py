@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box, BoxIntervals, atoms
@@ -41,21 +42,26 @@ class Format:
 
 
 def make_buckets(
-    holdings: Holdings, formats: Mapping[str, Format], trainable: Iterable[str], bucket_bytes: int
+    holdings: Holdings,
+    formats: Mapping[str, Format],
+    trainable: Iterable[str],
+    bucket_bytes: int,
+    apart: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Bucket, ...]:
     """Group trainable weights into buckets of one rank set and format and of at most `bucket_bytes` (or one cell).
 
-    Buckets are in reduction order: that of their last weight in the backward pass. holdings: in layer order. All
-    arguments are known to every rank, so all ranks cut the same buckets.
+    Buckets are in reduction order: that of their last weight in the backward pass. holdings: in layer order. apart:
+    weight → group; weights of different groups share no bucket. All arguments are known to every rank, so all ranks
+    cut the same buckets.
     """
     chosen = set(trainable)
-    filling: dict[tuple[tuple[int, ...], Format], tuple[list[Box], int]] = {}
+    filling: dict[tuple[tuple[int, ...], Format, str], tuple[list[Box], int]] = {}
     full: list[tuple[int, list[Box], tuple[int, ...]]] = []
-    last: dict[tuple[tuple[int, ...], Format], int] = {}
+    last: dict[tuple[tuple[int, ...], Format, str], int] = {}
     for position, name in enumerate(name for name in reversed(holdings) if name in chosen):
         form = formats[name]
         for atom in atoms(holdings[name].boxes):
-            key = atom.ranks, form
+            key = atom.ranks, form, apart.get(name, "")
             boxes, total = filling.get(key, ([], 0))
             size = atom.box.size * form.item_bytes
             if boxes and total + size > bucket_bytes:

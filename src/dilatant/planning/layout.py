@@ -14,6 +14,7 @@ from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
 from dilatant.config.files.own_files import read_text
 from dilatant.config.parallel import ParallelConfig
+from dilatant.config.shard import SHARDS, Shard
 from dilatant.cost.memory import DEFAULT_ZERO, ZEROS, Zero
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
@@ -21,6 +22,7 @@ from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.manual import Specs, plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.sharding import shard_by_unit, shard_problems
 from dilatant.plan.templates.membership import ChainCosts
 from dilatant.plan.validate import plan_problems
 from dilatant.planning.assemble import recompute_by_unit
@@ -52,7 +54,8 @@ class TrainingPlan:
     schedule: a key of `schedule.families.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, if a planner
     predicted it. costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a
     microbatch, if limited; `num_microbatches` is then the minimum of a step. zero: which ranks share optimizer state.
-    chain: costs from which later memberships are planned, if this plan was made from them.
+    chain: costs from which later memberships are planned, if this plan was made from them. shard: unit → what these
+    ranks share besides the state.
     """
 
     plan: Plan
@@ -64,6 +67,7 @@ class TrainingPlan:
     row_tokens: int | None = None
     zero: Zero = DEFAULT_ZERO
     chain: ChainCosts | None = field(default=None, compare=False)
+    shard: Mapping[str, Shard] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
@@ -73,6 +77,7 @@ class TrainingPlan:
             "schedule": self.schedule,
             "assignment": self.assignment,
             "zero": self.zero,
+            "shard": dict(self.shard),
             "predicted_seconds": self.predicted_seconds,
             "costs": None if self.costs is None else self.costs.to_document(),
             "chain": None if self.chain is None else self.chain.to_document(),
@@ -102,6 +107,9 @@ class TrainingPlan:
             raise ValueError(f"step.assignment is {assignment!r}; there are {', '.join(POLICIES)}")
         if zero not in ZEROS:
             raise ValueError(f"step.zero is {zero!r}; there are {', '.join(ZEROS)}")
+        shard = step.get("shard", {})
+        if not isinstance(shard, dict) or not set(shard.values()) <= set(SHARDS):
+            raise ValueError(f"step.shard is {shard!r}; it names for units one of {', '.join(SHARDS)}")
         seconds, costs = step.get("predicted_seconds"), None
         if step.get("costs") is not None:
             try:
@@ -115,7 +123,7 @@ class TrainingPlan:
                 raise ValueError(f"its units have {chain.layers} layers, those of the plan others")
         except ValueError as error:
             raise ValueError(f"step.chain: {error}; without that entry, a run finds its own") from None
-        return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero, chain)
+        return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero, chain, shard)
 
     @property
     def family(self) -> ScheduleFamily:
@@ -169,6 +177,7 @@ def plan_from_config(
         shared = {name: graph.anchor for name in layers if name != graph.anchor}
         plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
         problems = _nothing_to_share(config, plan, model)
+        problems = problems or _sharded(config.train.shard, plan, model, zero or DEFAULT_ZERO)[1]
         if problems:
             raise list_problems("this plan cannot train:", problems)
         return TrainingPlan(plan, parallel.microbatches or 1, "serial", ASSIGNMENT, zero=zero or DEFAULT_ZERO)
@@ -187,15 +196,19 @@ def plan_from_config(
     problems += _ranks_left_out(planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
+    shard: Mapping[str, Shard] = {}
     if not problems and searched is None:  # a searched plan need not share state
         problems = _nothing_to_share(config, planned.plan, model)
+    if not problems:
+        wanted = planned.shard if searched is not None or config.train.shard is None else config.train.shard
+        shard, problems = _sharded(wanted, planned.plan, model, zero or planned.zero)
     if problems:
         raise list_problems("this plan cannot train:", problems)
     if cut is not None and searched is None and parallel.is_cut_here:
         specs = cut(_specs(parallel), parallel.colocated, planned.plan)
         planned = replace(planned, plan=plan_from_specs(layers, specs, graph.feeds, parallel.colocated))
     own = _recomputed(config, planned.plan, model)
-    is_as_planned = own == planned.plan and zero in (None, planned.zero)
+    is_as_planned = own == planned.plan and zero in (None, planned.zero) and shard == planned.shard
     count, chain = parallel.microbatches or planned.num_microbatches, planned.chain
     if chain is not None and chain.keeps_layout:
         chain = None  # of an earlier start; a run finds its own
@@ -213,7 +226,17 @@ def plan_from_config(
         schedule=parallel.schedule or planned.schedule,
         assignment=config.plan.assignment or planned.assignment,
         zero=zero or planned.zero,
+        shard=shard,
     )
+
+
+def _sharded(
+    wanted: Shard | Mapping[str, Shard] | None, plan: Plan, model: MultimodalModel, zero: Zero
+) -> tuple[Mapping[str, Shard], list[str]]:
+    """Return what is sharded of each unit, and why what is `wanted` cannot be."""
+    trains = {name: any(layers) for name, layers in trainable_layers(model.units).items()}
+    shard = shard_by_unit(plan, trains, wanted)
+    return shard, shard_problems(plan, trains, zero, shard, wanted)
 
 
 def _tolerating(config: Config, chain: ChainCosts) -> ChainCosts:
@@ -238,7 +261,18 @@ def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
 
 
 def zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
-    """Describe in one line which ranks keep optimizer state."""
+    """Describe in one line which ranks keep optimizer state, and what else they share."""
+    words: dict[str, list[str]] = {}
+    for name, how in planned.shard.items():
+        words.setdefault(how, []).append(name)
+    shared = [
+        f"; of {' and '.join(names)} they also share {'gradients and weights' if how == 'weights' else how}"
+        for how, names in words.items()
+    ]
+    return _zero_text(planned, model) + "".join(shared)
+
+
+def _zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
     if planned.zero == "none" or not shares_state(planned.plan, model):
         return "every rank keeps the optimizer state of all that it trains"
     if planned.zero == "node":

@@ -9,11 +9,14 @@ from pathlib import Path
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES
 from dilatant.config.files.own_files import require_plain
+from dilatant.config.shard import Shard
 from dilatant.cost.memory import ZEROS
 from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.model_spec import roles_of
+from dilatant.plan.plan import Plan
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.why_not import AskedLayout
+from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
@@ -59,7 +62,15 @@ def training_plan(
         ranked.row_tokens,
         ranked.zero,
         chain,
+        _sharded(problem, ranked.plan),
     )
+
+
+def _sharded(problem: PlanningProblem, plan: Plan) -> dict[str, Shard]:
+    """Return what is sharded of each unit of a plan, as its simulation counted."""
+    words = dict(problem.target.rules.shard)
+    trains = {unit.name: any(unit.trainable) for unit in problem.model.spec.units}
+    return shard_by_unit(plan, trains, words.get("", words))
 
 
 def plan_report(
@@ -110,6 +121,7 @@ def plan_report(
             for group in cluster.parts
         ),
         zero=winner.zero,
+        shard={**_sharded(problem, winner.plan)},
     )
     if planned.chain is None:
         return report

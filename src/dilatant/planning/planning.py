@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import Config, UserError, list_problems
+from dilatant.config.shard import Shard
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.parallel_map import Progress
@@ -24,7 +25,7 @@ from dilatant.plan.costs.stable_batch import (
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, squares_of
-from dilatant.plan.errors import BatchError, PlanError
+from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError
 from dilatant.plan.layouts.space import SearchProblem, SearchSettings
 from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan
@@ -83,9 +84,9 @@ class PlanningProblem:
     def global_batch(self) -> int:
         return self.config.train.global_batch_size
 
-    def sharing(self, zero: Zero) -> PlanningProblem:
-        """Return the problem with optimizer state shared as `zero` says."""
-        return replace(self, target=self.target.sharing(zero))
+    def sharing(self, zero: Zero, shard: Mapping[str, Shard] | None = None) -> PlanningProblem:
+        """Return the problem with optimizer state shared as `zero` says and, if given, with other `shard` by unit."""
+        return replace(self, target=self.target.sharing(zero, shard))
 
     def with_row_tokens(self, tokens: int) -> PlanningProblem:
         """Return the problem with rows of up to `tokens` tokens, and the costs with such rows."""
@@ -200,8 +201,24 @@ def _without_context(costs: CostModel) -> CostModel:
 
 def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> PlannedRun:
     """Search for the plan of a run. all_devices: leave none idle if any plan uses all. fault_tolerance: nodes that may
-    be lost at once. Raises PlanError like `plan.search`."""
-    result = _search(problem, all_devices, fault_tolerance)
+    be lost at once. If nothing fits memory and the config leaves it open, weights are sharded. Raises PlanError like
+    `plan.search`."""
+    notes: tuple[str, ...] = ()
+    try:
+        result = _search(problem, all_devices, fault_tolerance)
+    except DoesNotFitError as error:
+        train, several = problem.config.train, problem.target.cluster.num_devices > 1
+        recovers = problem.config.resilience.enabled or fault_tolerance
+        if train.shard is not None or train.zero == "none" or train.deterministic or recovers or not several:
+            raise
+        problem = problem.sharing(problem.target.rules.zero, {"": "weights"})
+        try:
+            result = _search(problem, all_devices)
+        except PlanError:
+            raise error from None
+        notes = (
+            "no plan with whole weights fits memory, so weights and gradients are sharded (train.shard: weights)",
+        )
     problem = problem.sharing(result.winner.zero)
     work = _work(problem)
     return PlannedRun(
@@ -210,6 +227,7 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
         typical=typical_step(problem, result.winner).timeline,
         work=work,
         stable=_stable_batch(problem, result.winner, work),
+        notes=notes,
     )
 
 

@@ -5,7 +5,7 @@ The page, the terminal table and `--json` show this value and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import msgspec
 
@@ -141,7 +141,8 @@ class PlanReport:
 
     `cost_source`: origin of the times ("measured on ...", "analytic: ..."). `lower_bound_seconds`: a step time that no
     searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
-    counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state. `reasons` for this plan,
+    counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state, `shard`: unit →
+    what else is sharded. `reasons` for this plan,
     `advice` and `warnings` are sentences from the planner, shown unchanged.
     """
 
@@ -172,6 +173,7 @@ class PlanReport:
     ports_per_node: int = 1
     device_groups: tuple[DeviceGroup, ...] = ()
     zero: str = ""
+    shard: dict[str, str] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:

@@ -154,11 +154,15 @@ def _parameter_bytes(
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
         degrees = placed.stage.degrees
+        shard, by = rules.shard_of(placed.unit), shared_by[placed.index]
+        trained = np.array([layer.held_trained(degrees) for layer in layers])
         weights += rules.weight * sum(layer.held(degrees) for layer in layers)
+        if shard == "weights":
+            left = (rules.weight - rules.spared_by_masters(placed.unit)) / by
+            weights -= float((trained * (rules.weight - left))[by > 1].sum())
         weights -= sum(rules.spared(layer.held_in_four_bits(degrees)) for layer in layers)
-        gradients += rules.gradients * sum(layer.held_trained(degrees) for layer in layers)
-        state = [rules.shared(layer.held_trained(degrees), True) for layer in layers]
-        optimizer += float((np.array(state) / shared_by[placed.index]).sum())
+        gradients += rules.gradients * float((trained if shard == "none" else trained / by).sum())
+        optimizer += rules.optimizer * float((trained / by).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from dilatant.comm.comm import Comm
 from dilatant.models.core.dtype import cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.materialize import materialize
+from dilatant.models.core.slicing import held_blocks
 from dilatant.models.core.stage import Boundary, Context, Stage, stage_tensors
 from dilatant.models.dropout.keyed_dropout import StageDropout
 from dilatant.models.language.extension import ContextParallel
@@ -22,6 +24,7 @@ from dilatant.plan.buckets import Format, Holdings
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.routes import stages_before
 from dilatant.runtime.state.owned_weights import OwnedWeights
+from dilatant.runtime.state.sharded_stage import ShardedStage
 from dilatant.runtime.state.shared_unit import ShardedUnit
 from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights
 from dilatant.runtime.state.weight_gradients import (
@@ -30,6 +33,7 @@ from dilatant.runtime.state.weight_gradients import (
     replace_linears,
     restore_linears,
 )
+from dilatant.schedule.schedule import ActionKind
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
@@ -138,7 +142,59 @@ def build_bucketed_weights(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
-    return bucket_weights(comm, weights, stages_of, held, formats, layout, exact, before)
+    apart = _layers_apart(plan, model, formats.keys(), layout)
+    return bucket_weights(comm, weights, stages_of, held, formats, layout, exact, before, apart)
+
+
+def _layers_apart(
+    plan: Plan, model: MultimodalModel, trained: Collection[str], layout: StateLayout
+) -> dict[str, str]:
+    """Return weight → layer for the trained weights of sharded units. A weight that is tied between stages is left out:
+    its holders run different actions."""
+    apart = {}
+    for unit_plan in plan.units:
+        unit = model.units[unit_plan.name]
+        if layout.shard.get(unit_plan.name, "none") == "none":
+            continue
+        layers: dict[str, dict[int, None]] = {}
+        for weight in unit.weights:
+            if weight.canonical in trained:
+                layers.setdefault(weight.canonical, {})[unit.layers.index(weight.layer)] = None
+        for name, numbers in layers.items():
+            stages = {
+                position
+                for position, stage in enumerate(unit_plan.replicas[0].stages)
+                for number in numbers
+                if stage.first <= number < stage.end
+            }
+            if len(stages) == 1:
+                apart[name] = f"{unit_plan.name} {sorted(numbers)}"
+    return apart
+
+
+def shard_stages(
+    model: MultimodalModel, stages: Mapping[int, LocalStage], shared: BucketedWeights, layout: StateLayout
+) -> None:
+    """Release the sharded weights of this rank's `stages`, which then run with those of each block gathered."""
+    for index, local in stages.items():
+        unit = local.placed.unit
+        held = {name for name, _ in local.module.named_logical_parameters()}
+        own = [share for share in shared.sharded if held.issuperset(share.bucket.names)]
+        if not own:
+            continue
+        structure, part = model.units[unit].structure, getattr(local.module, "model", None)
+        blocks = []
+        if structure is not None and part is not None and local.module.runs_blocks_once:
+            blocks = held_blocks(part.get_submodule(structure.blocks))
+        local.sharded = shared.stages[index] = ShardedStage(
+            shared.owned.comm,
+            shared.owned,
+            blocks,
+            own,
+            layout.shard[unit] == "weights",
+            shared.sync.duplicates,
+        )
+        local.sharded.release_all()
 
 
 @dataclass(slots=True)
@@ -148,7 +204,7 @@ class LocalStage:
     outbound: consumer unit → boundary of the rows sent to it. inbound: producer unit → (boundary of its rows, True if
     they need gradients). needs_backward: this stage or an earlier one trains. gradients: the delayed weight gradients
     of the linear layers. loss_weights: loss → its weight. place: index of this rank among the ranks of the stage.
-    dropout: wraps the stage's forwards. replaced: the layers that `close` restores.
+    dropout: wraps the stage's forwards. replaced: the layers that `close` restores. sharded: its sharded weights.
     """
 
     placed: PlacedStage
@@ -161,6 +217,7 @@ class LocalStage:
     place: int = 0
     dropout: StageDropout | None = None
     replaced: ReplacedLayers | None = None
+    sharded: ShardedStage | None = None
 
     @property
     def reports_losses(self) -> bool:
@@ -174,13 +231,19 @@ class LocalStage:
 
     @property
     def has_peers(self) -> bool:
-        """True if the stage has several ranks, whose forwards contain collectives."""
-        return len(self.placed.stage.ranks) > 1
+        """True if the stage's forwards contain collectives."""
+        return len(self.placed.stage.ranks) > 1 or self.sharded is not None
+
+    def running(self, kind: ActionKind) -> AbstractContextManager[None]:
+        """Context of an action of this kind, in which the stage has its weights."""
+        return nullcontext() if self.sharded is None else self.sharded.running(kind)
 
     def close(self) -> None:
         """Restore the module's plain linear layers and remove hooks. May be called twice."""
         if self.dropout is not None:
             self.dropout.close()
+        if self.sharded is not None:
+            self.sharded.close()
         if self.replaced is not None:
             restore_linears(self.replaced)
             self.replaced = None

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from dilatant.runtime.step.unfinished_step import Ledger, mask_gradients
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
+from dilatant.schedule.shard_rounds import Joins
 
 
 class ActionFailed(RuntimeError):
@@ -92,14 +94,16 @@ class Executor:
         owners: RowOwners,
         ledger: Ledger | None = None,
         covered: AlreadyAccumulated = nothing_accumulated,
+        joins: Joins = MappingProxyType({}),
     ) -> list[ForwardOutcome]:
         """Run `actions` and return the losses of their forwards, or predictions if `data` requests predictions (all
         `actions` are then forwards, and no gradients are computed).
 
         agreement: check that all ranks run this step; awaited before the first row or gradient is sent or received.
         owners: which rank has which rows. ledger: records what has been accumulated. covered: weights whose gradients
-        must not be added to. Raises ActionFailed (a UserError, caused by a bad sample, is raised unchanged), Diverged,
-        CommAborted if another rank failed, and CommTimeout if another rank does not respond.
+        must not be added to. joins: rounds of sharded weights in which this rank only takes part. Raises ActionFailed
+        (a UserError, caused by a bad sample, is raised unchanged), Diverged, CommAborted if another rank failed, and
+        CommTimeout if another rank does not respond.
         """
         self._agreement = agreement
         self._owners = owners
@@ -113,12 +117,16 @@ class Executor:
         }
         if not data.predicts:
             self._sync.begin(last)
+            for stage in self._stages.values():
+                if stage.sharded is not None:
+                    stage.sharded.begin()
         split = {action.stage for action in actions if action.kind == ActionKind.I}
         for number, stage in self._stages.items():
             # Exact sums must not depend on the schedule, either: always use the same functions for the same products.
             stage.gradients.splits = number in split or self._exact is not None
         results: list[ForwardOutcome] = []
         for index, action in enumerate(actions):
+            self._join(joins.get(index, ()))
             self._transport.reached(index)
             stage = self._stages[action.stage]
             samples = routes.samples[action]
@@ -143,9 +151,17 @@ class Executor:
             except Exception as error:
                 raise ActionFailed(self._explain(stage, action, samples, data, error)) from error
         agreement.require()
+        self._join(joins.get(len(actions), ()))
         self._transport.finish()
         self._pieces.clear()
         return results
+
+    def _join(self, rounds: Sequence[tuple[int, ActionKind]]) -> None:
+        for number, kind in rounds:
+            self._agreement.require()
+            sharded = self._stages[number].sharded
+            if sharded is not None:
+                sharded.take_part(kind)
 
     def _forward(
         self,
@@ -167,7 +183,8 @@ class Executor:
             self._agreement.require()
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
-            with nullcontext() if stage.dropout is None else stage.dropout.running(data, samples):
+            dropout = nullcontext() if stage.dropout is None else stage.dropout.running(data, samples)
+            with stage.running(action.kind), dropout:
                 output = stage.module.run(data, samples, inputs)
             made = self._made(stage, action, output, samples, routes)
         self._recorder.done()
@@ -244,13 +261,15 @@ class Executor:
             covered = self._covered(action.stage, samples)
             if is_last and not covered and self._exact is None:
                 self._sync.entering_last_backward(action.stage)
-            with self._adding(action.stage, covered):
+            with self._adding(action.stage, covered), stage.running(action.kind):
                 if splits:
                     with stage.gradients.deferring():
                         torch.autograd.backward(outputs, gradients)
                     piece.deferred = stage.gradients.take()
                 else:
                     torch.autograd.backward(outputs, gradients)
+        elif stage.sharded is not None:
+            stage.sharded.take_part(action.kind)
         if splits:
             piece.samples = samples
         else:
@@ -279,8 +298,12 @@ class Executor:
         self._recorder.done()
 
     def _add_deferred(self, stage: int, samples: tuple[int, ...], piece: _Piece) -> None:
-        with self._adding(stage, self._covered(stage, samples)):
-            accumulate(piece.deferred)
+        local = self._stages[stage]
+        with self._adding(stage, self._covered(stage, samples)), local.running(ActionKind.W):
+            if local.sharded is None:
+                accumulate(piece.deferred)
+            else:
+                accumulate(piece.deferred, local.sharded.reached)
         self._ledger.added[stage].update(samples)
 
     @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
+from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.random_draws import draws_of
 from dilatant.models.core.stage import Predictions, Stage, StepData, stage_tensors
@@ -22,7 +23,14 @@ from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
-from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_boundaries, local_stages
+from dilatant.plan.sharding import shard_problems
+from dilatant.runtime.build import (
+    build_bucketed_weights,
+    build_stages,
+    derive_boundaries,
+    local_stages,
+    shard_stages,
+)
 from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.state.exact_sums import ExactGradients
@@ -93,8 +101,9 @@ class Runtime:
     another for another plan. Raises UserError if the plan cannot be trained, or if replicas would start from different
     weights.
     microbatching: settings for planning a step. costs: stage costs for assigning samples and predicting step times, on
-    all ranks those of rank 0; None: token counts. layout: how optimizer state is sharded. Unless its `zero` is "none",
-    `owned` receives the gradients: the optimizer updates its parameters, and `owned.gather` must follow every update.
+    all ranks those of rank 0; None: token counts. layout: how optimizer state, gradients and weights are sharded.
+    Unless its `zero` is "none", `owned` receives the gradients: the optimizer updates its parameters, and
+    `owned.gather` must follow every update. Sharded weights have values only in steps and in `whole_weights`.
 
     holdings: the holders of every weight; boxes: logical name → the part of each weight and buffer held here.
     parameters: logical name → parameter held here. After `execute`, any optimizer may update these ordinary parameters,
@@ -116,6 +125,11 @@ class Runtime:
         recovery: Recovery = Recovery(),  # a frozen value
     ) -> None:
         require_trainable(plan, model.units)
+        trains = {name: any(layers) for name, layers in trainable_layers(model.units).items()}
+        if problems := shard_problems(plan, trains, layout.zero, layout.shard):
+            raise list_problems("this plan cannot train:", problems)
+        if execution.exact and layout.shard:
+            raise UserError("train.shard: exact sums need whole gradients of every sample; leave it out")
         refuse_unkeyed_dropout(model.units.values())
         if layout.zero == "node" and layout.node_of is None:
             layout = replace(layout, node_of=comm.nodes)
@@ -125,7 +139,9 @@ class Runtime:
         self.comm = comm
         self._owns_comm = execution.owns_comm
         self._seed = seed or 0
-        self._plan_digest = digest(plan.to_json(), f"{layout.zero} {layout.node_of}")
+        self._plan_digest = digest(
+            plan.to_json(), f"{layout.zero} {layout.node_of} {sorted(layout.shard.items())}"
+        )
         attention = model.language.row_attention
         self._placement_digest = digest("" if attention is None else attention.placement)
         self._placed = plan.stages()
@@ -154,12 +170,13 @@ class Runtime:
             model, plan, comm, modules, self.holdings, layout, weights, owned_before
         )
         self._sync = self._shared.sync
-        self._sync.keeps = recovery.keeps_gradients
+        self._sync.keeps = recovery.keeps_gradients and not self._shared.sharded
         if execution.exact:
             self._sync.exact = ExactGradients(self._shared.owned.weights)
         if not recovery.weights_follow:
             self._shared.require_equal()
             costs = _first_ranks(comm, costs, plan)
+        shard_stages(model, self._stages, self._shared, layout)
         self._recorder = Recorder(rank, comm.device)
         self._transport = Transport(
             comm, [p.stage for p in self._placed], execution.look_ahead, execution.check_transport
@@ -176,7 +193,9 @@ class Runtime:
         self.costs = CostCorrection(plan, costs or token_costs(plan, trainability.backward), corrects)
         if not model.language.packs_rows:
             microbatching = replace(microbatching, alone=True)
-        self._planner = StepPlanner(plan, trainability, model.graph, microbatching, self.costs, rank)
+        self._planner = StepPlanner(
+            plan, trainability, model.graph, microbatching, self.costs, rank, layout.shard
+        )
         self._end = StepEnd(
             comm, plan, model.graph, self.costs, self._shared, self._recorder, execution.num_sources
         )
@@ -207,6 +226,16 @@ class Runtime:
     def owned(self) -> OwnedWeights:
         """The parameters that an optimizer updates on this rank."""
         return self._shared.owned
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Context in which sharded weights are whole, as of the last update, to be read; entered by all ranks. Outside
+        of it and of steps, a sharded weight has no values (`owned` has this rank's part)."""
+        for stage in self._shared.stages.values():
+            stage.gather_all()
+        yield
+        for stage in self._shared.stages.values():
+            stage.release_all()
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -438,14 +467,16 @@ class Runtime:
         self._transport.begin(step.routes, owners, agreement.require)
         self._recorder.begin(kept=not data.predicts)
         if data.predicts:
-            return self._executor.run(step.actions, step.routes, data, agreement, owners)
+            return self._executor.run(step.actions, step.routes, data, agreement, owners, joins=step.joins)
         salvaged = step.salvaged
         sources = [sample.source for sample in samples]
         ledger = self.unfinished.begin(number, step.draws, salvaged, sources)
         covered: AlreadyAccumulated = nothing_accumulated
         if salvaged is not None:
             covered = partial(self._covered, salvaged.reuse.covered())
-        return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
+        return self._executor.run(
+            step.actions, step.routes, data, agreement, owners, ledger, covered, step.joins
+        )
 
     def _covered(
         self, by_layer: Mapping[Layer, frozenset[int]], stage: int, samples: tuple[int, ...]

@@ -34,6 +34,7 @@ from dilatant.models.row_attention import choose_attention, explicit_attention
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.manual import Specs, plan_from_specs
 from dilatant.plan.plan import ParallelSpec
+from dilatant.plan.sharding import shard_by_unit
 from dilatant.planning.auto_plan import Devices, devices_at_hand
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.planned_run import training_plan
@@ -43,6 +44,7 @@ from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_samples import PlannedSamples
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Execution, Runtime
+from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
@@ -99,8 +101,9 @@ def parallelize(
     family of your own. assignment: how samples are grouped into microbatches, as `plan.assignment`. `Auto` plans
     whichever of these are not given. precision: as `train.precision` (default: the model's own dtype). seed: of random
     weights and of dropout, which is keyed by each sample's `draw` or, if no sample has one, by its position and the
-    step number: pass `step_number` to `execute` when a run is resumed. options: `zero` (see `StateLayout`), and those
-    of `Runtime`. Raises UserError that lists all mistakes.
+    step number: pass `step_number` to `execute` when a run is resumed. options: `zero` and `shard` (as
+    `train.shard`; a sharded weight is whole only in steps and in `whole_weights`; `zero` is then `node` by default),
+    and those of `Runtime`. Raises UserError that lists all mistakes.
     """
     worker = worker or local_worker()
     if not isinstance(specs, Auto | Mapping):
@@ -112,7 +115,8 @@ def parallelize(
     if assignment is not None and assignment not in POLICIES:
         raise UserError(f"assignment {assignment!r} is unknown; there are {', '.join(POLICIES)}")
     name = schedule if isinstance(schedule, str) else None
-    layout = StateLayout(options.pop("zero", "none"))
+    shard = options.pop("shard", None)
+    layout = StateLayout(options.pop("zero", "none" if shard is None else "node"))
     auto = specs if isinstance(specs, Auto) else Auto()
     batches = _taken(auto, model, colocated or schedule != name) if specs is auto else []
     rows = [sum(sample.sizes[model.graph.anchor] for sample in batch) for batch in batches]
@@ -122,6 +126,7 @@ def parallelize(
         "row_tokens": row_tokens or max(rows, default=ROW_TOKENS),
         "precision": precision or ("bf16" if is_half else "fp32"),
         "zero": layout.zero,
+        "shard": shard,
         "loss_chunk": model.language.loss_chunk,
     }
     longest = max((s.sizes[model.graph.anchor] for batch in batches for s in batch), default=ROW_TOKENS)
@@ -164,6 +169,7 @@ def parallelize(
             model.units[unit.name].recompute(unit.recompute)
     family = planned.family if schedule is None or isinstance(schedule, str) else schedule
     tokens = planned.row_tokens or row_tokens
+    trains = {unit: any(layers) for unit, layers in trainable_layers(model.units).items()}
     kind = None if precision is None else pick_precision(precision, worker.device)
     return Runtime(
         model,
@@ -171,7 +177,7 @@ def parallelize(
         comm,
         microbatching=Microbatching(planned.num_microbatches, family, planned.assignment, seed, tokens),
         seed=seed,
-        layout=layout,
+        layout=replace(layout, shard=planned.shard or shard_by_unit(planned.plan, trains, shard)),
         execution=Execution(kind, owns_comm=True),
         **{"costs": planned.costs, **options},
     )

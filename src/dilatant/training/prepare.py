@@ -121,7 +121,7 @@ def with_costs(
 ) -> TrainingPlan:
     """Return the plan with the costs of its steps on this hardware; costs that the plan has already are kept."""
     targets = target_share(samples)
-    costs = costs_of_run(config, model, planned.plan, planned.costs, targets, planned.zero)
+    costs = costs_of_run(config, model, planned.plan, planned.costs, targets, planned.zero, planned.shard)
     return replace(planned, costs=costs)
 
 
@@ -134,7 +134,7 @@ def row_length_of_run(
     is_known = planned.row_tokens is not None or planned.chain is not None
     if is_known or not isinstance(samples.train, Blend) or not is_open:
         return None
-    here = local_costs(config, model, planned.plan, target_share(samples), planned.zero)
+    here = local_costs(config, model, planned.plan, target_share(samples), planned.zero, shard=planned.shard)
     sampled = planned_samples(config, samples, here.model)
     dense = dense_rows(here.model, here.costs)
     sampled = replace(sampled, workload=replace(sampled.workload, dense=dense))
@@ -154,7 +154,9 @@ def _chain_of_layout(
         width: one.without_experts for each in (*own.values(), own[anchor]) for width, one in each.items()
     }
     degrees = {name: {**others, **each} for name, each in own.items()}
-    here = local_costs(config, model, plan, target_share(samples), planned.zero, others.values())
+    here = local_costs(
+        config, model, plan, target_share(samples), planned.zero, others.values(), planned.shard
+    )
     units, tokens = here.unit_layers(known_tokens(samples, model), config.row_tokens)
     count = planned.num_microbatches * len(plan.unit(anchor).replicas)
     size = min(

@@ -14,6 +14,7 @@ from dilatant.config.degrees import Degrees
 from dilatant.config.environment import place_from
 from dilatant.config.files.own_files import read_text
 from dilatant.config.plan import ClusterConfig
+from dilatant.config.shard import Shard
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
@@ -42,6 +43,7 @@ def costs_of_run(
     planned: StepCosts | None = None,
     targets: float = 1.0,
     zero: Zero | None = None,
+    shard: Mapping[str, Shard] | None = None,
 ) -> StepCosts:
     """Return the costs of the steps of `plan` on this hardware; `origin` names their source. Takes milliseconds.
 
@@ -49,7 +51,7 @@ def costs_of_run(
     next choices are the costs in `plan.costs`, if that file is of this hardware, precision and model; then costs that
     `dilatant profile` or `dilatant plan` measured for the same layers on this hardware; then costs modelled from the
     layers' shapes. targets: share of the language model's tokens that carry loss. zero: which ranks share optimizer
-    state (default: as the config says).
+    state, shard: what else by unit (default: as the config says).
     """
     trains = trainability_of(plan, trainable_layers(model.units)).backward
     note = ""
@@ -57,7 +59,7 @@ def costs_of_run(
         if tuple(bool(row.any()) for row in planned.stages.seconds[:, 1]) == trains:
             return planned
         note = "; the plan's own costs are of other frozen layers"
-    here = local_costs(config, model, plan, targets, zero)
+    here = local_costs(config, model, plan, targets, zero, shard=shard)
     found = described_costs(plan, here.model, here.costs, here.target)
     return replace(found, origin=f"{found.origin}{note}{here.note}")
 
@@ -96,11 +98,12 @@ def local_costs(
     targets: float = 1.0,
     zero: Zero | None = None,
     also: Iterable[Degrees] = (),
+    shard: Mapping[str, Shard] | None = None,
 ) -> LocalCosts:
     """Return the layer costs that a run on the ranks of `plan` uses, at the plan's degrees and those in `also`. The
-    choice of their source, `targets` and `zero` are as in `costs_of_run`."""
+    choice of their source, `targets`, `zero` and `shard` are as in `costs_of_run`."""
     target = target_here(config, len(plan.ranks))
-    target = target if zero is None else target.sharing(zero)
+    target = target if zero is None else target.sharing(zero, shard)
     described = describe_model(model, recompute_by_unit(config, model.units))
     degrees = sorted({*also, *(placed.stage.degrees.without_experts for placed in plan.stages())})
     costs, note = _named_costs(config, described, target)

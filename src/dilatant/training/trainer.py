@@ -440,7 +440,9 @@ def _open_runtime(
         costs=planned.costs,
         seed=config.seed,
         weights=weights,
-        layout=StateLayout(planned.zero, membership.node_of, not config.train.optimizer.offload),
+        layout=StateLayout(
+            planned.zero, membership.node_of, not config.train.optimizer.offload, shard=planned.shard
+        ),
         execution=execution,
         recovery=Recovery(
             None if before is None else before.runtime, membership.weights_follow, membership.keeps_gradients

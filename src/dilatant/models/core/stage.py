@@ -133,6 +133,8 @@ class Stage(nn.Module, ABC):
 
     context = Context()
     """The part of every microbatch that this rank runs (context parallelism)."""
+    runs_blocks_once = True
+    """False if a forward may pass through the blocks several times, once for each group of alike items."""
     sizes_name = ""
     """The input with the sizes of items, which stays on the host, where shapes and tables are computed; or empty."""
     shards: TokenShards | None = None

@@ -34,6 +34,8 @@ PADDED = 0.25
 class ConformerStage(SoundStage):
     """Layers of the audio encoder and its embedder; runs the encoder's forward, with placeholders for other stages."""
 
+    runs_blocks_once = False
+
     def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
         counts = sizes[:, 0].tolist()
         counts = [conformer_rows(count) for count in counts] if is_hidden else counts

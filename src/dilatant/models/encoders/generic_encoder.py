@@ -71,6 +71,7 @@ class GenericStage(SampleParallel, EncoderStage):
     The columns of hidden states between stages are followed by those of the outputs of earlier `taps`.
     """
 
+    runs_blocks_once = False
     shapes: FeatureShapes
     taps: tuple[int, ...] = ()
     """The blocks of the whole encoder whose outputs are read by more than the next block."""

@@ -16,7 +16,7 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.costs.sync_time import sharing
+from dilatant.plan.costs.sync_time import shard_seconds, sharing
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import PlacedStage, Plan
 
@@ -118,9 +118,9 @@ def layer_table(
             "output_bytes": _triple(cost.output_bytes),
             "common_bytes": _triple(work.common_bytes),
             "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(degrees)),
-            "shared_bytes": rules.shared(trained, True),
+            "shared_bytes": rules.shared(trained, True, unit.name),
             "tied_bytes": rules.of(tied, layer.trainable),
-            "tied_shared_bytes": rules.shared(tied, layer.trainable),
+            "tied_shared_bytes": rules.shared(tied, layer.trainable, unit.name),
             "backward": layer.trainable or before,
             "host_seconds": [forward, inputs + weights, inputs, weights],
         }
@@ -144,6 +144,7 @@ def stage_costs(
     tables: dict[tuple[str, Degrees, str], LayerTable] = {}
     known: dict[tuple[object, ...], tuple[NDArray[np.float64] | float, ...]] = {}  # mostly of another replica
     rows = []
+    exchanged = {} if cluster is None else shard_seconds(plan, model, cluster, rules)
     for entry, shared_by in zip(plan.stages(), sharing(plan, model, rules)):
         stage, unit = entry.stage, model.unit(entry.unit)
         group = "" if cluster is None else cluster.at(stage.ranks[0]).name
@@ -155,6 +156,12 @@ def stage_costs(
         if same not in known:
             replicas = len(plan.unit(entry.unit).replicas)
             known[same] = _sum_stage(entry, unit, tables[key], shared_by, rules, replicas)
+        if entry.index in exchanged:  # no action takes less than its collectives, of which some are exposed
+            *least, exposed = exchanged[entry.index]
+            seconds, *rest, host = known[same]
+            runs = np.asarray(seconds).any(axis=1) * np.array(least)
+            rows.append((seconds + np.outer(exposed * runs, [0, 0, 1]), *rest, np.maximum(host, runs)))
+            continue
         rows.append(known[same])
     return StageCosts(*(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)))
 
@@ -181,6 +188,11 @@ def _sum_stage(
     static = table.static_shared_by(shared_by, layers).sum()
     if entry.is_first:
         static -= table.twice(shared_by, layers).sum()
+    shards = rules.shard_of(unit.name) != "none" and bool((shared_by > 1).any())
+    if shards:
+        transient = transient + _gathered(entry, unit, shared_by, rules)
+        trained = np.array([layer.held_trained(degrees) for layer in unit.layers[layers]])
+        static -= rules.spared_by_masters(unit.name) * float((trained / shared_by)[shared_by > 1].sum())
     gradients = rules.gradients * np.array(
         [
             layer.held_trained(degrees)
@@ -190,7 +202,8 @@ def _sum_stage(
             for layer in unit.layers[layers]
         ]
     )
-    summed = _summed(entry, unit, replicas)
+    gradients = gradients / shared_by if shards else gradients
+    summed = [] if shards else _summed(entry, unit, replicas)
     largest = rules.summed * max((elements for _, elements in summed), default=0.0)
     # With sharded state there is a second flat copy, which is ordered by shard and exists before the gradient itself is
     # freed. Local gradients that are kept until the update take a flat copy of each gradient with other holders.
@@ -206,10 +219,27 @@ def _sum_stage(
         gradients.sum(),
         largest + second,
         kept_gradients if rules.keeps_gradients else 0.0,
-        _late(transient, kept, weight, gradients),
+        _late(transient, kept, weight, 0.0 * gradients if shards else gradients),
         unit.items_per_token,
         table.host_seconds[layers].sum(axis=0),
     )
+
+
+def _gathered(
+    entry: PlacedStage, unit: UnitSpec, shared_by: NDArray[np.float64], rules: ParameterBytes
+) -> NDArray[np.float64]:
+    """Return [layers, 3]: bytes that a sharded stage holds while a layer runs, besides its parts: the weights of the
+    layer's block and of the next one, gradients of the block and, in two flat copies, those of the previous one; and
+    all weights outside blocks with their gradients, which are summed after the first layer's backward."""
+    layers = unit.layers[entry.stage.first : entry.stage.end]
+    held = np.array([layer.held_trained(entry.stage.degrees) for layer in layers]) * (shared_by > 1)
+    is_block = np.array(["layers." in layer.name for layer in layers])
+    block, outside, part = (held * is_block).max(), (held * ~is_block).sum(), 1.0 / shared_by.max()
+    weight, gradient = rules.weight if rules.shard_of(unit.name) == "weights" else 0.0, rules.gradient
+    always = outside * (weight + gradient)
+    running = always + block * np.where(is_block, (2 + part) * weight + 3 * gradient, (1 + part) * weight)
+    running[0] = max(running[0], outside * (weight + 3 * gradient))
+    return np.outer(running, [0.0, 0.0, 1.0])
 
 
 def stage_peaks(

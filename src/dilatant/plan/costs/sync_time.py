@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
+from dilatant.config.shard import Shard
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -68,7 +69,7 @@ def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: Paramete
                 shared = 1 if rules.zero == "none" else shards[sharing_node(rank, rules)]
                 updated[rank] += size_bytes / rules.summed / shared
             if len(ranks) > 1 and size_bytes:
-                _add_rings(size_bytes, ranks, rules, sums, gathers)
+                _add_rings(size_bytes, ranks, rules, sums, gathers, rules.shard_of(unit.name))
     beside, after = (_ring_seconds(rings, plan.ranks, cluster) for rings in (sums, gathers))
     for rank, weights in updated.items():
         after[rank] += UPDATE_BYTES * weights / cluster.at(rank).memory_bandwidth
@@ -76,7 +77,12 @@ def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: Paramete
 
 
 def _add_rings(
-    size_bytes: float, ranks: Sequence[int], rules: ParameterBytes, sums: list[_Ring], gathers: list[_Ring]
+    size_bytes: float,
+    ranks: Sequence[int],
+    rules: ParameterBytes,
+    sums: list[_Ring],
+    gathers: list[_Ring],
+    shard: Shard = "none",
 ) -> None:
     sharing: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -85,11 +91,13 @@ def _add_rings(
         sums.append(_Ring(size_bytes, 2, ranks))
         return
     weights = size_bytes / rules.summed * rules.weight if rules.summed else 0.0
-    gathers += [_Ring(weights, 1, own) for own in sharing.values()]
+    if shard != "weights":  # those are gathered in actions
+        gathers += [_Ring(weights, 1, own) for own in sharing.values()]
     if len({*map(len, sharing.values())}) > 1:  # unequal parts: no sum part by part
         sums.append(_Ring(size_bytes, 2, ranks))
         return
-    sums += [_Ring(size_bytes, 1, own) for own in sharing.values()]
+    if shard == "none":  # others are summed in actions
+        sums += [_Ring(size_bytes, 1, own) for own in sharing.values()]
     if len(sharing) > 1:
         part = size_bytes / len(sharing[sharing_node(ranks[0], rules)])
         sums += [_Ring(part, 2, alike) for alike in zip(*sharing.values(), strict=True)]
@@ -148,6 +156,38 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
         rank: waits[rank] + max(own, max((slowest[ring] for ring in used[rank]), default=0.0))
         for rank, own in inside.items()
     }
+
+
+def shard_seconds(
+    plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes
+) -> dict[int, tuple[float, ...]]:
+    """Return stage number → seconds of the collectives of its actions F, B, I and W, if its gradients or weights are
+    sharded (see `runtime.state.sharded_stage`), then the share of them that is exposed: the first and the last."""
+    found: dict[int, tuple[float, ...]] = {}
+    for unit in plan.units:
+        shard = rules.shard_of(unit.name)
+        if "none" in (shard, rules.zero):
+            continue
+        for position, stage in enumerate(unit.replicas[0].stages):
+            peers = [e for e in plan.stages() if (e.unit, e.position) == (unit.name, position)]
+            layers = model.unit(unit.name).layers[stage.first : stage.end]
+            held = [layer.held_trained(stage.degrees) for layer in layers]
+            if not sum(held):
+                continue
+            rings: list[_Ring] = []
+            for part in range(stage.tp):
+                domains: dict[int, list[int]] = defaultdict(list)
+                for rank in itertools.chain(*(entry.stage.ranks[part :: stage.tp] for entry in peers)):
+                    domains[sharing_node(rank, rules)].append(rank)
+                rings += [_Ring(sum(held), 1, ranks) for ranks in domains.values()]
+            each = max(_ring_seconds(rings, plan.ranks, cluster).values())
+            blocks = [size for size, layer in zip(held, layers) if "layers." in layer.name]
+            exposed = (sum(held) - sum(blocks) + max(blocks, default=0.0)) / sum(held)
+            gather, total = each * rules.weight if shard == "weights" else 0.0, each * rules.gradient
+            if max(len(ring.ranks) for ring in rings) > 1:
+                seconds = (gather, gather + total, gather, total, exposed)
+                found |= {entry.index: seconds for entry in peers}
+    return found
 
 
 def least_sync(holders: int, tp: int, cluster: Cluster, rules: ParameterBytes) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import ClusterConfig, Config, OptimizerConfig, TrainConfig, UserError
 from dilatant.config.plan import ReserveConfig
+from dilatant.config.shard import Shard
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import (
     BF16,
@@ -64,10 +66,11 @@ class Target:
     rules: ParameterBytes
     groups: tuple[Target, ...] = ()
 
-    def sharing(self, zero: Zero) -> Target:
-        """Return the target with optimizer state shared as `zero` says."""
-        groups = tuple(group.sharing(zero) for group in self.groups)
-        return replace(self, rules=replace(self.rules, zero=zero), groups=groups)
+    def sharing(self, zero: Zero, shard: Mapping[str, Shard] | None = None) -> Target:
+        """Return the target with optimizer state shared as `zero` says and, if given, with other `shard` by unit."""
+        groups = tuple(group.sharing(zero, shard) for group in self.groups)
+        words = self.rules.shard if shard is None else tuple(sorted(shard.items()))
+        return replace(self, rules=replace(self.rules, zero=zero, shard=words), groups=groups)
 
     @property
     def text(self) -> str:
@@ -174,12 +177,14 @@ def target_of_group(config: ClusterConfig, name: str, train: TrainConfig) -> Tar
 def _rules(
     dtype: str, train: TrainConfig, ranks_per_node: int, keeps_gradients: bool = False
 ) -> ParameterBytes:
+    words = train.shard  # one word for all units, or by unit
     return replace(
         rules_of(FP32 if dtype == "float32" else BF16, train.optimizer),
         zero=train.zero or DEFAULT_ZERO,
         ranks_per_node=ranks_per_node,
         keeps_gradients=keeps_gradients,
         integers=EXACT_SUMS if train.deterministic else 0.0,
+        shard=tuple(sorted(words.items())) if isinstance(words, dict) else (("", words),) if words else (),
     )
 
 

@@ -79,7 +79,8 @@ def zero_variants(config: Config, target: Target, fault_tolerance: int = 0) -> Z
         return ZeroVariants((config.train.zero,))
     tried: list[Zero] = [DEFAULT_ZERO]
     if target.cluster.num_devices > 1:
-        tried += [] if config.train.optimizer.offload else ["none"]
+        shards = any(word != "none" for _, word in target.rules.shard)
+        tried += [] if config.train.optimizer.offload or shards else ["none"]
         several = target.cluster.num_devices > (target.rules.ranks_per_node or target.cluster.num_devices)
         tried += ["all"] if several and not (config.resilience.enabled or fault_tolerance) else []
     if target.cluster.num_devices <= SMALL_CLUSTER:

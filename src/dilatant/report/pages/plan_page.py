@@ -106,7 +106,8 @@ def _charts(report: PlanReport) -> dict[str, GanttChart]:
 
 
 def _schedule(report: PlanReport) -> str:
-    return report.schedule + (f", zero {report.zero}" if report.zero else "")
+    shard = "".join(f", {unit}: {how} sharded" for unit, how in report.shard.items())
+    return report.schedule + (f", zero {report.zero}" if report.zero else "") + shard
 
 
 def _tiles(report: PlanReport) -> Part:

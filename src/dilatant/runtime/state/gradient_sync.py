@@ -9,7 +9,7 @@ first within the node, then across nodes, also overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class GradientSync:
         self._comm = comm
         self._owned = owned
         self._stages_of = dict(stages_of)
-        self._duplicates = duplicates
+        self.duplicates = duplicates
         self._shares = [share for share in shares if self._is_summed(share)]
         self._shares_of: dict[str, list[int]] = {}
         for number, share in enumerate(self._shares):
@@ -263,26 +263,15 @@ class GradientSync:
         return _BucketSum(share, numbers, group.sum_(numbers, what))
 
     def _pack(self, share: BucketShard) -> Tensor:
-        """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it: AdamW
-        treats an unused weight differently from a zero gradient. For reduce-scatter, shards are padded to equal length,
-        and the counts of all cells follow each shard."""
         weight = self._owned.weights[share.bucket.names[0]]
         dtype = weight.grad_dtype or weight.dtype
         like = weight.new_empty(0, dtype=dtype if self.exact is None else torch.int64)
-        pieces, used = [], []
-        for box in share.bucket.boxes:
-            gradient = None if box.name in self._duplicates else self._own(box.name)
-            used.append(float(gradient is not None))
-            if gradient is None:
-                pieces.append(like.new_zeros(box.size))
-            else:
-                pieces.append(gradient[self._owned.held[box.name].place(box)].flatten())
-        flags = like.new_tensor(used)
-        if not _is_scattered(share):
-            return torch.cat([*pieces, flags])
-        padding = like.new_zeros(share.width - min(share.sizes))
-        rows = torch.cat(pieces).split(share.sizes)
-        return torch.cat([piece for row in rows for piece in (row, padding[: share.width - len(row)], flags)])
+        return pack_gradients(
+            share,
+            self._owned.held,
+            lambda name: None if name in self.duplicates else self._own(name),
+            like,
+        )
 
     def _deliver(self, box: Box, gradient: Tensor) -> None:
         owned = self._owned.parameters.get(box.key)
@@ -296,6 +285,31 @@ class GradientSync:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight, dtype=gradient.dtype)
         weight.grad[self._owned.held[box.name].place(box)] = gradient
+
+
+def pack_gradients(
+    share: BucketShard, held: Mapping[str, Box], gradient_of: Callable[[str], Tensor | None], like: Tensor
+) -> Tensor:
+    """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it: AdamW
+    treats an unused weight differently from a zero gradient. For reduce-scatter, shards are padded to equal length, and
+    the counts of all cells follow each shard.
+
+    held: name → the box held here, whose gradient `gradient_of` returns, or None. like: gives dtype and device.
+    """
+    pieces, used = [], []
+    for box in share.bucket.boxes:
+        gradient = gradient_of(box.name)
+        used.append(float(gradient is not None))
+        if gradient is None:
+            pieces.append(like.new_zeros(box.size))
+        else:
+            pieces.append(gradient[held[box.name].place(box)].flatten())
+    flags = like.new_tensor(used)
+    if not _is_scattered(share):
+        return torch.cat([*pieces, flags])
+    padding = like.new_zeros(share.width - min(share.sizes))
+    rows = torch.cat(pieces).split(share.sizes)
+    return torch.cat([piece for row in rows for piece in (row, padding[: share.width - len(row)], flags)])
 
 
 def _is_scattered(share: BucketShard) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.group import Pending
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import BucketShard, Holdings
-from dilatant.runtime.state.shared_groups import group_of
+from dilatant.runtime.state.shared_groups import LAYERS, group_of
 
 
 class OwnedWeights:
@@ -25,6 +25,8 @@ class OwnedWeights:
     known. primary_cells: key → the cells whose primary owner is this rank, which alone includes them in norms and
     writes them to checkpoints. pieces: key → the parts that one rank of every node owns (see `BucketShard`). before:
     the owned weights of the last generation; if this rank owns the same boxes (`stays`), the parameters are reused.
+    sharded: weights that are not held whole between uses; their boxes are never views, and `gather` leaves them out
+    (see `ShardedStage`).
     """
 
     def __init__(
@@ -36,15 +38,16 @@ class OwnedWeights:
         exact: Mapping[str, Tensor] | None = None,
         masters: bool = True,
         before: OwnedWeights | None = None,
+        sharded: Collection[str] = frozenset(),
     ) -> None:
         self.comm = comm
         self._keeps_masters = masters
         self.weights = dict(weights)
         self.held = {name: holdings[name].boxes[comm.rank] for name in weights}
-        self._divided = [share for share in shares if share.is_divided]
-        divided = self._names_divided = frozenset(
-            name for share in self._divided for name in share.bucket.names
-        )
+        self.sharded = frozenset(sharded)
+        cut = [share for share in shares if share.is_divided]
+        divided = self._names_divided = frozenset(name for share in cut for name in share.bucket.names)
+        self._divided = [share for share in cut if self.sharded.isdisjoint(share.bucket.names)]
         own = {box.key: box for name, box in self.held.items() if name not in divided}
         own |= {box.key: box for share in shares for box in share.own if box.name in divided}
         self.stays = before is not None and (before._names_divided, before.boxes) == (divided, own)
@@ -73,11 +76,12 @@ class OwnedWeights:
     @property
     def is_divided(self) -> bool:
         """True if any optimizer state is sharded; every update must then be followed by `gather`."""
-        return bool(self._divided)
+        return bool(self._names_divided)
 
     def view(self, box: Box) -> Tensor:
         """Return a cell of a weight held here as a view of the weight."""
-        return self.weights[box.name].detach()[self.held[box.name].place(box)]
+        # `data`: autograd does not count writes to it, and sharded weights are gathered between forward and backward.
+        return self.weights[box.name].data[self.held[box.name].place(box)]
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared norm of all gradients: every number is included on one rank."""
@@ -110,12 +114,12 @@ class OwnedWeights:
             torch._foreach_copy_([*self._copies.values()], [self.parameters[key] for key in self._copies])
         under_way: tuple[BucketShard, Tensor, Pending] | None = None
         for share in self._divided:  # one bucket is gathered while the previous one is unpacked
-            started = self._start(share)
+            started = self.start_gather(share)
             if under_way is not None:
-                self._finish(*under_way)
+                self.finish_gather(*under_way)
             under_way = started
         if under_way is not None:
-            self._finish(*under_way)
+            self.finish_gather(*under_way)
 
     def _key_of(self, box: Box) -> str:
         """Return the key of the parameter that has a box of a share."""
@@ -131,9 +135,10 @@ class OwnedWeights:
 
     def _part(self, box: Box, exact: Mapping[str, Tensor], kept: nn.Parameter | None) -> nn.Parameter:
         view = self.view(box)
-        if view.is_contiguous() and (view.dtype == torch.float32 or not self._keeps_masters):
-            return self._as_held(view) if kept is None else kept
-        self._copies[box.key] = view
+        if box.name not in self.sharded:
+            if view.is_contiguous() and (view.dtype == torch.float32 or not self._keeps_masters):
+                return self._as_held(view) if kept is None else kept
+            self._copies[box.key] = view
         if kept is not None:
             return kept
         if not self._keeps_masters:
@@ -147,7 +152,9 @@ class OwnedWeights:
             parameter.grad_dtype = torch.float32
         return parameter
 
-    def _start(self, share: BucketShard) -> tuple[BucketShard, Tensor, Pending]:
+    @torch.no_grad()
+    def start_gather(self, share: BucketShard, purpose: str = LAYERS) -> tuple[BucketShard, Tensor, Pending]:
+        """Begin to all-gather a bucket; returns the arguments of `finish_gather`."""
         weight = self.weights[share.bucket.names[0]]
         own = weight.new_empty(share.width)
         start = 0
@@ -158,9 +165,11 @@ class OwnedWeights:
         flat = weight.new_empty(len(share.sharing) * share.width)
         names = share.bucket.names
         what = f"updated weights {names[0]} to {names[-1]} on ranks {share.sharing}"
-        return share, flat, group_of(self.comm, share.sharing).all_gather(flat, own, what)
+        return share, flat, group_of(self.comm, share.sharing, purpose).all_gather(flat, own, what)
 
-    def _finish(self, share: BucketShard, flat: Tensor, pending: Pending) -> None:
+    @torch.no_grad()
+    def finish_gather(self, share: BucketShard, flat: Tensor, pending: Pending) -> None:
+        """Wait for a bucket and copy it into the weights held here."""
         pending.wait()
         if min(share.sizes) < share.width:
             rows = flat.view(len(share.sharing), -1)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
+from dilatant.config.shard import Shard
 from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BUCKET_BYTES, BucketShard, Format, Holdings, make_buckets, shard_of
+from dilatant.plan.buckets import BUCKET_BYTES, Bucket, BucketShard, Format, Holdings, make_buckets, shard_of
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.owned_weights import OwnedWeights
-from dilatant.runtime.state.shared_groups import group_of, open_groups
+from dilatant.runtime.state.sharded_stage import ShardedStage
+from dilatant.runtime.state.shared_groups import SHARDS, group_of, open_groups
 
 _ROUNDING = 1e-9
 """Relative tolerance of sums of up to 1e9 positive float64 in different orders; unequal weights differ far more."""
@@ -26,21 +29,27 @@ _ROUNDING = 1e-9
 class StateLayout:
     """Distribution of optimizer state over ranks. zero: which ranks shard the state of a weight, see
     `cost.memory.Zero`; node_of: rank → node (default: detected). keeps_masters: hold fp32 masters of owned bf16
-    weights. bucket_bytes: size of the buckets in which gradients are summed."""
+    weights. bucket_bytes: size of the buckets in which gradients are summed. shard: unit → what these ranks shard
+    besides the state."""
 
     zero: Zero = "none"
     node_of: Sequence[int] | None = None
     keeps_masters: bool = True
     bucket_bytes: int = BUCKET_BYTES
+    shard: Mapping[str, Shard] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketedWeights:
-    """A rank's trainable weights. shares: its parts of buckets. owned: boxes it updates. sync: their gradient sync."""
+    """A rank's trainable weights. shares: its parts of buckets. owned: boxes it updates. sync: their gradient sync.
+    sharded: those of `shares` whose gradients are summed in every backward, see `ShardedStage`. stages: number of a
+    stage here → its sharded weights, once they are released."""
 
     shares: tuple[BucketShard, ...]
     owned: OwnedWeights
     sync: GradientSync
+    sharded: tuple[BucketShard, ...] = ()
+    stages: dict[int, ShardedStage] = field(default_factory=dict)
 
     @torch.no_grad()
     def require_equal(self, state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
@@ -52,7 +61,14 @@ class BucketedWeights:
         ranks. Called by all ranks.
         """
         comm = self.owned.comm
-        sums = [_sums(comm, share, "weights", self.owned.view, False) for share in self.shares]
+        # A released weight is only in the owned parameters.
+        apart = self.owned.sharded if self.stages else frozenset()
+        sums = [
+            _sums(comm, share, "weights", self.owned.view, False)
+            if apart.isdisjoint(share.bucket.names)
+            else _sums(comm, share, "weights", lambda box: self.owned.parameters[box.key], True)
+            for share in self.shares
+        ]
         sums += [
             _sums(comm, share, kind, partial(self._state_of, tensors), True)
             for kind, tensors in (state or {}).items()
@@ -106,25 +122,53 @@ def bucket_weights(
     layout: StateLayout,
     exact: Mapping[str, Tensor] | None = None,
     before: OwnedWeights | None = None,
+    apart: Mapping[str, str] = MappingProxyType({}),
 ) -> BucketedWeights:
     """Bucket the trainable weights for ownership and gradient sync; called by all ranks, on which only `weights` and
     `stages_of` differ.
 
     weights: the trainable ones held here, by logical name. stages_of: this rank's stages that use them. formats: of
     every trainable weight on any rank. layout: see `shard_of`; without node_of all ranks are on one node. exact,
-    before: see `OwnedWeights`.
+    before: see `OwnedWeights`. apart: weight that may be sharded → its layer. Raises UserError if nothing of a unit can
+    be sharded.
     """
     nodes = [0] * comm.size if layout.node_of is None else layout.node_of
+    buckets = make_buckets(holdings, formats, formats, layout.bucket_bytes, apart)
+    layers = _divided_layers(buckets, layout, nodes, apart)
     shares = tuple(
-        shard_of(bucket, comm.rank, layout.zero, nodes)
-        for bucket in make_buckets(holdings, formats, formats, layout.bucket_bytes)
-        if comm.rank in bucket.ranks
+        shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in buckets if comm.rank in bucket.ranks
     )
+    sharded = tuple(share for share in shares if apart.get(share.bucket.names[0]) in layers)
+    in_step = tuple(share for share in shares if apart.get(share.bucket.names[0]) not in layers)
     open_groups(comm, shares)
-    owned = OwnedWeights(comm, weights, holdings, shares, exact, layout.keeps_masters, before)
+    open_groups(comm, sharded, SHARDS)
+    gathered = {unit for unit, how in layout.shard.items() if how == "weights"}
+    names = {name for share in sharded for name in share.bucket.names if name.partition(".")[0] in gathered}
+    owned = OwnedWeights(comm, weights, holdings, shares, exact, layout.keeps_masters, before, names)
     duplicates = frozenset(name for name in weights if comm.rank in holdings[name].duplicates)
     using = {name: frozenset(stages_of[name]) for name in weights}
-    return BucketedWeights(shares, owned, GradientSync(comm, owned, using, shares, duplicates))
+    sync = GradientSync(comm, owned, using, in_step, duplicates)
+    return BucketedWeights(shares, owned, sync, sharded)
+
+
+def _divided_layers(
+    buckets: Sequence[Bucket], layout: StateLayout, nodes: Sequence[int], apart: Mapping[str, str]
+) -> set[str]:
+    """Return the layers in `apart` all of whose buckets are divided, equally on all ranks. Raises UserError on every
+    rank if a requested unit has none."""
+    whole: set[str] = set()
+    for bucket in buckets:
+        share = shard_of(bucket, bucket.ranks[0], layout.zero, nodes)
+        if not (share.is_divided and share.even):
+            whole.add(apart.get(bucket.names[0], ""))
+    found = set(apart.values()) - whole
+    units = {name.partition(".")[0] for name, layer in apart.items() if layer in found}
+    if lacking := sorted({unit for unit, how in layout.shard.items() if how != "none"} - units):
+        raise UserError(
+            f"train.shard: no layer of {lacking[0]} that one stage alone holds is on equally many ranks of every node, "
+            "and on more than one; set train.zero: all, or leave train.shard out"
+        )
+    return found
 
 
 @dataclass(slots=True, eq=False)

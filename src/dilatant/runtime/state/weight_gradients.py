@@ -62,11 +62,15 @@ class WeightGradients:
 
 
 @torch.no_grad()
-def accumulate(deferred: list[DelayedGradient]) -> None:
-    """Add delayed weight gradients to `grad`, freeing their inputs one by one."""
+def accumulate(
+    deferred: list[DelayedGradient], reached: Callable[[nn.Parameter | None], None] = lambda weight: None
+) -> None:
+    """Add delayed weight gradients to `grad`, freeing their inputs one by one. reached: called with each layer's weight
+    before."""
     deferred.reverse()
     while deferred:
         weight, bias, inputs, gradient, counts = deferred.pop()
+        reached(weight if bias is None else bias)
         if weight is not None and counts is not None:
             _add_products(weight, gradient, inputs, counts)
         elif weight is not None:

@@ -44,6 +44,7 @@ class StepEnd:
         self._costs = costs
         self._owned = weights.owned
         self._sync = weights.sync
+        self._sharded = weights.stages
         self._recorder = recorder
         self._num_sources = num_sources
         self._shares = ShareCounter(plan)
@@ -63,6 +64,8 @@ class StepEnd:
         salvaged = () if step.salvaged is None else step.salvaged.losses_of(self._comm.rank)
         own_losses, nonfinite = sum_losses(outcomes, data, salvaged, exact)
         sources = sum_sources(outcomes, data, salvaged, anchor, self._num_sources)
+        for stage in self._sharded.values():
+            stage.finish()
         self._sync.finish()
         weights = {name: loss.weight for name, loss in self._graph.losses.items()}
         actions = self._recorder.rows()

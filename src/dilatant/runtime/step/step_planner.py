@@ -6,13 +6,15 @@ Sizes are known before a sample is decoded, so a step may be planned ahead, in a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.shard import Shard
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.unit import ModelGraph
 from dilatant.plan.costs.step_costs import TOKENS
@@ -25,6 +27,7 @@ from dilatant.schedule.assignment.assign import split_by_pattern
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.families.families import gpipe
 from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.shard_rounds import Joins, shard_rounds
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
 from dilatant.schedule.simulator.predict import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
@@ -68,7 +71,7 @@ class PreparedStep:
 
     tokens: unit → tokens of each sample. draws: by sample. actions, routes: of this rank. digests: values that all
     ranks must agree on. forwards: the step has no backward. salvaged: recovered gradients of a failed step; then only
-    the missing samples run.
+    the missing samples run. joins: rounds of sharded weights in which this rank only takes part.
     """
 
     assignment: Assignment
@@ -81,6 +84,7 @@ class PreparedStep:
     prediction: StepPrediction
     forwards: bool = False
     salvaged: PartialStep | None = None
+    joins: Joins = field(default_factory=dict)
 
     def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
         """Return name → digest of everything that must be equal on all ranks before data is exchanged. samples: those
@@ -108,8 +112,10 @@ class StepPlanner:
         microbatching: Microbatching,
         costs: CostCorrection,
         rank: int,
+        shard: Mapping[str, Shard] = MappingProxyType({}),
     ) -> None:
         self._plan = plan
+        self._shard = shard
         self._trainability = trainability
         self._graph = graph
         self._microbatching = microbatching
@@ -204,6 +210,7 @@ class StepPlanner:
                 and (forwards or not self._costs.is_corrected_at(step)),
             ),
             forwards=forwards,
+            joins=shard_rounds(graph, self._shard).get(self._rank, {}),
         )
 
     def _tokens(

@@ -1,0 +1,110 @@
+"""Sharded gradients and weights: any step gives what one process gives, and what cannot be sharded is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cases.drawn_steps import cases
+from cases.engine_case import Case, build_model
+from dilatant.config.shard import Shard
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.sharding import shard_by_unit, shard_problems
+from dilatant.runtime.state.holders import trainable_layers
+from harness.checked_steps import COMMON, check_case
+from harness.worker_pool import WorkerPool
+
+HOW: Any = st.sampled_from(["weights", "weights", "gradients"])
+
+
+def shards(case: Case, how: Shard) -> dict[str, Shard]:
+    """Return what is sharded if everything is that can be; nothing of a unit whose weights are all tied to others."""
+    trains = {n: any(flags) for n, flags in trainable_layers(build_model(case, "meta").units).items()}
+    return shard_by_unit(case.plan, trains, how)
+
+
+def check(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
+    shard = shards(case, how)
+    assume(shard)
+    # Ranks are dealt out in turn: every node must hold a weight equally often, and more than once.
+    is_even = all(
+        len({holders.count(node) for node in range(nodes)}) == 1 and holders.count(0) > 1
+        for unit in case.plan.units
+        if unit.name in shard
+        for stages in zip(*(replica.stages for replica in unit.replicas), strict=True)
+        for part in range(stages[0].tp)
+        for holders in [[rank % nodes for stage in stages for rank in stage.ranks[part :: stage.tp]]]
+    )
+    check_case(workers, case, "node" if is_even else "all", nodes, shard=shard)
+
+
+@settings(max_examples=2, **COMMON)
+@given(case=cases(most_ranks=4, alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
+def test_any_sharded_step_matches_one_process(
+    workers: WorkerPool, case: Case, how: Shard, nodes: int
+) -> None:
+    check(workers, case, how, nodes)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=10, derandomize=True, **COMMON
+)  # a part of two numbers may exceed a bound on their norm
+@given(case=cases(dtype=torch.bfloat16, most_ranks=4, alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
+def test_sharded_steps_in_bf16_match_one_process(
+    workers: WorkerPool, case: Case, how: Shard, nodes: int
+) -> None:
+    check(workers, case, how, nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=100, **COMMON)
+@given(case=cases(alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
+def test_a_hundred_sharded_steps_match_one_process(
+    workers: WorkerPool, case: Case, how: Shard, nodes: int
+) -> None:
+    check(workers, case, how, nodes)
+
+
+def plan(*replicas: tuple[int, ...], cp: int = 1) -> Plan:
+    """Return a plan of one unit of four layers; each replica's stages begin at its numbers."""
+    made, rank = [], 0
+    for cuts in replicas:
+        stages = []
+        for first, end in zip(cuts, (*cuts[1:], 4)):
+            stages.append(Stage(first, end, tuple(range(rank, rank + cp)), cp=cp))
+            rank += cp
+        made.append(Replica(tuple(stages)))
+    return Plan((UnitPlan("language", tuple(made)),))
+
+
+@pytest.mark.parametrize(
+    ("layout", "trains", "zero", "shard", "says"),
+    [
+        (plan((0,), (0,)), True, "none", {"language": "weights"}, "train.zero is none"),
+        (plan((0,)), True, "node", {"language": "weights"}, "held by one rank; give it replicas or cp"),
+        (plan((0, 2), (0, 1)), True, "all", {"language": "gradients"}, "differ in cuts or degrees"),
+        (plan((0,), (0,)), False, "all", {"language": "weights"}, "nothing of language trains"),
+        (plan((0,), (0,)), True, "all", {"sound": "weights"}, "no unit 'sound'"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_in_one_line(
+    layout: Plan, trains: bool, zero: Any, shard: dict[str, Shard], says: str
+) -> None:
+    (problem,) = shard_problems(layout, {"language": trains}, zero, shard)
+    assert problem.startswith("train.shard")
+    assert says in problem
+
+
+def test_a_word_means_all_units_that_can_be_sharded() -> None:
+    assert shard_by_unit(plan((0,), (0,)), {"language": True}, "weights") == {"language": "weights"}
+    assert shard_by_unit(plan((0,), cp=2), {"language": True}, "gradients") == {"language": "gradients"}
+    assert shard_by_unit(plan((0,)), {"language": True}, "weights") == {}
+    (problem,) = shard_problems(plan((0,)), {"language": True}, "node", {}, "weights")
+    assert "held by one rank" in problem
+    assert shard_problems(plan((0,)), {"language": True}, "node", {}, "none") == []
