@@ -37,7 +37,7 @@ from papers.tables import Outcome, PaperTable, figure, judged, spread
 from rich.console import Console
 from rich.table import Table
 
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.analytic import Runner
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes, bytes_text

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.analytic import Runner
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import ParallelChains, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.hardware import Hardware
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan import Cluster, PlanScore, SearchProblem, SearchResult, SearchSettings, Workload

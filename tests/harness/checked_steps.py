@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase
 
 from cases.engine_case import Case, build_model, build_samples
 from dilatant.comm.comm import Comm
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.unit import Unit

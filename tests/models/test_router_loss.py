@@ -11,7 +11,7 @@ import torch
 from cases.engine_case import CASE, build_model, build_samples
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.models.language.router_loss import count_routers
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan

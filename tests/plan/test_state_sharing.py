@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format, Holding, make_buckets, shard_of

@@ -15,7 +15,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import BF16, FP32
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cases.drawn_steps import cases
 from cases.engine_case import Case, build_model
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.sharding import shard_by_unit, shard_problems
 from dilatant.runtime.state.holders import trainable_layers

@@ -16,7 +16,7 @@ from dilatant.cli.plan import Page, open_problem
 from dilatant.config.degrees import AXES
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import read_text
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import PathRule, Section
-from dilatant.config.recompute import Recompute
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Recompute, Shard
 
 LOSS = "loss"
 METRICS = ("exact_match", "anls", "wer")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.quadratic import Amount, Quadratic
 
 ZERO = Quadratic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 
 Zero = Literal["none", "node", "all"]
 """Sharding of a weight's optimizer state: none, over its holders on one node, or over all of its holders."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.plan.errors import PlanError
 
 

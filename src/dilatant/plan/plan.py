@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 import msgspec
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 """Whole number from 0 on, below a limit above any number of layers or ranks."""

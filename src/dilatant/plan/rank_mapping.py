@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan

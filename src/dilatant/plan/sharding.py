@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.plan.plan import Plan, UnitPlan
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
 from dilatant.config.config import unit_problems
+from dilatant.config.memory_modes import Recompute
 from dilatant.config.model import ModelSource
-from dilatant.config.recompute import Recompute
 from dilatant.data.index.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.media_units.image_target import ImageTarget, image_target
 from dilatant.data.media_units.processors import image_processor

@@ -13,8 +13,8 @@ import torch
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
 from dilatant.config.files.own_files import read_text
+from dilatant.config.memory_modes import SHARDS, Shard
 from dilatant.config.parallel import ParallelConfig
-from dilatant.config.shard import SHARDS, Shard
 from dilatant.cost.memory import DEFAULT_ZERO, ZEROS, Zero
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.unit_layers import LEVELS, MeanCosts, UnitLayers
 from dilatant.plan.errors import PlanError

@@ -9,7 +9,7 @@ from pathlib import Path
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES
 from dilatant.config.files.own_files import require_plain
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import ZEROS
 from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.model_spec import roles_of

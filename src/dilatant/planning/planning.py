@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import Config, UserError, list_problems
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.parallel_map import Progress

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.schedule.packed import KINDS
 from dilatant.schedule.schedule import ActionKind
 from dilatant.schedule.simulator.graph import ScheduleGraph

@@ -13,8 +13,8 @@ from dilatant.config import Config, UserError
 from dilatant.config.degrees import Degrees
 from dilatant.config.environment import place_from
 from dilatant.config.files.own_files import read_text
+from dilatant.config.memory_modes import Shard
 from dilatant.config.plan import ClusterConfig
-from dilatant.config.shard import Shard
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel

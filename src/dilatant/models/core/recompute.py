@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from dilatant.attention.recompute_cache import attention_cache_contexts
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Factory of two contexts: one around the forward that runs now, one around its recomputation in backward."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.recompute import recompute

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.degrees import ONE, Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.layer import frozen_work, trainable_before, with_experts_on_ranks
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.plan.costs.stage_costs import LayerTable, layer_table, stage_peaks

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.costs.partition import missing_bytes, partition_layers, partition_layers_in_memory
 from dilatant.plan.costs.unit_layers import MeanCosts, UnitLayers

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore, PlanScorer

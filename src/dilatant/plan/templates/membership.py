@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dilatant.config.degrees import Degrees
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.templates.copies import copies_on_unlike_nodes, disjoint

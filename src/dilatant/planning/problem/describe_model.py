@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dilatant.config import Config
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.models.build import build_model
 from dilatant.models.core.freeze import audit, thaw
 from dilatant.models.core.geometry import EncoderGeometry

@@ -17,8 +17,8 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import ClusterConfig, Config, OptimizerConfig, TrainConfig, UserError
+from dilatant.config.memory_modes import Shard
 from dilatant.config.plan import ReserveConfig
-from dilatant.config.shard import Shard
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import (
     BF16,

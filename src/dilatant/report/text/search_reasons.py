@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dilatant.config.recompute import Recompute
+from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import EncoderPosition

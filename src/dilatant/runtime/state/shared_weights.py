@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import BUCKET_BYTES, Bucket, BucketShard, Format, Holdings, make_buckets, shard_of

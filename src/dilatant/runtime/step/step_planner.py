@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.shard import Shard
+from dilatant.config.memory_modes import Shard
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.unit import ModelGraph
 from dilatant.plan.costs.step_costs import TOKENS

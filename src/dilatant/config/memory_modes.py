@@ -1,0 +1,13 @@
+"""Modes that trade time for memory: what the backward recomputes, and what ranks that share weights shard."""
+
+from typing import Literal, get_args
+
+Recompute = Literal["none", "block", "block_keep_attention"]
+"""`none`: all activations are kept. `block`: only the input of each block. `block_keep_attention`: also the output of
+attention (selective recomputation)."""
+
+Shard = Literal["none", "gradients", "weights"]
+"""What ranks that share the optimizer state of a weight shard besides it. `none`: nothing (ZeRO stage 1). `gradients`:
+also gradients (stage 2). `weights`: also gradients and weights (stage 3)."""
+
+SHARDS: tuple[Shard, ...] = get_args(Shard)
