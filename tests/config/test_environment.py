@@ -26,7 +26,11 @@ def test_no_deadline_follows_the_wall_clock() -> None:
         for path in source.rglob("*.py")
         if re.search(r"\btime\.time\(|\bdatetime\.(now|utcnow)\(", path.read_text())
     }
-    of_events = {"resilience/processes/coordinator_process.py", "resilience/launch.py"}
+    of_events = {
+        "resilience/processes/coordinator_process.py",
+        "resilience/launch.py",
+        "report/run_folder.py",
+    }
     of_charts = {"runtime/step/recorder.py", "training/trainer.py"}
     of_days = {
         "data/text/chat_template.py",

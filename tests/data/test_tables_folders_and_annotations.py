@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.data_builders import image_bytes, wav_bytes, write_lines
+from cases.data_builders import image_bytes, wav_bytes, write_lines, write_tar
 from dilatant.config import DataSource, UserError
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers.reader import open_source
@@ -169,6 +169,14 @@ def test_a_data_file_in_the_folder_is_read_and_not_the_texts(tmp_path):
     write_lines(tmp_path / "x.jsonl", [{"image": "a.png", "question": "q", "answer": "two"}])
     _, samples = open_all(tmp_path)
     assert [said(sample) for sample in samples] == [(["q", "two"], [("image", "a.png")])]
+
+
+def test_a_table_beside_shards_is_named_and_not_read(tmp_path):
+    write_tar(tmp_path / "0.tar", {"a.jpg": image_bytes(), "a.txt": b"one"})
+    (tmp_path / "ATTRIBUTION.tsv").write_text("image\tauthor\na.jpg\tme\n")
+    reader, samples = open_all(tmp_path)
+    assert [said(sample)[0] for sample in samples] == [["one"]]
+    assert reader.passed_over == ("ATTRIBUTION.tsv: tables beside other data files",)
 
 
 COCO = {

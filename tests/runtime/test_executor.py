@@ -230,7 +230,7 @@ def test_gradients_for_rows_of_frozen_source_are_still_received() -> None:
     executor._pieces = {(0, 0, (0,)): _Piece({}, {"language": torch.zeros(1, 2)}, {})}
     producer = SimpleNamespace(stage=1)
     received = [SimpleNamespace(name=name, producer=producer) for name in ("first", "second")]
-    stage = SimpleNamespace(outbound={"language": None}, inbound={})
+    stage = SimpleNamespace(outbound={"language": None}, inbound={}, sharded=None)
     routes = SimpleNamespace(received={action: received})
     executor._backward(stage, action, (0,), routes, False)  # type: ignore[arg-type]
     assert taken == ["first", "second"]

@@ -265,6 +265,14 @@ def find_files(
                     f"folder {str(place)!r} holds no data file; expected {', '.join(SUFFIXES)} files in it, or media "
                     "with a .txt, .caption or .json of the same name beside each"
                 )
+            forms = {file: SUFFIXES.get(file.suffix.lower()) for file in inside}
+            tables = [file for file in inside if forms[file] == "csv"]
+            if tables and {"tar", "parquet", "arrow"} & {*forms.values()}:  # a list of licences, say
+                inside = [file for file in inside if file not in tables]
+                passed_over.append(
+                    f"{', '.join(file.name for file in tables[:3])}{' and others' if len(tables) > 3 else ''}: "
+                    "tables beside other data files"
+                )
             inside, others = choose_split(place, inside, split, held_out)
             found += inside
             passed_over += others
