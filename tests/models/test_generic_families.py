@@ -30,8 +30,8 @@ def config_of(family: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "is_cut"),
     [
-        pytest.param("deepseek_vl", True, marks=pytest.mark.slow),
-        ("glmasr", True),  # sounds
+        ("deepseek_vl", True),
+        pytest.param("glmasr", True, marks=pytest.mark.slow),  # sounds
         pytest.param("mistral3", True, marks=pytest.mark.slow),  # native sizes, Pixtral
         pytest.param("qwen3_asr", False, marks=pytest.mark.slow),
         pytest.param("got_ocr2", True, marks=pytest.mark.slow),

@@ -255,7 +255,7 @@ def read_by_torch(folder: Path, state: Weights) -> Weights:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", [pytest.param("llava", marks=pytest.mark.slow), "qwen3_vl_moe"])
 def test_torch_loads_an_export_into_a_model_by_its_own_keys(tmp_path: Path, family: str) -> None:
     save_as_the_hub_does(family, tmp_path / "m")
     mixed(tmp_path / "m", lambda key: "norm" in key and key.endswith("weight"))

@@ -351,7 +351,8 @@ print(result.step, result._repr_html_()[:40])
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_parts_of_a_notebook_need_no_main_guard(ranks: int, file: Path, tmp_path: Path) -> None:
     """A script on standard input is to multiprocessing what a notebook is: it cannot be imported. Data workers decode,
     and with two ranks all parts are sent."""
