@@ -131,8 +131,36 @@ def test_a_command_line_of_ms_swift_keeps_its_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["stage: dpo\nmodel_name_or_path: x", "swift rlhf --model x --rlhf_type dpo", "", "hello"]
+    ("text", "expected"),
+    [
+        ("stage: dpo\nmodel_name_or_path: x", {"method": "dpo"}),
+        (
+            "stage: dpo\nmodel_name_or_path: x\npref_loss: simpo",
+            {"method": "simpo", "beta": 0.1, "gamma": 0.5},
+        ),
+        (
+            "stage: dpo\nmodel_name_or_path: x\npref_loss: sigmoid\npref_beta: 0.3\npref_ftx: 1.0",
+            {"method": "dpo", "beta": 0.3, "sft_weight": 1.0},
+        ),
+        (
+            "swift rlhf --model x --rlhf_type dpo --loss_type ipo --beta 0.2",
+            {"method": "ipo", "beta": 0.2},
+        ),
+        ("swift rlhf --model x --rlhf_type simpo", {"method": "simpo"}),
+    ],
 )
+def test_pairs_of_answers_are_converted(text: str, expected: dict[str, Any]) -> None:
+    tree, left_out = converted(text + ("\ndataset: y.json" if "\n" in text else " --dataset y.json"))
+    assert tree["train"]["preferences"] == expected
+    assert not [line for line in left_out if line.startswith(("stage", "rlhf", "loss", "pref", "beta"))]
+
+
+def test_losses_that_are_not_of_pairs_are_refused() -> None:
+    with pytest.raises(UserError, match="'grpo' is no loss of pairs here"):
+        converted("swift rlhf --model x --rlhf_type grpo")
+
+
+@pytest.mark.parametrize("text", ["stage: ppo\nmodel_name_or_path: x", "", "hello"])
 def test_what_is_no_supervised_training_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="only configs and command lines of supervised training"):
         converted(text)

@@ -28,6 +28,14 @@ _FROZEN = {
 _OTHER_VALUES = ("evaluation.metrics", "train.resume", "train.optimizer.groups", "model.attn_implementation",
                  "data.chat_template", "train.schedule.kind")  # fmt: skip
 """Keys here whose values are not those of the keys that `CALLED_HERE` answers."""
+_PAIRS = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+"""Their losses of pairs of answers → the method here."""
+_OF_PAIRS = {
+    "beta": ("pref_beta", "beta"),
+    "gamma": ("simpo_gamma",),
+    "label_smoothing": ("dpo_label_smoothing", "label_smoothing"),
+    "sft_weight": ("pref_ftx",),
+}
 _WORDS = {
     "lr_scheduler_type": {"cosine": "train.schedule.kind=cosine", "linear": "train.schedule.kind=linear",
         "constant": "train.schedule.kind=constant", "constant_with_warmup": "train.schedule.kind=constant"},
@@ -67,11 +75,17 @@ def read_others(text: str) -> dict[str, Any]:
 
 def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], list[str]]:
     """Return the tree of a config, and a line for each key that it leaves out. Paths are those of the working folder.
-    Raises UserError for anything but supervised training, and OSError or ValueError for a damaged `dataset_info.json`.
+
+    Raises UserError for anything but supervised training and pairs of answers, and OSError or ValueError for a damaged
+    `dataset_info.json`.
     """
     left, tree = dict(theirs), dict[str, Any]()
-    if not left or left.get("stage", "sft") not in ("sft", "pt"):
-        raise UserError("only configs and command lines of supervised training (sft, pt) are converted")
+    stage = left.get("stage", "sft")
+    if not left or stage not in ("sft", "pt", "dpo", "rlhf"):
+        raise UserError(
+            "only configs and command lines of supervised training (sft, pt) and of pairs of answers (dpo, rlhf) are "
+            "converted"
+        )
 
     def put(place: str, value: Any) -> None:
         *parents, last = place.split(".")
@@ -83,6 +97,16 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
     def take(*names: str, default: Any = None) -> Any:
         return next((left.pop(name) for name in names if name in left), default)
 
+    if stage in ("dpo", "rlhf"):
+        said = [left.pop(name, None) for name in ("stage", "loss_type", "pref_loss", "rlhf_type")]
+        loss = next(filter(None, said[1:]), "dpo")
+        if loss not in _PAIRS:
+            raise UserError(f"{loss!r} is no loss of pairs here; {', '.join(_PAIRS)} are converted")
+        # LLaMA-Factory's own values where they are others than those here
+        defaults = {"beta": 0.1, "gamma": 0.5} if (stage, loss) == ("dpo", "simpo") else {}
+        values = {key: take(*names, default=defaults.get(key)) for key, names in _OF_PAIRS.items()}
+        kept = {key: value for key, value in values.items() if value}  # theirs have zeros for "not"
+        put("train.preferences", {"method": _PAIRS[loss], **kept})
     put("model.id", take("model_name_or_path", "model", "model_id_or_path"))
     kind = take("finetuning_type", "train_type", "tuner_type", default="lora")
     if kind not in ("lora", "full"):
