@@ -33,7 +33,7 @@ def config_of(family: str) -> Any:
         ("deepseek_vl", True),
         pytest.param("glmasr", True, marks=pytest.mark.slow),  # sounds
         pytest.param("mistral3", True, marks=pytest.mark.slow),  # native sizes, Pixtral
-        pytest.param("qwen3_asr", False, marks=pytest.mark.slow),
+        pytest.param("qwen3_asr", True, marks=pytest.mark.slow),
         pytest.param("got_ocr2", True, marks=pytest.mark.slow),
         pytest.param("glm4v", True, marks=pytest.mark.slow),  # M-RoPE
         pytest.param("paddleocr_vl", True, marks=pytest.mark.slow),
