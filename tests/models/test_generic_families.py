@@ -28,26 +28,26 @@ def config_of(family: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "is_cut"),
+    "family",
     [
-        ("deepseek_vl", True),
-        pytest.param("glmasr", True, marks=pytest.mark.slow),  # sounds
-        pytest.param("mistral3", True, marks=pytest.mark.slow),  # native sizes, Pixtral
-        pytest.param("qwen3_asr", True, marks=pytest.mark.slow),
-        pytest.param("got_ocr2", True, marks=pytest.mark.slow),
-        pytest.param("glm4v", True, marks=pytest.mark.slow),  # M-RoPE
-        pytest.param("paddleocr_vl", True, marks=pytest.mark.slow),
-        pytest.param("lighton_ocr", True, marks=pytest.mark.slow),
-        pytest.param("vipllava", True, marks=pytest.mark.slow),  # features of several blocks
+        "deepseek_vl",
+        pytest.param("glmasr", marks=pytest.mark.slow),  # sounds
+        pytest.param("mistral3", marks=pytest.mark.slow),  # native sizes, Pixtral
+        pytest.param("qwen3_asr", marks=pytest.mark.slow),
+        pytest.param("got_ocr2", marks=pytest.mark.slow),
+        pytest.param("glm4v", marks=pytest.mark.slow),  # M-RoPE
+        pytest.param("paddleocr_vl", marks=pytest.mark.slow),
+        pytest.param("lighton_ocr", marks=pytest.mark.slow),
+        pytest.param("vipllava", marks=pytest.mark.slow),  # features of several blocks
     ],
 )
-def test_a_family_that_is_not_named_trains_as_transformers_does(family: str, is_cut: bool) -> None:
+def test_a_family_that_is_not_named_trains_as_transformers_does(family: str) -> None:
     assert family not in FAMILIES
     model = MultimodalModel({}, PretrainedModel.of(config_of(family), "model"), device="meta")
     choose_attention(model)
     assert model.language.packs_rows
     (encoder,) = model.encoders
-    assert (model[encoder].uncut is None) == is_cut
+    assert model[encoder].uncut is None
 
 
 @pytest.mark.parametrize("family", ["blip", "kosmos-2", "florence2", "t5gemma2"])
