@@ -108,6 +108,7 @@ class Theirs:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         count = settings.microbatches
         own = ids[worker.rank * count : (worker.rank + 1) * count]
         self.batches = [torch.as_tensor(row)[None] for row in own]
