@@ -43,10 +43,7 @@ CPU_SECTIONS = ("rates", "shares", "interpreter", "compiled", "planning", "memor
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     settings = parse(arguments)
     device = torch.device(settings.device)
-    report: dict[str, Any] = {
-        "machine": {**machine(), "threads": torch.get_num_threads()},
-        "device": str(device),
-    }
+    report: dict[str, Any] = {"machine": {**machine(), "threads": torch.get_num_threads()}, "device": str(device)}
     for section in settings.sections:
         print(f"\n== {section}", flush=True)
         # A backward pass is timed again and again over one graph, whose buffers FlexAttention would give away.
@@ -61,13 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--sections", nargs="+", choices=sorted(SECTIONS), help="default: all that the device has"
-    )
+    parser.add_argument("--sections", nargs="+", choices=sorted(SECTIONS), help="default: all that the device has")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--tokens", nargs="+", type=int, help="row lengths of the rates")
     parser.add_argument("--share-tokens", type=int, help="row length of the shares")
@@ -96,15 +89,11 @@ def rates(settings: argparse.Namespace, device: torch.device, report: dict[str, 
     found = measure_rates(settings.kinds, settings.tokens, settings.shape, device, settings.repeats)
     report["rates"] = found
     print(f"{found['shape']}; TFLOP/s over visible pairs; x: how many times as fast ours is")
-    columns = "".join(
-        f"{name:>{width}}" for name, width in (("fwd ms", 9), ("bwd ms", 9), ("fwd", 8), ("bwd", 8))
-    )
+    columns = "".join(f"{name:>{width}}" for name, width in (("fwd ms", 9), ("bwd ms", 9), ("fwd", 8), ("bwd", 8)))
     print(f"{'mask':16}{'tokens':>8}{'visible':>9}  {'':18}{columns}{'x fwd':>8}{'x bwd':>8}")
     for row in found["rates"]:
         for number, (name, result) in enumerate(row["results"].items()):
-            head = (
-                f"{row['mask']:16}{row['tokens']:8}{row['visible_share']:9.1%}" if number == 0 else " " * 33
-            )
+            head = f"{row['mask']:16}{row['tokens']:8}{row['visible_share']:9.1%}" if number == 0 else " " * 33
             print(
                 f"{head}  {name:18}{result['forward_ms']:9.2f}{result['backward_ms']:9.2f}"
                 f"{result['forward_tflops']:8.3g}{result['backward_tflops']:8.3g}"
@@ -116,28 +105,17 @@ def rates(settings: argparse.Namespace, device: torch.device, report: dict[str, 
         print(f"{'':33}  plan, ms on the host: {times}")
     print("largest difference of outputs to float32, values of order one:")
     for row in found["largest_errors"]:
-        parts = (
-            f"{name} {v if isinstance(v, str) else format(v, '.1e')}" for name, v in list(row.items())[2:]
-        )
+        parts = (f"{name} {v if isinstance(v, str) else format(v, '.1e')}" for name, v in list(row.items())[2:])
         print(f"  {row['mask']:16}{', '.join(parts)}")
 
 
 def shares(settings: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
     found, observations = measure_shares(
-        settings.kinds,
-        settings.share_tokens,
-        settings.ranks,
-        settings.shape,
-        device,
-        max(1, settings.repeats // 3),
+        settings.kinds, settings.share_tokens, settings.ranks, settings.shape, device, max(1, settings.repeats // 3)
     )
     report["shares"] = found
-    print(
-        f"{settings.share_tokens} tokens, {settings.shape}; every rank's share in turn, forward and backward"
-    )
-    print(
-        f"{'mask':16}{'ranks':>6}  {'placement':16}{'slowest ms':>11}{'max/mean':>10}{'counted':>9}{'x of lpt':>10}"
-    )
+    print(f"{settings.share_tokens} tokens, {settings.shape}; every rank's share in turn, forward and backward")
+    print(f"{'mask':16}{'ranks':>6}  {'placement':16}{'slowest ms':>11}{'max/mean':>10}{'counted':>9}{'x of lpt':>10}")
     for row in found:
         for entry in row["policies"]:
             print(

@@ -94,15 +94,11 @@ def measure_planning(tokens: int, repeats: int) -> list[dict]:
         for ranks in (8, 64, 256):
             placed = place_blocks(work, ranks)
             result[f"G{ranks}"] = {
-                "place_ms": host_milliseconds(
-                    lambda ranks=ranks, work=work: place_blocks(work, ranks), repeats
-                ),
+                "place_ms": host_milliseconds(lambda ranks=ranks, work=work: place_blocks(work, ranks), repeats),
                 "plan_ms": host_milliseconds(
                     lambda ranks=ranks, mask=mask: place_blocks(block_workloads(mask), ranks), repeats
                 ),
-                "heapq_place_ms": host_milliseconds(
-                    lambda ranks=ranks, work=listed: heapq_placement(work, ranks), 3
-                ),
+                "heapq_place_ms": host_milliseconds(lambda ranks=ranks, work=listed: heapq_placement(work, ranks), 3),
                 "gap": placed.gap,
                 "counts_spread": int(np.ptp(placed.counts)),
             }
@@ -121,9 +117,7 @@ def measure_tables(tokens: int, repeats: int) -> list[dict]:
                 "mask": kind,
                 "tokens": tokens,
                 "table_ms": host_milliseconds(lambda mask=mask: block_table(mask), repeats),
-                "transposed_ms": host_milliseconds(
-                    lambda table=table: table.transposed(), max(3, repeats // 20)
-                ),
+                "transposed_ms": host_milliseconds(lambda table=table: table.transposed(), max(3, repeats // 20)),
                 "table_bytes": table.nbytes,
                 "transposed_bytes": turned.nbytes,
                 "exact": table.exact and turned.exact,
@@ -176,9 +170,7 @@ def measure_balance(tokens: int, draws: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
     parser.add_argument("--draws", type=int, default=20, help="random masks per kind in the balance table")
     parser.add_argument("--repeats", type=int, default=200, help="repetitions of which the best time counts")
@@ -204,24 +196,16 @@ def main() -> None:
             print(f"{part['heapq_place_ms']:7.2f}{part['gap']:9.5f}", end="")
         print()
     first = report["first_use_seconds"]
-    print(
-        f"first plan of a process: {first['compiled_before']:.2f} s, {first['compiling']:.1f} s if it must compile"
-    )
+    print(f"first plan of a process: {first['compiled_before']:.2f} s, {first['compiling']:.1f} s if it must compile")
 
     print("\nBlock tables of the same rows")
-    print(
-        f"{'mask':8}{'ms':>8}{'kB':>8}{'transposed ms':>15}{'kB':>8}{'byte/pair kB':>14}{'partial':>9}{'exact':>7}"
-    )
+    print(f"{'mask':8}{'ms':>8}{'kB':>8}{'transposed ms':>15}{'kB':>8}{'byte/pair kB':>14}{'partial':>9}{'exact':>7}")
     for result in report["tables"]:
         print(f"{result['mask']:8}{result['table_ms']:8.3f}{result['table_bytes'] / 1e3:8.0f}", end="")
         print(f"{result['transposed_ms']:15.3f}{result['transposed_bytes'] / 1e3:8.0f}", end="")
-        print(
-            f"{result['byte_per_pair_of_blocks'] / 1e3:14.0f}{result['partial_share']:9.1%}{result['exact']!s:>7}"
-        )
+        print(f"{result['byte_per_pair_of_blocks'] / 1e3:14.0f}{result['partial_share']:9.1%}{result['exact']!s:>7}")
 
-    print(
-        f"\nMaximal over mean load at 64k tokens, {arguments.draws} draws: mean (worst), remote keys needed"
-    )
+    print(f"\nMaximal over mean load at 64k tokens, {arguments.draws} draws: mean (worst), remote keys needed")
     print(f"{'mask':8}{'G':>4}" + "".join(f"{policy:>22}" for policy in POLICIES))
     for kind in KINDS:
         for ranks in (8, 32):

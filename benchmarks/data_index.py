@@ -93,9 +93,7 @@ def scanning(folder: Path, megabytes: int, rounds: int) -> dict[str, Any]:
         for suffix in ("jsonl", "json"):
             path = folder / f"{size}.{suffix}"
             write_json(path, megabytes * 1_000_000 // size, size)
-            ours, bound = in_turn(
-                lambda path=path: scan_json(path, ""), lambda path=path: count_lines(path), rounds
-            )
+            ours, bound = in_turn(lambda path=path: scan_json(path, ""), lambda path=path: count_lines(path), rounds)
             rate = path.stat().st_size / 1e6
             result[path.name] = {"megabytes_per_second": rate / ours, "bound": rate / bound}
             print(f"{path.name:>24} {rate / ours:>9,.0f} MB/s {rate / bound:>8,.0f}")
@@ -151,9 +149,7 @@ def main() -> None:
             "measuring": measuring(Path(folder)),
             "opening": opening(Path(folder), options.rounds),
         }
-    slow = [
-        name for name, found in result["scanning"].items() if found.get("megabytes_per_second", 300) < 300
-    ]
+    slow = [name for name, found in result["scanning"].items() if found.get("megabytes_per_second", 300) < 300]
     ratio = result["opening"][MANY]["warm_milliseconds"] / result["opening"][FEW]["warm_milliseconds"]
     print(
         f"below 300 MB/s: {', '.join(slow) or 'none'}; {MANY // FEW} times the samples open in {ratio:.2f} of the time"

@@ -76,9 +76,7 @@ def write_photos(path: Path, count: int) -> list[bytes]:
             buffer = io.BytesIO()
             coarse.resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
             photos.append(buffer.getvalue())
-            text = json.dumps(
-                {"question": "What is shown here?", "answer": f"Photo number {number}."}
-            ).encode()
+            text = json.dumps({"question": "What is shown here?", "answer": f"Photo number {number}."}).encode()
             for name, data in ((f"{number:06}.jpg", photos[-1]), (f"{number:06}.json", text)):
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
@@ -104,9 +102,7 @@ def decode_alone(photos: list[bytes]) -> tuple[int, float]:
     return len(photos), time.perf_counter() - start
 
 
-def load(
-    blend: Blend, encoding: Encoding, workers: int, compute_seconds: float = 0.0
-) -> tuple[int, float, float]:
+def load(blend: Blend, encoding: Encoding, workers: int, compute_seconds: float = 0.0) -> tuple[int, float, float]:
     """Samples, seconds, and the share of them spent waiting, once the first two batches have come."""
     steps = len(blend) // BATCH
     sampler = blend.sampler(0, BATCH)
@@ -135,9 +131,7 @@ def load_all(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float
 def take_from_pool(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float, float]:
     """Samples, seconds, and CPU seconds of this process, once the first two batches have come."""
     owner = PoolOwner({"train": blend}, encoding, workers) if workers else None
-    source: SampleSource = (
-        join(owner.address, BUDGET_BYTES) if owner else InlineSource({"train": blend}, encoding)
-    )
+    source: SampleSource = join(owner.address, BUDGET_BYTES) if owner else InlineSource({"train": blend}, encoding)
     indices, _ = (sampler := blend.sampler(0, BATCH)).take(sampler.start(), len(blend) // BATCH * BATCH)
     parts = frozenset({TOKENS, "vision"})
     requests = [SampleRequest(draw, int(index), parts, nbytes=200_000) for draw, index in enumerate(indices)]
@@ -174,9 +168,7 @@ def compare_consumers(blend: Blend, encoding: Encoding, rounds: int) -> dict[str
             best["cpu_ms"] = min(best["cpu_ms"], cpu / samples * 1e3)
     pixels = encode_sample(blend[0], encoding).media["vision"]["pixel_values"]
     found["bytes"] = {"travels": pixels.nbytes, "seen": as_array(pixels).nbytes}
-    print(
-        f"{'workers':>8} {'pool':>9} {'torch':>9} {'ratio':>7} {'pool CPU':>9} {'torch CPU':>9}  (ms a sample)"
-    )
+    print(f"{'workers':>8} {'pool':>9} {'torch':>9} {'ratio':>7} {'pool CPU':>9} {'torch CPU':>9}  (ms a sample)")
     for workers in (0, 1, 2):
         ours, theirs = found[f"pool {workers}"], found[f"torch {workers}"]
         print(
@@ -310,9 +302,7 @@ def main() -> None:
         _, _, waiting = min((load(blend, encoding, 1, compute) for _ in range(3)), key=lambda run: run[2])
         _, _, alone = min((load(blend, encoding, 0, compute) for _ in range(3)), key=lambda run: run[2])
         result["waiting"] = {"compute_seconds": compute, "one_worker": waiting, "no_worker": alone}
-        print(
-            f"waiting for data, steps of {compute * 1e3:.0f} ms: {waiting:.1%} with one worker, {alone:.1%} without"
-        )
+        print(f"waiting for data, steps of {compute * 1e3:.0f} ms: {waiting:.1%} with one worker, {alone:.1%} without")
     if options.out:
         options.out.write_text(json.dumps(result, indent=2))
 

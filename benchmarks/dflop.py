@@ -149,9 +149,7 @@ def online(data: dict[str, Sizes], limit: float) -> PaperTable:
     rows: list[tuple[Any, ...]] = []
     solver = ""
     plain = PipelineShape(STAGES, ((1,), ()), (BACKWARD, BACKWARD), (0.0, 0.0))
-    one_f_one_b = PipelineShape(
-        STAGES, ((1,), ()), (BACKWARD, BACKWARD), (0.0, 0.0), path_depths(plain.plan())
-    )
+    one_f_one_b = PipelineShape(STAGES, ((1,), ()), (BACKWARD, BACKWARD), (0.0, 0.0), path_depths(plain.plan()))
     for name, sizes in data.items():
         seconds = work(sizes, "1b", load_hardware("A40"), TENSOR) * (1.0 + BACKWARD) / np.asarray(STAGES)
         for replicas, batch, count in SIZES if name == LARGER_ON else SIZES[:1]:
@@ -167,11 +165,7 @@ def online(data: dict[str, Sizes], limit: float) -> PaperTable:
             steps: dict[str, float] = {}
             spent: dict[str, float] = {}
             gap = 0.0
-            for policy, shape in (
-                ("balanced", one_f_one_b),
-                ("searched", one_f_one_b),
-                ("searched, eager", plain),
-            ):
+            for policy, shape in (("balanced", one_f_one_b), ("searched", one_f_one_b), ("searched, eager", plain)):
                 began = time.process_time()
                 dealt = assign_microbatches(
                     load, replicas, "balanced", weight=np.ones(batch), capacity=float(batch // replicas)
@@ -259,10 +253,7 @@ def offline(data: dict[str, Sizes]) -> PaperTable:
         began = time.process_time()
         seconds = {tp: work(sizes, "1b", hardware, tp)[drawn].sum(axis=0) for tp in (1, 2, 4)}
         chosen = _chosen(
-            seconds,
-            cluster.num_devices,
-            batch,
-            {unit: sum(part.count for part in own) for unit, own in parts.items()},
+            seconds, cluster.num_devices, batch, {unit: sum(part.count for part in own) for unit, own in parts.items()}
         )
         theirs_took = time.process_time() - began
         (v_tp, v_pp, v_dp), (l_tp, l_pp, l_dp) = chosen
@@ -343,8 +334,7 @@ def _chosen(
                 continue
             factor = max(vision[1] + language[1] - 1, 1) / (batch // language[2])
             slowest = max(
-                float(seconds[tp][unit]) / (pp * dp) * factor
-                for unit, (tp, pp, dp) in enumerate((vision, language))
+                float(seconds[tp][unit]) / (pp * dp) * factor for unit, (tp, pp, dp) in enumerate((vision, language))
             )
             best = min(best, (slowest, vision, language))
     return best[1], best[2]
@@ -362,9 +352,7 @@ def without_times(table: PaperTable) -> PaperTable:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="processor time of the integer program")
     parser.add_argument("--untimed", action="store_true", help="leave out times: the machine is busy")
     parser.add_argument("--json", type=Path, help="write the tables as JSON here as well")

@@ -175,16 +175,12 @@ def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[s
         "tokens": settings.tokens,
         "gradient_error": error,
         "collectives_a_block": len(collectives) / settings.layers,
-        **{
-            f"{name}_seconds": {"best": min(s), "median": statistics.median(s)} for name, s in seconds.items()
-        },
+        **{f"{name}_seconds": {"best": min(s), "median": statistics.median(s)} for name, s in seconds.items()},
         "ratio": {
             "best": min(seconds[ours]) / min(seconds["theirs"]),
             "median_of_pairs": statistics.median(a / b for a, b in pairs),
         },
-        "pieces_ratio": statistics.median(
-            a / b for a, b in zip(seconds["pieces"], seconds["whole"], strict=True)
-        ),
+        "pieces_ratio": statistics.median(a / b for a, b in zip(seconds["pieces"], seconds["whole"], strict=True)),
     }
 
 
@@ -205,9 +201,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, nargs="+", help="widths of the blocks")
     parser.add_argument("--layers", type=int, default=4)

@@ -45,8 +45,7 @@ def count_edges(worker: Worker) -> dict[str, Any]:
     runtime = Runtime(model, Plan((UnitPlan("language", (Replica(tuple(stages)),)),)), comm)
     ids = np.random.default_rng(0).integers(3, 64, TOKENS)
     samples = [
-        EncodedSample(f"sample-{n}", ids, ids.copy(), media={}, sizes={"language": TOKENS})
-        for n in range(SAMPLES)
+        EncodedSample(f"sample-{n}", ids, ids.copy(), media={}, sizes={"language": TOKENS}) for n in range(SAMPLES)
     ]
     sent = 0
     plain = Group.send

@@ -27,12 +27,7 @@ SECONDS = 120
 DEPTH_KEYS, BLOCKS = ("num_hidden_layers", "encoder_layers", "num_layers", "depth"), 4
 TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "adapter_out_dim", "output_dim", "projection_dim")
 """Settings of encoders that repeat the text model's hidden size, which their defaults often contradict."""
-QFORMER = {
-    "model_type": "blip_2_qformer",
-    "hidden_size": 1024,
-    "encoder_hidden_size": 1024,
-    "num_attention_heads": 16,
-}
+QFORMER = {"model_type": "blip_2_qformer", "hidden_size": 1024, "encoder_hidden_size": 1024, "num_attention_heads": 16}
 TILES = {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
 
 CONSISTENT: dict[str, dict[str, Any]] = {
@@ -40,13 +35,9 @@ CONSISTENT: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "idefics3_vision", "image_size": 490, "patch_size": 70},
         "projector_patch_to_query_dict": {49: 8},
     },
-    "aya_vision": {
-        "vision_config": {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14}
-    },
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14}},
     "cohere_compass": {
-        "text_config": {
-            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-        }
+        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
     },
     "deepseek_ocr2": {
         "vision_config": {
@@ -103,10 +94,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
     "idefics3": {"vision_config": {"image_size": 128, "patch_size": 16}},
     "inkling2_loop": {"text_config": {"n_layers_per_attn_res_block": 1}},
     "janus": {"vision_config": {"image_size": 128}},
-    "llava_next": {
-        "vision_config": {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14},
-        **TILES,
-    },
+    "llava_next": {"vision_config": {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14}, **TILES},
     "llava_next_video": {
         "vision_config": {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14},
         **TILES,
@@ -223,9 +211,7 @@ def check(family: str) -> dict[str, Any]:
     try:
         result = asdict(check_config(config_of(family), family))
     except Exception as error:
-        result = asdict(
-            ModelCheck(family, {}, None, {0: f"its default config does not build: {one_line(error)}"})
-        )
+        result = asdict(ModelCheck(family, {}, None, {0: f"its default config does not build: {one_line(error)}"}))
     if result["rung"] is not None and "read" not in result["found"]:
         result |= {"rung": None, "refusals": {0: "it opens as a text model alone"}}
     return {**result, "needs": needs(family), "seconds": round(time.perf_counter() - begin, 1)}
@@ -273,9 +259,7 @@ def markdown() -> str:
         why = why if proven.get("export", "yes") == "yes" else f"its export is wrong ({proven['export']})"
         cells = [proven.get(name, "").partition(",")[0].partition(":")[0] for name in ("LoRA", "export")]
         shown = "–" if rung is None else rung
-        lines.append(
-            f"| `{family}` | {shown} | {' | '.join(cells)} | {', '.join(each['needs'])} | {why[:200]} |"
-        )
+        lines.append(f"| `{family}` | {shown} | {' | '.join(cells)} | {', '.join(each['needs'])} | {why[:200]} |")
     return "\n".join([*lines, ""])
 
 

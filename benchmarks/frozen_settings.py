@@ -119,9 +119,7 @@ def planned(config: Config) -> dict[str, Any]:
     winner = run.result.winner
     units = [unit.name for unit in run.problem.model.spec.units]
     devices = {
-        unit.name: len(
-            {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
-        )
+        unit.name: len({rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks})
         for unit in winner.plan.units
     }
     return {
@@ -133,9 +131,7 @@ def planned(config: Config) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--markdown", action="store_true", help="the table of examples/recipes.md")
@@ -155,18 +151,10 @@ def main() -> None:
     for setting, found in results.items():
         shares = [f"{100 * found['shares'][unit]:.1f} %" for unit in ("vision", "language", "image")]
         devices = " + ".join(str(found["devices"][unit]) for unit in ("vision", "language", "image"))
-        row = [
-            setting,
-            f"`[{', '.join(found['freeze'])}]`",
-            *shares,
-            devices,
-            f"{found['step_seconds']:.2f} s",
-        ]
+        row = [setting, f"`[{', '.join(found['freeze'])}]`", *shares, devices, f"{found['step_seconds']:.2f} s"]
         print("| " + " | ".join(row) + " |" if given.markdown else "  ".join(f"{cell:>20}" for cell in row))
     if given.out is not None:
-        given.out.write_text(
-            json.dumps({"machine": machine(), "nodes": given.nodes, "settings": results}, indent=2)
-        )
+        given.out.write_text(json.dumps({"machine": machine(), "nodes": given.nodes, "settings": results}, indent=2))
 
 
 if __name__ == "__main__":

@@ -148,9 +148,7 @@ def run(section: Section, data: Path | None, out: Path, log: Path) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--data", type=Path, help="the folder of chartqa_mini")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_day"), help="folder of logs and results")

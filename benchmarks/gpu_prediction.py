@@ -116,9 +116,7 @@ def read_trace(folder: Path) -> tuple[dict[str, dict[str, float]], dict[str, flo
     return found, kernels
 
 
-def predict(
-    costs: str, model: Path, data: Path, scratch: Path, settings: argparse.Namespace
-) -> dict[str, Any]:
+def predict(costs: str, model: Path, data: Path, scratch: Path, settings: argparse.Namespace) -> dict[str, Any]:
     """Predict a step under `costs`, modelled or measured; then train, and return the row."""
     from dilatant.comm.launch import local_worker
     from dilatant.config.config import parse_config
@@ -152,9 +150,7 @@ def predict(
         actions, step = trainer.runtime.measured(), trainer.runtime.last_step
         assert step is not None
         timed = step.prediction.timed
-        seconds.append(
-            (max(one.end for one in actions) - min(one.start for one in actions), float(timed.seconds))
-        )
+        seconds.append((max(one.end for one in actions) - min(one.start for one in actions), float(timed.seconds)))
         by_action.append((measured_actions(actions), predicted_actions(timed)))
         for one in actions:
             if one.action.kind == "F":
@@ -168,9 +164,7 @@ def predict(
     finally:
         trainer.close()
     timed = steps[settings.warm_up : last]
-    compute, predicted = (
-        statistics.median(own) for own in zip(*seconds[settings.warm_up : last], strict=True)
-    )
+    compute, predicted = (statistics.median(own) for own in zip(*seconds[settings.warm_up : last], strict=True))
     taken = statistics.median(metrics.step_seconds - metrics.data_wait_seconds for metrics in timed)
     whole_step = statistics.median(metrics.predicted_seconds or float("nan") for metrics in timed)
     traced, kernels = read_trace(scratch / "run" / "traces") if settings.trace else ({}, {})
@@ -248,9 +242,7 @@ def show(row: dict[str, Any]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--size", choices=SIZES, default="1b")
     options.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     options.add_argument("--lora", action="store_true", help="train adapters of the language model alone")

@@ -114,9 +114,7 @@ def train_dilatant(folder: Path, settings: argparse.Namespace, between: Callable
     with tempfile.TemporaryDirectory() as output:
         config = parse_config(tree(folder, Path(output), settings), Path(output))
         run = prepare(config)
-        trainer = Trainer(
-            config, run.samples, run.model, run.planned, local_worker(), Path(output) / "checkpoints"
-        )
+        trainer = Trainer(config, run.samples, run.model, run.planned, local_worker(), Path(output) / "checkpoints")
         try:
             trainer.run(observe)
         finally:
@@ -208,9 +206,7 @@ def train_padded(folder: Path, settings: argparse.Namespace) -> Iterator[Step]:
         for _ in range(0, len(step), size):
             pixels, ids, labels, mask = next(batches)
             logits = plain(pixels, ids, mask)
-            part = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-            )
+            part = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
             (part / total).backward()
             loss += part.item() / total
         nn.utils.clip_grad_norm_(plain.parameters(), config.train.max_grad_norm)
@@ -277,28 +273,19 @@ def compare(name: str, folder: Path, settings: argparse.Namespace) -> dict[str, 
         raise SystemExit(f"{name}: the losses differ, so the ratio means nothing: {differences}")
     return {
         **speeds,
-        "ratio": {
-            "median": statistics.median(ratios),
-            "worst": min(ratios),
-            "best": max(ratios),
-            "bar": BARS[name],
-        },
+        "ratio": {"median": statistics.median(ratios), "worst": min(ratios), "best": max(ratios), "bar": BARS[name]},
         "loss_difference": max(differences[:3]),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of chartqa_mini")
     parser.add_argument("--case", choices=BARS, action="append", help="default: both")
     parser.add_argument("--steps", type=int, default=12, help="of each loop, that are timed after --warm-up")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
-    parser.add_argument(
-        "--padded-batch", type=int, default=8, help="samples that the plain loop runs at once"
-    )
+    parser.add_argument("--padded-batch", type=int, default=8, help="samples that the plain loop runs at once")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--attention", help="attn_implementation of (a), to compare with its default")
     parser.add_argument("--json", type=Path)
@@ -313,12 +300,7 @@ def main() -> None:
                 results[name] = compare(name, folder, settings)
     if settings.json:
         options = {key: value for key, value in vars(settings).items() if key not in ("data", "json")}
-        report = {
-            "machine": machine(),
-            "threads": torch.get_num_threads(),
-            "settings": options,
-            "cases": results,
-        }
+        report = {"machine": machine(), "threads": torch.get_num_threads(), "settings": options, "cases": results}
         settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -304,9 +304,7 @@ def compare(
     other.join()
     if len(theirs) < len(ours):
         raise SystemExit(f"{name}, {way}: the Trainer took {len(theirs)} of {len(ours)} steps")
-    compared = (
-        1 if settings.lora else 2
-    )  # adapters begin with other random numbers, which the second step sees
+    compared = 1 if settings.lora else 2  # adapters begin with other random numbers, which the second step sees
     differences = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours[:compared], theirs[:compared])]
     timed = list(zip(ours, theirs))[settings.warm_up :]
     ratios = [b.seconds / a.seconds for a, b in timed]
@@ -329,9 +327,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of chartqa_mini")
     parser.add_argument("--case", choices=BARS, action="append", help="default: both")
     parser.add_argument("--way", choices=WAYS, action="append", help="default: all")
@@ -339,9 +335,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
     parser.add_argument("--padded-batch", type=int, default=8, help="samples that the Trainer runs at once")
-    parser.add_argument(
-        "--size", choices=SIZES, default="small", help="of the model; 1b needs a GPU of 80 GB"
-    )
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the model; 1b needs a GPU of 80 GB")
     parser.add_argument("--lora", action="store_true", help="both train adapters of the language model alone")
     parser.add_argument("--precision", choices=AGREEMENT, default="fp32")
     parser.add_argument("--workers", type=int, default=1)

@@ -25,14 +25,10 @@ CHAPTERS = ("oobleck", "cornstarch", "entrain", "disttrain")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CHAPTERS, default=CHAPTERS, help="the papers to rerun")
     parser.add_argument("--json", type=Path, help="also write the tables to this file")
-    parser.add_argument(
-        "--untimed", action="store_true", help="leave out tables of times: the machine is busy"
-    )
+    parser.add_argument("--untimed", action="store_true", help="leave out tables of times: the machine is busy")
     arguments = parser.parse_args()
     shared = Path(os.environ.get("DILATANT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
     console = Console()

@@ -83,11 +83,7 @@ class Drawn:
 
     @property
     def name(self) -> str:
-        vision = (
-            f", {self.vision_layers} vision layers{' frozen' if self.frozen else ''}"
-            if self.vision_layers
-            else ""
-        )
+        vision = f", {self.vision_layers} vision layers{' frozen' if self.frozen else ''}" if self.vision_layers else ""
         return f"{self.layers} layers of {self.hidden}{vision}, {len(self.lengths)} samples"
 
 
@@ -142,9 +138,7 @@ def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Cho
     costs = costs_in_use(measured, found, target_share(samples), int(tokens["language"].sum()), None)
     if case.pace:
         costs = paced(costs, [kind for kind in costs.layers if " block " in kind], case.pace)
-    squares = {
-        unit: count * found.item_tokens[unit] for unit, count in tokens.items() if unit in found.item_tokens
-    }
+    squares = {unit: count * found.item_tokens[unit] for unit, count in tokens.items() if unit in found.item_tokens}
     workload, batch = Workload(tokens, squares, dense_rows(found, costs)), len(samples)
     families = {name: FAMILIES[name] for name in PACED_FAMILIES} if case.pace else None
     scorer = PlanSimulator(found.spec, costs, cluster, workload, batch, rules=FP32, families=families)
@@ -165,9 +159,7 @@ def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Cho
 
     def as_simulated(one: RankedPlan) -> Assignment:
         stages = replace(
-            step_costs(one.plan, found.spec, costs, cluster, FP32),
-            item_tokens=found.item_tokens,
-            dense=workload.dense,
+            step_costs(one.plan, found.spec, costs, cluster, FP32), item_tokens=found.item_tokens, dense=workload.dense
         )
         how = Microbatching(one.num_microbatches, FAMILIES[one.score.schedule], "balanced")
         return assign_step(one.plan, stages, workload, how, "language")
@@ -179,9 +171,7 @@ def _key(one: RankedPlan) -> tuple[Plan, int]:
     return one.plan, one.num_microbatches
 
 
-def train(
-    worker: Worker, case: Drawn, choices: Sequence[Choice], steps: int, seconds: float
-) -> list[list[float]]:
+def train(worker: Worker, case: Drawn, choices: Sequence[Choice], steps: int, seconds: float) -> list[list[float]]:
     """Seconds of the steps of each plan, the whole of them with gradients summed; rounds take the plans in turn, so
     that what changes on the machine meets all alike. At most `steps` rounds, and fewer where they take longer than
     `seconds`."""
@@ -222,9 +212,7 @@ def train(
     return taken
 
 
-def compare(
-    case: Drawn, target: Target, cluster: Cluster, most: int, steps: int, seconds: float
-) -> dict[str, Any]:
+def compare(case: Drawn, target: Target, cluster: Cluster, most: int, steps: int, seconds: float) -> dict[str, Any]:
     """Predicted and measured seconds of the first plans of one case."""
     choices = choose(case, target, cluster, most)
     again = len(choices) // 2  # the first plan once more, in the middle of the others
@@ -253,9 +241,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--paced", action="store_true", help="four ranks whose blocks sleep")
     parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--plans", type=int, default=10, help="of the ranking, to be run")
@@ -269,9 +255,7 @@ def main() -> None:
     rows = []
     for case in draw_cases(options.cases, options.paced):
         left = began + 60 * options.minutes - time.perf_counter()
-        share = (
-            left / (options.cases - len(rows)) / 2
-        )  # the other half is for measuring layers and building models
+        share = left / (options.cases - len(rows)) / 2  # the other half is for measuring layers and building models
         row = compare(case, target, cluster, options.plans, options.steps, max(share, 0.0))
         rows.append(row)
         print(
@@ -281,9 +265,7 @@ def main() -> None:
             flush=True,
         )
     best = sum(row["first_is_best"] for row in rows)
-    print(
-        f"the first plan is the fastest in {best} of {len(rows)} cases (goal: 8 of 10); load at the start {load:.1f}"
-    )
+    print(f"the first plan is the fastest in {best} of {len(rows)} cases (goal: 8 of 10); load at the start {load:.1f}")
     if options.json:
         document = {**machine(), "load": load, "paced": options.paced, "cases": rows}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -89,8 +89,7 @@ def layer_table(layers: int, node: int, noise: float, seed: int = 0) -> dict[int
     base = 0.01 * (1 + noise * draw.standard_normal(layers))
     widths = [2**k for k in range(int(math.log2(node)) + 1)]
     return {
-        d: (base / d * (1 + 0.06 * math.log2(d)) * (1 + noise * draw.standard_normal(layers))).tolist()
-        for d in widths
+        d: (base / d * (1 + 0.06 * math.log2(d)) * (1 + noise * draw.standard_normal(layers))).tolist() for d in widths
     }
 
 
@@ -123,18 +122,10 @@ def template_rows(runs: int) -> Iterator[Row]:
 
 def composition_rows(runs: int) -> Iterator[Row]:
     templates = plan_templates(layer_table(96, 8, 0.02), range(2, 97), 8, 384)
-    for nodes, kinds, bar in (
-        (64, 57, 1e-3),
-        (256, 23, None),
-        (1024, 23, None),
-        (4096, 23, 0.15),
-        (4096, 95, 0.15),
-    ):
+    for nodes, kinds, bar in ((64, 57, 1e-3), (256, 23, None), (1024, 23, None), (4096, 23, 0.15), (4096, 95, 0.15)):
         chosen = {n: templates[n] for n in sorted(templates)[:kinds]}
         seconds = best_of(runs, compose_pipelines, chosen, nodes, 3, 8192)
-        yield Row(
-            f"composition of {nodes} nodes, {kinds} templates, 8192 microbatches, f = 3", seconds, bar=bar
-        )
+        yield Row(f"composition of {nodes} nodes, {kinds} templates, 8192 microbatches, f = 3", seconds, bar=bar)
     chosen = {n: templates[n] for n in range(2, 25)}
     pipelines, following = [], 0
     for size, _ in compose_pipelines(chosen, 1024, 3, 8192).pipelines:
@@ -164,11 +155,7 @@ def orchestration_rows(runs: int) -> Iterator[Row]:
         by_degree = {tp: seconds / tp * (1 + 0.06 * math.log2(tp)) for tp in (1, 2, 4, 8)}
         return ModuleCost(name, layers, by_degree)
 
-    encoder, language, generator = (
-        module("vision", 63, 0.3),
-        module("language", 80, 9.0),
-        module("image", 48, 1.1),
-    )
+    encoder, language, generator = (module("vision", 63, 0.3), module("language", 80, 9.0), module("image", 48, 1.1))
     for gpus, batch, paper in ((112, 240, 0.133), (324, 480, 0.441), (648, 960, 0.641), (1296, 1920, 0.922)):
         seconds = best_of(runs, orchestrate, [encoder], language, [generator], gpus, batch)
         bar = 0.025 if gpus == 1296 else None
@@ -204,9 +191,7 @@ def searched(
 ) -> SearchResult:
     """Search for a plan and its sharing of optimizer state (ZeRO), as `dilatant plan` does."""
     rules = {zero: replace(BF16, zero=zero, ranks_per_node=8) for zero in (*zeros, *rescored)}
-    score = {
-        zero: PlanSimulator(model, costs, cluster, samples, batch, rules=own) for zero, own in rules.items()
-    }
+    score = {zero: PlanSimulator(model, costs, cluster, samples, batch, rules=own) for zero, own in rules.items()}
     return search(
         SearchProblem(model, costs, cluster, samples, batch, rules[zeros[0]]),
         score[zeros[0]],
@@ -249,9 +234,7 @@ def search_rows() -> Iterator[Row]:
     samples = Workload({"vision": vision, "language": np.round(vision / 4 + text)})
     for nodes, batch, bar in ((1, 128, None), (2, 256, None), (4, 512, 2.0), (162, 1920, 10.0)):
         if nodes > 4:  # a model for so many devices
-            model = ModelSpec(
-                (model.units[0], UnitSpec("language", layers("language", 80, 850_000_000, True)))
-            )
+            model = ModelSpec((model.units[0], UnitSpec("language", layers("language", 80, 850_000_000, True))))
             of_its_size = {degree: cost(8e-5, degree[0]) for degree in degrees}
             costs = replace(costs, layers={**costs.layers, "language": of_its_size})
         cluster = Cluster(nodes, 8, 80 * 2.0**30, Link(2e11, 5e-6), Link(4e11, 1e-5), 8)
@@ -283,17 +266,13 @@ def quality_rows(runs: int) -> Iterator[Row]:
     yield Row(f"{name}: bounds above the best", float(found.wrong_bounds), "", bar=0.0)
 
 
-def _unlike_rows(
-    model: ModelSpec, costs: CostModel, cluster: Cluster, samples: Workload, batch: int
-) -> Iterator[Row]:
+def _unlike_rows(model: ModelSpec, costs: CostModel, cluster: Cluster, samples: Workload, batch: int) -> Iterator[Row]:
     """Repeat a search with slower devices in half of the nodes: twice as slow at vision, four times at language, with
     less memory and slower links."""
 
     def slower(cost: LayerCost, times: float) -> LayerCost:
         curve = cost.forward.scaled(times)
-        return replace(
-            cost, forward=curve, input_gradient=curve, weight_gradient=curve, first_trainable=curve
-        )
+        return replace(cost, forward=curve, input_gradient=curve, weight_gradient=curve, first_trainable=curve)
 
     slow = replace(
         costs,
@@ -317,9 +296,7 @@ def _unlike_rows(
         note=f"{found.simulated} of {found.candidates} candidates simulated; {sharing(found)}",
     )
     alone = searched(model, costs, half, samples, batch, ("node", "all"), ("none",))
-    yield Row(
-        f"{name}: its step beside that of the faster group alone", found.seconds / alone.seconds, "x", bar=1.0
-    )
+    yield Row(f"{name}: its step beside that of the faster group alone", found.seconds / alone.seconds, "x", bar=1.0)
 
 
 def first_use_rows() -> Iterator[Row]:

@@ -83,11 +83,7 @@ def vlm(samples: int, seed: int) -> np.ndarray:
 
 def simulator_rows(runs: int) -> Iterator[Row]:
     """Making, compiling and timing schedules."""
-    for stages, microbatches, whole, again in (
-        (8, 64, None, 0.01),
-        (16, 128, None, None),
-        (64, 512, 5.0, 0.5),
-    ):
+    for stages, microbatches, whole, again in ((8, 64, None, 0.01), (16, 128, None, None), (64, 512, 5.0, 0.5)):
         plan, assignment = chain(stages, microbatches)
         schedule = one_f_one_b(plan, assignment)
         graph = build(plan, assignment, schedule)
@@ -98,12 +94,7 @@ def simulator_rows(runs: int) -> Iterator[Row]:
             return step_seconds(build(plan, assignment, schedule), seconds)
 
         yield Row(f"simulate with build, {size}", best_of(runs, build_and_run), "ms", whole)
-        yield Row(
-            f"re-score with other seconds, {size}",
-            best_of(5 * runs, step_seconds, graph, seconds),
-            "ms",
-            again,
-        )
+        yield Row(f"re-score with other seconds, {size}", best_of(5 * runs, step_seconds, graph, seconds), "ms", again)
         yield Row(f"timeline with idle causes, {size}", best_of(runs, run, graph, seconds), "ms")
         yield Row(f"make the schedule (1F1B), {size}", best_of(runs, one_f_one_b, plan, assignment), "ms")
         yield Row(f"validate, {size}", best_of(max(1, runs // 4), validate, plan, assignment, schedule), "ms")
@@ -288,29 +279,18 @@ def first_use_rows() -> Iterator[Row]:
             result = subprocess.run(
                 [sys.executable, "-c", FIRST_USE], env=environment, check=True, capture_output=True, text=True
             )
-            for what, value in zip(
-                ("import", "first simulation", "first search"), result.stdout.split(), strict=True
-            ):
-                yield Row(
-                    f"{what}, fresh process, {when}", float(value), "s", 1.0 if what == "import" else None
-                )
+            for what, value in zip(("import", "first simulation", "first search"), result.stdout.split(), strict=True):
+                yield Row(f"{what}, fresh process, {when}", float(value), "s", 1.0 if what == "import" else None)
 
 
 def all_rows(quick: bool = False) -> list[Row]:
     """Every row of this benchmark."""
     runs = 3 if quick else 20
-    return [
-        *simulator_rows(runs),
-        *assignment_rows(runs, 2 if quick else 5),
-        *step_rows(runs),
-        *first_use_rows(),
-    ]
+    return [*simulator_rows(runs), *assignment_rows(runs, 2 if quick else 5), *step_rows(runs), *first_use_rows()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     parser.add_argument("--quick", action="store_true", help="fewer runs and seeds")
     arguments = parser.parse_args()

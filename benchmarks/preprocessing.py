@@ -145,17 +145,13 @@ def taken_at_once(source: SampleSource, steps: int) -> Iterator[list[Any]]:
         yield [source.take("train", draw) for draw in draws]
 
 
-def fed(
-    photos: Photos, encoding: Encoding, source: SampleSource, steps: int
-) -> Iterator[list[EncodedSample]]:
+def fed(photos: Photos, encoding: Encoding, source: SampleSource, steps: int) -> Iterator[list[EncodedSample]]:
     """As the trainer is."""
     one = encode_sample(photos[0], encoding)
     sizes = np.array([[one.sizes[unit] for unit in encoding.unit_names]] * len(photos))
     content = np.full(len(photos), one.content_digest)
     index = SizesIndex(encoding.unit_names, sizes, np.ones(len(photos), np.int64), content)
-    draws = (
-        StepSamples(k, np.arange(k * BATCH, (k + 1) * BATCH), k * BATCH, SamplerState()) for k in range(steps)
-    )
+    draws = (StepSamples(k, np.arange(k * BATCH, (k + 1) * BATCH), k * BATCH, SamplerState()) for k in range(steps))
     data = IndexedData("train", photos, index, {})  # type: ignore[arg-type]
     with StepPrefetcher(
         data, draws, source, lambda heads, step: len(heads), lambda n: dict.fromkeys(range(n), PARTS)
@@ -203,12 +199,8 @@ def in_ray(photos: Photos, encoding: Encoding, workers: int, steps: int) -> Iter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="of computing that counts, 8 steps at least"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of computing that counts, 8 steps at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--load", type=float, default=0.8)

@@ -22,15 +22,7 @@ from typing import Any
 
 import numpy as np
 from machine import machine
-from papers.corpus import (
-    MEGATRON,
-    RUNNERS,
-    Measured,
-    MeasuredMemory,
-    measured_memory,
-    measured_runs,
-    read_lines,
-)
+from papers.corpus import MEGATRON, RUNNERS, Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from papers.models import PaperUnit, Part, gpt, llama, operations_only, seconds
 from papers.planner import Case, even_chain, layout_text, same_samples
 from papers.tables import Outcome, PaperTable, figure, judged, spread
@@ -93,9 +85,7 @@ def megatron_operations(batch: int, tokens: int, layers: int, hidden: int, vocab
 
 def narayanan() -> Iterator[Published]:
     """Yield the runs of SC'21, Table 1, on Selene's A100s; it does not give microbatches and chunks."""
-    source = (
-        "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21), Table 1"
-    )
+    source = "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21), Table 1"
     for name, heads, hidden, layers, tp, pp, gpus, batch, teraflops in (
         ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
         ("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
@@ -205,9 +195,7 @@ def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
             continue
         chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, chunks, run.recompute)
         plans = case.plans([chain], [run.order] if run.order else tuple(RankOrder))
-        found.append(
-            (case.score(plans, count, schedule="interleaved" if chunks > 1 else "1f1b"), size, chunks)
-        )
+        found.append((case.score(plans, count, schedule="interleaved" if chunks > 1 else "1f1b"), size, chunks))
     score, size, chunks = min(found, key=lambda one: one[0].seconds)
     peak = hardware.peak_flops["bfloat16"] * run.gpus
     operations = model_operations(run.parts, run.tokens) * run.batch
@@ -270,9 +258,7 @@ def predicted_seconds(run: Measured) -> float:
     return max(score.seconds, moved)
 
 
-def corpus_report(
-    runs: Sequence[Measured], seconds: Sequence[float], console: Console
-) -> list[dict[str, Any]]:
+def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> list[dict[str, Any]]:
     """Print and return the distance of predictions from measurements, for fitted and held-out sources and by kinds of
     runs."""
     ratios = np.asarray(seconds) / [run.seconds for run in runs]
@@ -290,15 +276,7 @@ def corpus_report(
         ):
             groups.setdefault((part, kind), []).append(number)
     table = Table(
-        "part",
-        "runs",
-        "number",
-        "median ratio",
-        "mean ratio",
-        "mean distance",
-        "95 % within",
-        "worst",
-        box=None,
+        "part", "runs", "number", "median ratio", "mean ratio", "mean distance", "95 % within", "worst", box=None
     )
     found = []
     for (part, kind), numbers in sorted(groups.items()):
@@ -358,9 +336,7 @@ def memory(path: Path, every: int, console: Console) -> dict[str, Any]:
     predicted = np.array([predicted_bytes(run) for run in runs])
     measured = np.array([run.measured for run in runs])
     large, off = measured >= 4 * 2**30, predicted - measured
-    table = Table(
-        "runs", "number", "median ratio", "mean distance", "95 % within", "within 300 MiB", box=None
-    )
+    table = Table("runs", "number", "median ratio", "mean distance", "95 % within", "within 300 MiB", box=None)
     kinds = {"4 GiB and more": large, "smaller": ~large}
     kinds |= {f"smaller, pp {pp}": ~large & np.array([run.pp == pp for run in runs]) for pp in (1, 2, 4)}
     report = []
@@ -373,9 +349,7 @@ def memory(path: Path, every: int, console: Console) -> dict[str, Any]:
             )  # fmt: skip
             near = float((np.abs(off[of]) <= 300 * 2**20).mean())
             mean = float(share.mean())
-            report.append(
-                {"runs": kind, "number": int(of.sum()), "mean_distance": mean, "within_300_mib": near}
-            )
+            report.append({"runs": kind, "number": int(of.sum()), "mean_distance": mean, "within_300_mib": near})
     console.print(table)
     for why, count in Counter(run for run in found if isinstance(run, str)).items():
         console.print(f"{count} test cases are not predicted: {why}")
@@ -441,12 +415,8 @@ def table(rows: Sequence[tuple[Any, ...]]) -> PaperTable:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES), help="what to run"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES), help="what to run")
     parser.add_argument("--rows", type=Path, help="predict the measured runs of this file instead")
     parser.add_argument("--memory", type=Path, help="predict the bytes of the test cases of this file")
     parser.add_argument("--every", type=int, default=1, help="of the runs of --rows, every so many")

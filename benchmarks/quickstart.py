@@ -30,15 +30,12 @@ BAR = 1.3
 def train(data: Path, output: Path, arguments: list[str]) -> dict[str, float]:
     """Train once; seconds of the command, of the training in it, and of its median step; and held-out accuracy."""
     sources = [
-        f"data.{kind}=[{{path: {data / name}}}]"
-        for kind, name in (("train", "train.jsonl"), ("eval", "heldout.jsonl"))
+        f"data.{kind}=[{{path: {data / name}}}]" for kind, name in (("train", "train.jsonl"), ("eval", "heldout.jsonl"))
     ]
     overrides = [part for source in [*sources, f"output_dir={output}"] for part in ("--set", source)]
     command = [sys.executable, "-m", "dilatant", "train", str(ROOT / "examples" / "quickstart.yaml")]
     began = time.perf_counter()
-    done = subprocess.run(
-        [*command, *overrides, *arguments, "--json"], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, *overrides, *arguments, "--json"], check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - began
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
@@ -54,9 +51,7 @@ def train(data: Path, output: Path, arguments: list[str]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument(
-        "--steps", type=int, help="instead of those of the example; too few miss the accuracy"
-    )
+    parser.add_argument("--steps", type=int, help="instead of those of the example; too few miss the accuracy")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {layout: [] for layout in LAYOUTS}

@@ -40,11 +40,7 @@ LONGEST_SECONDS = 300.0
 
 def train(folder: Path, data: Path, restarts: int, device: str) -> subprocess.Popen[bytes]:
     """Start the quickstart with one process per replica and more steps than are ever taken."""
-    layout = {
-        "units": {"language": {"replicas": REPLICAS}},
-        "colocated": {"vision": "language"},
-        "microbatches": 1,
-    }
+    layout = {"units": {"language": {"replicas": REPLICAS}}, "colocated": {"vision": "language"}, "microbatches": 1}
     resilience = {"enabled": True, "restarts": restarts}
     overrides = [
         f"data.train=[{{path: {data / 'train.jsonl'}}}]",
@@ -89,9 +85,7 @@ def recoveries(folder: Path, data: Path, kills: int, seed: int, pause: float, de
             os.kill(victim, signal.SIGKILL)
             _await(run, lambda: "commit" in _times(history, generation))  # noqa: B023  # called at once
             when = _times(history, generation)
-            rebuild = next(
-                line for line in _lines(history / "rebuilds.jsonl") if line["generation"] == generation
-            )
+            rebuild = next(line for line in _lines(history / "rebuilds.jsonl") if line["generation"] == generation)
             parts = rebuild["seconds"]
             found.append(
                 {
@@ -259,9 +253,7 @@ def percentile(values: list[float], share: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=10, help="about 9 s each")
-    parser.add_argument(
-        "--restarts", type=int, default=3, help="of torchrun and torchft; about 20 s each on two cores"
-    )
+    parser.add_argument("--restarts", type=int, default=3, help="of torchrun and torchft; about 20 s each on two cores")
     parser.add_argument("--pause", type=float, default=1.5, help="seconds of training before each kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "auto"), default="cpu", help="auto: a GPU for each rank")

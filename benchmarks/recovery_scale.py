@@ -177,8 +177,7 @@ def coordination(count: int) -> dict[str, Any]:
             while (first := heard.get(timeout=60.0))[0] != "lost":
                 pass
             times = {
-                task.value: last_of(heard, task, generation) - first[3]
-                for task in (Task.FENCE, Task.REBUILD, Task.RUN)
+                task.value: last_of(heard, task, generation) - first[3] for task in (Task.FENCE, Task.REBUILD, Task.RUN)
             }
             losses.append(times)
         memory = resident_bytes(pid)
@@ -198,12 +197,8 @@ def coordination(count: int) -> dict[str, Any]:
     slowest = max(times[Task.RUN.value] for times in losses)
     parts = ", ".join(f"{name} {max(times[name] for times in losses):.2f} s" for name in losses[0])
     print(f"{count:,} agents: begun after {begun:.2f} s; heartbeats take {beats:.1%} of a core")
-    print(
-        f"  a vote takes {1e3 * voted / VOTES:.0f} ms, and {1e3 * voting / VOTES:.0f} ms of the coordinator's core"
-    )
-    print(
-        f"  a loss, until the last agent has the order (slowest of {LOSSES}): {parts}; goal {LOSS_GOAL:g} s"
-    )
+    print(f"  a vote takes {1e3 * voted / VOTES:.0f} ms, and {1e3 * voting / VOTES:.0f} ms of the coordinator's core")
+    print(f"  a loss, until the last agent has the order (slowest of {LOSSES}): {parts}; goal {LOSS_GOAL:g} s")
     print(f"  memory of the coordinator: {memory / 2**20:.0f} MiB", flush=True)
     return found | {"loss_seconds": slowest}
 
@@ -266,8 +261,7 @@ def planning(nodes: int) -> dict[str, Any]:
         f"after a join {joined:.0f} ms; goal {1e3 * PLAN_GOAL:.0f} ms"
     )
     step = step_milliseconds(
-        Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(nodes)), ()),)),
-        nodes,
+        Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(nodes)), ()),)), nodes
     )
     parts = ", ".join(f"{name} {value:.0f} ms" for name, value in step.items())
     print(f"a step of {nodes:,} replicas and {8 * nodes:,} samples, on one rank: {parts}", flush=True)
@@ -381,13 +375,9 @@ def limits(found: dict[str, Any]) -> list[str]:
         parts = {name: value for name, value in plans["step_milliseconds"].items() if name != "all"}
         largest = max(parts, key=parts.__getitem__)
         membership = max(plans["loss_milliseconds"], plans["join_milliseconds"])
-        lines.append(
-            f"planning: membership {membership:.0f} ms; of a step the {largest} ({parts[largest]:.0f} ms)"
-        )
+        lines.append(f"planning: membership {membership:.0f} ms; of a step the {largest} ({parts[largest]:.0f} ms)")
     if (data := found.get("index")) is not None:
-        lines.append(
-            f"index: measuring, {1e6 * data['cold_seconds'] / data['samples']:.1f} us a sample on these cores"
-        )
+        lines.append(f"index: measuring, {1e6 * data['cold_seconds'] / data['samples']:.1f} us a sample on these cores")
     return lines
 
 

@@ -90,8 +90,7 @@ def paired_steps(nodes: int, workers: int, turns: int, pace: float) -> tuple[lis
         barrier, seconds = context.Barrier(nodes * workers), context.Queue()
         processes = [
             context.Process(
-                target=_work,
-                args=(agent.port, index, barrier, turns, pace, None if node or index else seconds),
+                target=_work, args=(agent.port, index, barrier, turns, pace, None if node or index else seconds)
             )
             for node, agent in enumerate(agents)
             for index in range(workers)
@@ -111,11 +110,7 @@ def train(ranks: int, trains: int, turns: int, sleep: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         without, voting = paced_training(Path(folder), ranks, trains, turns, TURN_STEPS, sleep)
     differences = [b - a for a, b in zip(without, voting)]
-    base, added, error = (
-        statistics.median(without),
-        statistics.median(differences),
-        error_of_median(differences),
-    )
+    base, added, error = (statistics.median(without), statistics.median(differences), error_of_median(differences))
     print(
         f"{trains} of {ranks} ranks train, on these cores: {base * 1e3:6.1f} ms a step, {added * 1e3:+5.2f} ms with "
         f"votes (standard error {error * 1e3:.2f} ms), {added / BAR_STEP_SECONDS:+.1%} of "
@@ -207,18 +202,14 @@ def main() -> None:
     parser.add_argument(
         "--layouts", nargs="+", default=["1x1", "1x8", "8x1"], help="nodes x workers on each; 1x1 always"
     )
-    parser.add_argument(
-        "--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes"
-    )
+    parser.add_argument("--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes")
     parser.add_argument("--pace", type=float, default=0.1, help="seconds that a step computes")
     parser.add_argument("--ranks", type=int, default=8, help="of which one trains; 0: nothing of this")
     parser.add_argument("--all", action="store_true", help="all of them train")
     parser.add_argument(
         "--sleep", type=float, default=0.085, help="seconds of a step that trains; about 0.05 with --all"
     )
-    parser.add_argument(
-        "--crowd", type=int, nargs="+", help="strangers at each port; nothing else is measured"
-    )
+    parser.add_argument("--crowd", type=int, nargs="+", help="strangers at each port; nothing else is measured")
     parser.add_argument("--crowd-seconds", type=float, default=15.0, help="of each window of steps; 0: none")
     parser.add_argument("--crowd-turns", type=int, default=4, help="how often each crowd comes")
     parser.add_argument("--json", type=Path)

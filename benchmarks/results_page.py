@@ -89,9 +89,7 @@ def _counts(sections: list[tuple[str, str, list[dict[str, Any]]]]) -> list[str]:
         outcomes = [one for table in tables for one in table["outcomes"]]
         count = Counter(one["verdict"] for one in outcomes)
         predicted = sum(one["basis"] == "predicted" for one in outcomes)
-        lines.append(
-            f"| {TITLES[key]} | {' | '.join(str(count[verdict]) for verdict in VERDICTS)} | {predicted} |"
-        )
+        lines.append(f"| {TITLES[key]} | {' | '.join(str(count[verdict]) for verdict in VERDICTS)} | {predicted} |")
     return lines
 
 
@@ -100,22 +98,16 @@ def _corpus(path: Path) -> list[str]:
     document = json.loads(path.read_text(encoding="utf-8"))
     if not {"corpus", "memory"} <= document.keys():
         return []
-    command = (
-        f"python benchmarks/published.py --rows FILE --memory FILE --json benchmarks/results/{path.name}"
-    )
+    command = f"python benchmarks/published.py --rows FILE --memory FILE --json benchmarks/results/{path.name}"
     lines = ["", "### Measured runs of other programs", "", f"`{command}`", ""]
-    lines += [
-        "| source | constants | runs | median predicted / measured | mean distance | 95 % within | worst |"
-    ]
+    lines += ["| source | constants | runs | median predicted / measured | mean distance | 95 % within | worst |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|"]
     for one in document["corpus"]["groups"]:
         if one["runs"].startswith("source: "):
             distances = (one[name] for name in ("mean_distance", "95_percent_within", "worst_distance"))
             shown = " | ".join(f"{100 * distance:.1f} %" for distance in distances)
             source = one["runs"].removeprefix("source: ")
-            lines.append(
-                f"| {source} | {one['part']} | {one['number']} | {one['median_ratio']:.2f} | {shown} |"
-            )
+            lines.append(f"| {source} | {one['part']} | {one['number']} | {one['median_ratio']:.2f} | {shown} |")
     refused = sorted(document["corpus"]["not_predicted"].items(), key=lambda pair: (-pair[1], pair[0]))
     lines += ["", f"Not predicted: {'; '.join(f'{why} ({count} rows)' for why, count in refused)}."]
     lines += [

@@ -104,9 +104,7 @@ def compare(worker: Worker, settings: argparse.Namespace) -> dict[str, Any]:
 
     def loss_of(logits: Tensor, target: Tensor) -> Tensor:
         return (
-            nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), target[:, 1:].flatten(), reduction="sum"
-            )
+            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), target[:, 1:].flatten(), reduction="sum")
             / targets
         )
 
@@ -173,9 +171,7 @@ def compare(worker: Worker, settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=8)

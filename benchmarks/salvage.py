@@ -95,9 +95,7 @@ def main() -> None:
         for name, of_name in kills.items()
     }
     for name, of_name in shares.items():
-        print(
-            f"{name:>7} salvage: the repeated step takes {statistics.mean(of_name):.2f} of a whole one on average"
-        )
+        print(f"{name:>7} salvage: the repeated step takes {statistics.mean(of_name):.2f} of a whole one on average")
     if options.json is not None:
         options.json.write_text(json.dumps(kills, indent=1) + "\n")
 

@@ -72,12 +72,9 @@ class Ours:
         labels = ids.copy()
         labels[:, 0] = -100
         self.samples = [
-            EncodedSample(f"s{k}", ids[k], labels[k], sizes={"language": settings.tokens})
-            for k in range(len(ids))
+            EncodedSample(f"s{k}", ids[k], labels[k], sizes={"language": settings.tokens}) for k in range(len(ids))
         ]
-        batches = tuple(
-            tuple((k,) for k in range(rank * count, (rank + 1) * count)) for rank in range(worker.size)
-        )
+        batches = tuple(tuple((k,) for k in range(rank * count, (rank + 1) * count)) for rank in range(worker.size))
         assignment = Assignment({"language": batches})
         layout = StateLayout("all", [0] * worker.size, shard={"language": "weights"})
         self.runtime = Runtime(build_model(settings), plan, comm, layout=layout)
@@ -129,9 +126,7 @@ class Theirs:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def compare(
-    worker: Worker, settings: argparse.Namespace, names: tuple[str, ...], measures: bool
-) -> dict[str, Any]:
+def compare(worker: Worker, settings: argparse.Namespace, names: tuple[str, ...], measures: bool) -> dict[str, Any]:
     """Train with the contenders in turn; runs on every rank. measures: return peak bytes instead of seconds."""
     torch.set_num_threads(1)
     comm = Comm(worker.store, worker.rank, worker.size)
@@ -143,11 +138,7 @@ def compare(
         "ours": lambda: Ours(worker, settings, comm, ids),
         "fully_shard": lambda: Theirs(worker, settings, ids),
     }
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        if measures
-        else nullcontext() as found
-    ):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if measures else nullcontext() as found:
         contenders = {name: make[name]() for name in names}
         norms = {}
         for name, one in contenders.items():  # also the warm-up
@@ -167,8 +158,7 @@ def compare(
     result: dict[str, Any] = {"seconds": seconds, "norms": norms}
     if measures:
         events = sorted(
-            (e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"),
-            key=lambda e: e.start_ns(),
+            (e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
         )
         sizes = [event.nbytes() for event in events]
         held = np.cumsum(sizes)
@@ -182,9 +172,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=8)
@@ -210,8 +198,7 @@ def main() -> None:
             "tokens": settings.tokens,
             "gradient_norms": timed["norms"],
             "seconds": {
-                name: {"best": min(each), "median": statistics.median(each)}
-                for name, each in timed["seconds"].items()
+                name: {"best": min(each), "median": statistics.median(each)} for name, each in timed["seconds"].items()
             },
             "peak_bytes": peaks,
             "step_time_ratio": {

@@ -51,14 +51,7 @@ from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.simulator.contention import travel
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
-from dilatant.schedule.simulator.predict import (
-    message_bytes,
-    message_sums,
-    op_sums,
-    piece_sums,
-    predict,
-    step_bytes,
-)
+from dilatant.schedule.simulator.predict import message_bytes, message_sums, op_sums, piece_sums, predict, step_bytes
 from dilatant.schedule.simulator.simulate import action_array
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
@@ -131,11 +124,7 @@ def build_batch(case: Case) -> tuple[list[EncodedSample], Assignment]:
     """Samples of random tokens and images, and the microbatches of the case; a sample without images is absent from
     the encoder's."""
     texts = [length for lengths in case.lengths for length in lengths]
-    images = [
-        case.images[k][at] if case.images else 0
-        for k, row in enumerate(case.lengths)
-        for at in range(len(row))
-    ]
+    images = [case.images[k][at] if case.images else 0 for k, row in enumerate(case.lengths) for at in range(len(row))]
     samples = small_samples(texts, images, seed=1)
     language: list[tuple[int, ...]] = []
     for lengths in case.lengths:
@@ -206,14 +195,7 @@ def fitted_timeline(case: Case, costs: CostModel, cluster: Cluster) -> Timeline:
     table = stage_costs(plan, description.spec, used)
     squares = {unit: tokens[unit] * IMAGE_TOKENS for unit in tokens if unit != "language"}
     return predict(
-        plan,
-        assignment,
-        schedule,
-        table,
-        tokens,
-        cluster,
-        squares=squares,
-        dense=dense_rows(description, used),
+        plan, assignment, schedule, table, tokens, cluster, squares=squares, dense=dense_rows(description, used)
     )
 
 
@@ -282,9 +264,7 @@ def _work(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write the figures as JSON here as well")
     options = parser.parse_args()
@@ -324,9 +304,7 @@ def main() -> None:
         if name in TARGETS:
             target_held = f"target {TARGETS[name]:.0%}: {'held' if mean[name] <= TARGETS[name] else 'MISSED'}"
         print(f"mean error, {name:12} {mean[name]:6.2%}   {target_held}")
-    around = statistics.fmean(
-        w / m - 1 for r in results for w, m in zip(r["whole_seconds"], r["measured_seconds"])
-    )
+    around = statistics.fmean(w / m - 1 for r in results for w, m in zip(r["whole_seconds"], r["measured_seconds"]))
     print(f"outside the timeline (agreement, routes, gradient sync, commit): {around:.1%} of a step more")
     if options.json:
         document = {**machine(), "link": {"bandwidth": link.bandwidth, "latency": link.latency},

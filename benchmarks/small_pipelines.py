@@ -72,10 +72,7 @@ def small_samples(texts: Sequence[int], images: Sequence[int], seed: int) -> lis
 
 def unit_tokens(samples: Sequence[EncodedSample], units: Sequence[str]) -> dict[str, np.ndarray]:
     """Tokens of each sample in each unit."""
-    return {
-        unit: np.asarray([sample.sizes.get(unit, 0) for sample in samples], dtype=np.float64)
-        for unit in units
-    }
+    return {unit: np.asarray([sample.sizes.get(unit, 0) for sample in samples], dtype=np.float64) for unit in units}
 
 
 def target_share(samples: Sequence[EncodedSample]) -> float:
@@ -87,9 +84,7 @@ def target_share(samples: Sequence[EncodedSample]) -> float:
 def this_machine(ranks: int) -> tuple[Target, Cluster]:
     """One-thread processes of this machine, joined by the link that two of them measure."""
     links = launch_local(measure_links, 2)[0].inside
-    target = replace(
-        plan_target(ClusterConfig(gpus_per_node=ranks), TrainConfig(precision="fp32")), threads=1
-    )
+    target = replace(plan_target(ClusterConfig(gpus_per_node=ranks), TrainConfig(precision="fp32")), threads=1)
     return target, Cluster(1, ranks, float("inf"), links.link, Link(1e9))
 
 

@@ -59,14 +59,7 @@ def train(ranks: int, data: Path, output: Path) -> dict[str, Any]:
         f"data.train=[{{path: {data / 'train.jsonl'}}}]", f"data.eval=[{{path: {data / 'heldout.jsonl'}}}]",
         f"output_dir={output}", f"train.steps={STEPS}", layout,
     ]  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "dilatant",
-        "train",
-        str(ROOT / "examples" / "quickstart.yaml"),
-        "--json",
-    ]
+    command = [sys.executable, "-m", "dilatant", "train", str(ROOT / "examples" / "quickstart.yaml"), "--json"]
     command += [part for setting in settings for part in ("--set", setting)]
     metrics, seen = output / "metrics.jsonl", dict[str, float]()
     began = time.perf_counter()

@@ -64,8 +64,7 @@ def main() -> None:
     kind, count, seconds, *ports = sys.argv[1:]
     began = time.monotonic()
     strangers = [
-        Stranger(int(ports[number % len(ports)]), kind, began + number / int(count))
-        for number in range(int(count))
+        Stranger(int(ports[number % len(ports)]), kind, began + number / int(count)) for number in range(int(count))
     ]
     is_said, ends = False, began + 1.0 + float(seconds)
     with selectors.DefaultSelector() as selector:

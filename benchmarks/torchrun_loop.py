@@ -76,11 +76,7 @@ def main() -> None:
         step += 1
         if rank == 0:
             if step % SAVE_STEPS == 0:
-                state = {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "step": step,
-                }
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, saved.with_suffix(".new"))
                 saved.with_suffix(".new").replace(saved)
             with (folder / "steps").open("a") as file:

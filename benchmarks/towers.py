@@ -128,9 +128,7 @@ def measure(settings: argparse.Namespace, mix: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def processor_seconds(
-    calls: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int
-) -> dict[str, float]:
+def processor_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
     """Return the median processor time of each call, in turn: other work on the machine does not count."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
@@ -148,9 +146,7 @@ def _difference(expected: Tensor, found: Tensor) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mixes", nargs="+", default=["photos", "thumbnails", "frames", "page"])
     parser.add_argument("--patches", type=int, help="patches of a row")
@@ -164,27 +160,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if not on_gpu:
         torch.set_num_threads(1)
     settings.patches = settings.patches or (16_000 if on_gpu else 4_000)
-    settings.heads, settings.blocks = (
-        settings.heads or (16 if on_gpu else 2),
-        settings.blocks or (8 if on_gpu else 4),
-    )
+    settings.heads, settings.blocks = (settings.heads or (16 if on_gpu else 2), settings.blocks or (8 if on_gpu else 4))
     settings.repeats = settings.repeats or (10 if on_gpu else 3)
     settings.out = settings.out or RESULTS / f"towers-{'gpu' if on_gpu else 'cpu'}.json"
     named = {key: str(value) for key, value in vars(settings).items() if key != "out"}
     report: dict[str, Any] = {"machine": {**machine(), "threads": torch.get_num_threads()}, "settings": named}
     report["mixes"] = []
-    print(
-        f"{settings.blocks} blocks, {settings.heads} heads of 80, {settings.dtype}, {settings.device}; seconds"
-    )
-    print(
-        f"{'mix':12}{'items':>7}{'patches':>9}{'calls':>14}{'forward':>20}{'x':>7}{'step':>20}{'x':>7}  differences"
-    )
+    print(f"{settings.blocks} blocks, {settings.heads} heads of 80, {settings.dtype}, {settings.device}; seconds")
+    print(f"{'mix':12}{'items':>7}{'patches':>9}{'calls':>14}{'forward':>20}{'x':>7}{'step':>20}{'x':>7}  differences")
     for mix in settings.mixes:
         row = measure(settings, mix)
         report["mixes"].append(row)
         times = "".join(
-            f"{each['family']:10.4f}{each['ours']:10.4f}{each['ratio']:7.2f}"
-            for each in row["seconds"].values()
+            f"{each['family']:10.4f}{each['ours']:10.4f}{each['ratio']:7.2f}" for each in row["seconds"].values()
         )
         calls = f"{row['attention_calls']['family']} : {row['attention_calls']['ours']}"
         print(

@@ -147,9 +147,7 @@ def ended_at(run: Path) -> dict[int, float]:
     return ended
 
 
-def fraction(
-    events: list[dict[str, Any]], steps: list[dict[str, Any]], ended: Mapping[int, float]
-) -> dict[str, Any]:
+def fraction(events: list[dict[str, Any]], steps: list[dict[str, Any]], ended: Mapping[int, float]) -> dict[str, Any]:
     """What was trained over what no cost of changes would have left, from the first step's end to the last one's.
 
     ended: see `ended_at`; what ranks do between steps takes time, too, whether machines change or not.
@@ -178,14 +176,7 @@ def fraction(
 def check_ledger(folder: Path, data: Path, steps: list[dict[str, Any]]) -> float:
     """Every step once, with the tokens of one process that nothing happens to; the largest relative distance of the
     first `COMPARED` losses. Raises SystemExit."""
-    command = [
-        sys.executable,
-        "-m",
-        "dilatant",
-        "train",
-        str(CONFIG),
-        *_set(overrides(folder / "alone", data)),
-    ]
+    command = [sys.executable, "-m", "dilatant", "train", str(CONFIG), *_set(overrides(folder / "alone", data))]
     command += _set([f"train.steps={len(steps)}", "parallel=single"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("ab") as output:
@@ -240,9 +231,7 @@ def main() -> None:
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
         machines = replay(folder, data, trace, options.machines, options.seconds, options.speed)
         steps = machines.steps()
-        found = fraction(
-            read_lines(folder / "run" / "resilience" / "events.jsonl"), steps, ended_at(folder / "run")
-        )
+        found = fraction(read_lines(folder / "run" / "resilience" / "events.jsonl"), steps, ended_at(folder / "run"))
         distance = check_ledger(folder, data, steps)
     report(found, distance)
     if options.json:

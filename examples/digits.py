@@ -31,10 +31,7 @@ def main(folder: Path) -> None:
         record = {
             "id": f"digit-{number:04d}",
             "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image", "image": name}, {"type": "text", "text": QUESTION}],
-                },
+                {"role": "user", "content": [{"type": "image", "image": name}, {"type": "text", "text": QUESTION}]},
                 {"role": "assistant", "content": [{"type": "text", "text": str(label)}]},
             ],
         }

@@ -19,14 +19,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-WORDINGS = (
-    "draw a {}",
-    "draw the digit {}",
-    "please draw a {}",
-    "a handwritten {}",
-    "write {}",
-    "show me a {}",
-)
+WORDINGS = ("draw a {}", "draw the digit {}", "please draw a {}", "a handwritten {}", "write {}", "show me a {}")
 SEE = "Say it and draw it."
 HELD_OUT_EVERY = 5
 
@@ -56,10 +49,7 @@ def main(folder: Path) -> None:
 
 
 def _record(name: str, question: object, answer: object) -> dict[str, object]:
-    return {
-        "id": name,
-        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
-    }
+    return {"id": name, "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ def score(question: str, expected: list[str | Image], answered: list[str | Image
     """1 for an answer that says what is expected and has one picture, of the digit that was asked for, or else shown;
     else 0."""
     pictures = [part for part in answered if not isinstance(part, str)]
-    said, wanted = (
-        "".join(part for part in parts if isinstance(part, str)) for parts in (answered, expected)
-    )
+    said, wanted = ("".join(part for part in parts if isinstance(part, str)) for parts in (answered, expected))
     if len(pictures) != 1 or said.strip() != wanted.strip():
         return 0.0
     asked = question.split()[-1]
@@ -57,9 +55,7 @@ def judge_of_digits() -> SVC:
     return SVC(gamma=0.001, C=10).fit(digits.data[learned], digits.target[learned])
 
 
-def recognised(
-    exported: ExportedModel, count: int, guidance: float = 2.0, steps: int = 20
-) -> tuple[float, float]:
+def recognised(exported: ExportedModel, count: int, guidance: float = 2.0, steps: int = 20) -> tuple[float, float]:
     """The share of drawn digits that the judge recognises, `count` of each, and that of real ones."""
     digits = load_digits()
     held_out = np.arange(len(digits.target)) % HELD_OUT_EVERY == 0

@@ -19,9 +19,7 @@ from dilatant.models.encoders.encoder import Adapter
 
 def lidar(voxels: nn.Module) -> Encoder:
     """Wrap `voxels(points=[rows, 4, 32, 32, 8]) -> [rows, 64, 256]`."""
-    return Encoder(
-        voxels, kind="lidar", input_name="points", row_shape=(4, 32, 32, 8), width=256, tokens_per_row=64
-    )
+    return Encoder(voxels, kind="lidar", input_name="points", row_shape=(4, 32, 32, 8), width=256, tokens_per_row=64)
 
 
 def protein(module: nn.Module) -> Encoder:
@@ -56,12 +54,7 @@ def series(module: nn.Module) -> Encoder:
 def tower_in_stages(tower: nn.Module) -> Encoder:
     """Wrap a tower with `blocks` and `norm` so that a plan may cut it between its blocks."""
     return Encoder(
-        tower,
-        adapter=Adapter(_resume),
-        kind="image",
-        row_shape=(3, 224, 224),
-        width=768,
-        tokens_per_row=196,
+        tower, adapter=Adapter(_resume), kind="image", row_shape=(3, 224, 224), width=768, tokens_per_row=196
     )
 
 

@@ -34,11 +34,7 @@ class Digits:
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = self.numbers[index]
         scan = (self.scans[number].reshape(8, 8) * (255 / 16)).astype(np.uint8)
-        return {
-            "image": Image.fromarray(scan),
-            "question": "Which digit is this?",
-            "answer": str(self.digits[number]),
-        }
+        return {"image": Image.fromarray(scan), "question": "Which digit is this?", "answer": str(self.digits[number])}
 
 
 @dilatant.loss(count="tokens")
@@ -73,12 +69,7 @@ def digits_only(expected: Sequence[str], written: Sequence[str]) -> float:
     return sum(answer.strip().isdigit() for answer in written) / len(written)
 
 
-SIZE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 VISION = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "num_channels": 1, **SIZE}
 LANGUAGE = {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True, **SIZE}
 
@@ -91,11 +82,7 @@ def main(processes: int, steps: int, folder: Path) -> Any:
             "output_dir": str(folder),
             "model": {
                 "encoders": {
-                    "vision": {
-                        "kind": "image",
-                        "projector": "linear",
-                        "config": {**VISION, "vision_use_head": False},
-                    }
+                    "vision": {"kind": "image", "projector": "linear", "config": {**VISION, "vision_use_head": False}}
                 },
                 "language_model": {"tokenizer": "bytes", "config": LANGUAGE},
             },
@@ -120,9 +107,7 @@ def main(processes: int, steps: int, folder: Path) -> Any:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--folder", type=Path, default=Path("runs/own_parts"))

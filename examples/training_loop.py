@@ -101,9 +101,7 @@ def train(worker: Worker, settings: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--timeline", type=Path, help="where to write the last step for ui.perfetto.dev")

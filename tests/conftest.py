@@ -35,9 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("repeatable", derandomize=True, deadline=None)
     settings.register_profile("searching", deadline=None)
     settings.load_profile("repeatable" if config.option.markexpr == "not slow" else "searching")
-    if (
-        "gpu" not in config.option.markexpr
-    ):  # these tests are of what a CPU computes; `-m gpu` has those of GPUs
+    if "gpu" not in config.option.markexpr:  # these tests are of what a CPU computes; `-m gpu` has those of GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gc.disable()  # during imports: torch and transformers make many objects and little garbage
     if hasattr(config, "workerinput"):

@@ -78,13 +78,8 @@ def test_packages_export_no_name_of_a_submodule() -> None:
 
 def test_no_file_needs_one_that_needs_it() -> None:
     graph = grimp.build_graph("dilatant")
-    packages = {
-        module for module in graph.modules if graph.find_children(module)
-    }  # these pass on what is in them
-    files = {
-        module: graph.find_modules_directly_imported_by(module) - packages
-        for module in graph.modules - packages
-    }
+    packages = {module for module in graph.modules if graph.find_children(module)}  # these pass on what is in them
+    files = {module: graph.find_modules_directly_imported_by(module) - packages for module in graph.modules - packages}
     assert "dilatant.models.core.unit" in files["dilatant.models.multimodal"]
     list(TopologicalSorter(files).static_order())  # raises CycleError that lists the circle
 

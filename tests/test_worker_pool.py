@@ -47,9 +47,7 @@ def test_a_function_runs_once_on_every_rank_with_a_store(workers: WorkerPool) ->
         (_hang_on_one, "rank 1 of 2: did not end", 1.0),
     ],
 )
-def test_a_failure_names_its_rank_and_the_pool_goes_on(
-    workers: WorkerPool, function, message, seconds
-) -> None:
+def test_a_failure_names_its_rank_and_the_pool_goes_on(workers: WorkerPool, function, message, seconds) -> None:
     with pytest.raises(WorkersFailed, match=f"(?s){message}"):
         workers.run(function, 2, timeout_seconds=seconds)
     assert workers.run(_sum_over_ranks, 2, 0) == [1, 1]

@@ -13,9 +13,7 @@ FLUSHED_BYTES = 1 << 28
 """Written between calls on a GPU, so that no call finds its inputs in the cache."""
 
 
-def median_seconds(
-    calls: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int
-) -> dict[str, float]:
+def median_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
     """The median of `repeats` times of each call. The calls take turns, so that drift hits all alike; one round before
     warms up and compiles."""
     taken: dict[str, list[float]] = {name: [] for name in calls}

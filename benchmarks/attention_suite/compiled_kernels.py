@@ -23,11 +23,7 @@ from dilatant.attention.kernels.triton_backward import grad_key_value_kernel, gr
 from dilatant.attention.kernels.triton_forward import forward_kernel
 from dilatant.attention.kernels.triton_tuning import PRECISION, Tile, Tuning, padded_head_dim
 
-KERNELS = {
-    "forward": forward_kernel,
-    "grad_query": grad_query_kernel,
-    "grad_key_value": grad_key_value_kernel,
-}
+KERNELS = {"forward": forward_kernel, "grad_query": grad_query_kernel, "grad_key_value": grad_key_value_kernel}
 _ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _LOADED = {"query": "queries", "grad_output": "queries", "key": "keys", "value": "keys"}
 _STORED = {"output", "grad_query", "grad_key", "grad_value"}

@@ -142,9 +142,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _ours(problem: Problem) -> Attend:
-    kernel = (
-        "triton" if problem.device.type == "cuda" else "blockwise"
-    )  # the automatic choice may be PyTorch's
+    kernel = "triton" if problem.device.type == "cuda" else "blockwise"  # the automatic choice may be PyTorch's
     return lambda q, k, v: attention(q, k, v, problem.plan, backend=kernel)
 
 
@@ -169,9 +167,7 @@ def _flex_call(problem: Problem, options: Mapping[str, Any]) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
-        output = compiled(
-            q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=dict(options) or None
-        )
+        output = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=dict(options) or None)
         return output[0].transpose(0, 1)
 
     return attend
@@ -193,9 +189,7 @@ def _sdpa(backend: SDPBackend, problem: Problem) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         with sdpa_kernel(backend):
-            output = scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return output[0].transpose(0, 1)
 
     return attend
@@ -260,9 +254,7 @@ def _flash3(problem: Problem) -> Attend:
     borders, longest = _borders(problem)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = flash_attn_interface.flash_attn_varlen_func(
-            q, k, v, borders, borders, longest, longest, causal=True
-        )
+        output = flash_attn_interface.flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, causal=True)
         return output[0] if isinstance(output, tuple) else output
 
     return attend

@@ -66,9 +66,9 @@ def measure_rates(
     """Every kind at every size: seconds, TFLOP/s over visible pairs (4 products of a pair and channel forward, 10
     backward), ratio to ours, and who could not, by name."""
     tuning = FlexTuning(
-        lambda attend, problem: median_seconds(
-            {"flex": lambda: forward_and_backward(attend, problem)}, device, 3
-        )["flex"]
+        lambda attend, problem: median_seconds({"flex": lambda: forward_and_backward(attend, problem)}, device, 3)[
+            "flex"
+        ]
     )
     errors = [check(kind, shape, device, contenders(tuning)) for kind in kinds]
     tuning.best.clear()  # tuned again on a row of a size that is measured
@@ -118,9 +118,7 @@ def measure(problem: Problem, everyone: Sequence[Contender], repeats: int) -> di
     inputs = (problem.query, problem.key, problem.value)
     with torch.no_grad():
         forward = median_seconds(
-            {name: lambda attend=attend: attend(*inputs) for name, attend in calls.items()},
-            problem.device,
-            repeats,
+            {name: lambda attend=attend: attend(*inputs) for name, attend in calls.items()}, problem.device, repeats
         )
     backward = _backward_seconds(calls, problem, repeats)
     products = problem.visible_pairs * problem.query.shape[1] * problem.query.shape[2]

@@ -53,10 +53,7 @@ def _embedded_sample(tokens: int, rng: np.random.Generator) -> list[tuple[str, i
     while left > 0:
         image = rng.random() < 0.7
         encoded = _log_uniform(rng, 576, 8000) if image else _log_uniform(rng, 375, 1500)
-        for modality, length in (
-            ("text", _log_uniform(rng, 64, 2000)),
-            ("vision" if image else "audio", encoded),
-        ):
+        for modality, length in (("text", _log_uniform(rng, 64, 2000)), ("vision" if image else "audio", encoded)):
             length = min(length, left)
             segments.append((modality, length))
             left -= length

@@ -66,12 +66,7 @@ def measure_shares(
                     taken = _share_seconds(share, shape, device, repeats)
                     table = share.plan.table(block, block)
                     observations.append(
-                        (
-                            int(table.full_blocks.sum()),
-                            int(table.partial_blocks.sum()),
-                            table.num_rows,
-                            taken,
-                        )
+                        (int(table.full_blocks.sum()), int(table.partial_blocks.sum()), table.num_rows, taken)
                     )
                     seconds.append(taken)
                 slowest[policy] = max(seconds)
@@ -162,11 +157,7 @@ def measure_splitting(
 
 
 def _share_seconds(
-    share: ContextParallelRow,
-    shape: Shape,
-    device: torch.device,
-    repeats: int,
-    kernel: Kernel | None = None,
+    share: ContextParallelRow, shape: Shape, device: torch.device, repeats: int, kernel: Kernel | None = None
 ) -> float:
     """Forward and backward of a rank's queries against all keys, as if they had been gathered."""
     generator = torch.Generator(device).manual_seed(0)

@@ -15,14 +15,7 @@ from dilatant.cost.hardware import load_hardware
 from dilatant.plan import SearchResult
 from dilatant.plan.cluster import cluster_of
 from papers.cornstarch_partition import AUDIO, LLM_TOKENS, MICROBATCHES, PATCHES, SAMPLES, TABLE_3_2
-from papers.models import (
-    CORNSTARCH_AUDIO,
-    CORNSTARCH_LLM,
-    CORNSTARCH_VISION,
-    PaperUnit,
-    Part,
-    linear_part,
-)
+from papers.models import CORNSTARCH_AUDIO, CORNSTARCH_LLM, CORNSTARCH_VISION, PaperUnit, Part, linear_part
 from papers.planner import Case, layout_text, same_samples
 from papers.searches import Mode
 from papers.tables import Outcome, PaperTable, in_range, judged, spread, untested
@@ -57,9 +50,7 @@ def modes() -> PaperTable:
     for language, vision, audio in itertools.product(CORNSTARCH_LLM, CORNSTARCH_VISION, CORNSTARCH_AUDIO):
         name = f"{vision}{audio}{language}"
         tight, free = _case(name, ((2, 2),)), _case(name, ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)))
-        found = {
-            mode: tight.search(mode, (SAMPLES,), MICROBATCHES) for mode in (Mode.MEGATRON, Mode.CORNSTARCH)
-        }
+        found = {mode: tight.search(mode, (SAMPLES,), MICROBATCHES) for mode in (Mode.MEGATRON, Mode.CORNSTARCH)}
         best = free.search(None, (1, 2, 4)) if name in TABLE_3_2 else None  # the thesis' table; seconds each
         megatron, cornstarch = (None if one is None else one.seconds for one in found.values())
         rows.append(
@@ -184,11 +175,7 @@ def context_parallel() -> PaperTable:
                 "predicted",
                 note="by loads; kernels and communication not counted",
             ),
-            untested(
-                "gain of balance inside a GPU",
-                f"{spread(row[5] for row in rows)} x",
-                "needs a GPU",
-            ),
+            untested("gain of balance inside a GPU", f"{spread(row[5] for row in rows)} x", "needs a GPU"),
         ),
     )
 
@@ -206,20 +193,12 @@ def untestable() -> PaperTable:
         (),
         (
             untested(
-                "iteration with planning, DCP over Cornstarch",
-                f"{spread(slower, 1)} x",
-                "DCP and GPUs are absent",
+                "iteration with planning, DCP over Cornstarch", f"{spread(slower, 1)} x", "DCP and GPUs are absent"
             ),
             untested(
-                "attention layer of 256k tokens, DCP over Cornstarch",
-                f"{spread(layer)} x",
-                "DCP and GPUs are absent",
+                "attention layer of 256k tokens, DCP over Cornstarch", f"{spread(layer)} x", "DCP and GPUs are absent"
             ),
-            untested(
-                "several CUDA streams instead of balance inside a GPU",
-                f"{spread(streams)} x",
-                "needs a GPU",
-            ),
+            untested("several CUDA streams instead of balance inside a GPU", f"{spread(streams)} x", "needs a GPU"),
         ),
     )
 
@@ -229,10 +208,7 @@ def _case(name: str, degrees: tuple[tuple[int, int], ...]) -> Case:
     backward (Fig. 3.1b)."""
     hardware = load_hardware("A40")
     hidden = CORNSTARCH_LLM[name[2]][0].shape.output_width
-    sides: Mapping[str, tuple[Part, ...]] = {
-        "vision": CORNSTARCH_VISION[name[0]],
-        "audio": CORNSTARCH_AUDIO[name[1]],
-    }
+    sides: Mapping[str, tuple[Part, ...]] = {"vision": CORNSTARCH_VISION[name[0]], "audio": CORNSTARCH_AUDIO[name[1]]}
     share = {"vision": 0.25, "audio": 1.0}
     encoders = tuple(
         PaperUnit(
@@ -248,9 +224,7 @@ def _case(name: str, degrees: tuple[tuple[int, int], ...]) -> Case:
     language = PaperUnit("language", CORNSTARCH_LLM[name[2]], (), frozenset(), degrees, "block")
     tokens = {"vision": PATCHES, "audio": AUDIO, "language": LLM_TOKENS}
     batch = MICROBATCHES * SAMPLES
-    return Case(
-        (*encoders, language), hardware, cluster_of(hardware, 6, 4), same_samples(tokens, batch), batch
-    )
+    return Case((*encoders, language), hardware, cluster_of(hardware, 6, 4), same_samples(tokens, batch), batch)
 
 
 def _over(slow: float | None, fast: float | None) -> float | None:

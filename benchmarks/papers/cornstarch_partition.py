@@ -54,9 +54,7 @@ _IMPLIED = {
     "MML": ((1, 6), (2, 4)),
     "LLL": ((1, 6), (3, 3)),
 }
-_ENCODER_FACTOR = (
-    2.0  # those totals make an operation of an encoder 1.6 to 2.3 times as slow as one of the LLM
-)
+_ENCODER_FACTOR = 2.0  # those totals make an operation of an encoder 1.6 to 2.3 times as slow as one of the LLM
 # 1k text; 1280 x 720 in patches of 14, four of which make a token; two minutes of audio at 80 ms a token
 _TEXT, PATCHES, AUDIO = 1024, 92 * 52, 1500
 LLM_TOKENS = _TEXT + PATCHES // 4 + AUDIO
@@ -94,16 +92,12 @@ def frozen_passes() -> PaperTable:
         ("Llama 3.2 1b", llm, 2048, 375.93 / 140.39, 284.50 / 138.33),
     ):
         forward, inputs, weights = (
-            float(seconds(parts, hardware, tokens, of))
-            for of in ("forward", "input_gradient", "weight_gradient")
+            float(seconds(parts, hardware, tokens, of)) for of in ("forward", "input_gradient", "weight_gradient")
         )
         blocks = float(seconds([part for part in parts if part.shape.attention_width], hardware, tokens))
         again = blocks / forward  # activations are recomputed in blocks
         without = 0.0 if name == "Siglip" else again + inputs / forward
-        rows += [
-            (name, "trained", trained, again + (inputs + weights) / forward),
-            (name, "frozen", frozen, without),
-        ]
+        rows += [(name, "trained", trained, again + (inputs + weights) / forward), (name, "frozen", frozen, without)]
     return PaperTable(
         "Thesis Fig. 3.1b",
         "backward of a unit in forwards of it, projector trained in both",
@@ -112,9 +106,7 @@ def frozen_passes() -> PaperTable:
         ("unit", "state", "paper", "ours"),
         tuple(rows),
         tuple(
-            judged(
-                f"backward of {row[0]}, {row[1]}", row[2], row[3], "predicted", within=0.15, unit=" forwards"
-            )
+            judged(f"backward of {row[0]}, {row[1]}", row[2], row[3], "predicted", within=0.15, unit=" forwards")
             for row in rows
             if row[3] > 0.0
         ),
@@ -132,9 +124,7 @@ def stage_times_replayed() -> PaperTable:
         ours = []
         for (encoder, language), times in zip(_IMPLIED[name], ((e1, l1, b1), (e2, l2, b2)), strict=True):
             e, f, b = (time / 1000.0 for time in times)
-            ours.append(
-                _step(_Split(encoder, (e,) * encoder + (f,) * language, (0.0,) * encoder + (b,) * language))
-            )
+            ours.append(_step(_Split(encoder, (e,) * encoder + (f,) * language, (0.0,) * encoder + (b,) * language)))
         factor = ours[1] / ours[0]
         stages = " / ".join(f"{encoder}+{language}" for encoder, language in _IMPLIED[name])
         rows.append(
@@ -199,9 +189,7 @@ def factors_from_shapes() -> PaperTable:
         paper = figures[7] / figures[6]
         counted = _improvement(name, None, 1.0)
         fitted = _improvement(name, measured[name[2]], _ENCODER_FACTOR)
-        rows.append(
-            (name, paper, counted[0], counted[0] / paper, counted[1], fitted[0], fitted[0] / paper, fitted[1])
-        )
+        rows.append((name, paper, counted[0], counted[0] / paper, counted[1], fitted[0], fitted[0] / paper, fitted[1]))
     predicted, after = rank_correlation(rows, 1, 2), rank_correlation(rows, 1, 5)
     slower = [row[0] for row in rows if row[2] < 0.995]
     idle, ours_idle = ([row[0] for row in rows if row[column] < 1.01] for column in (1, 2))
@@ -212,16 +200,7 @@ def factors_from_shapes() -> PaperTable:
         "2 "
         f"on 24 A40s, {MICROBATCHES} microbatches of {SAMPLES}, exact 1F1B. Fitted: encoders {_ENCODER_FACTOR:.0f} "
         "times as slow, and the frozen LLM's backward, both as in the table",
-        (
-            "model",
-            "paper",
-            "predicted",
-            "ratio",
-            "stages aware / unaware",
-            "fitted",
-            "ratio ",
-            "stages  ",
-        ),
+        ("model", "paper", "predicted", "ratio", "stages aware / unaware", "fitted", "ratio ", "stages  "),
         tuple(rows),
         (
             judged(
@@ -278,9 +257,7 @@ def rank_correlation(rows: Sequence[tuple[Any, ...]], one: int, other: int) -> f
     from scipy.stats import kendalltau
 
     return float(
-        kendalltau(
-            [round(row[one] / 0.02) for row in rows], [round(row[other] / 0.02) for row in rows]
-        ).statistic
+        kendalltau([round(row[one] / 0.02) for row in rows], [round(row[other] / 0.02) for row in rows]).statistic
     )
 
 
@@ -293,9 +270,7 @@ def _improvement(name: str, backward_per_forward: float | None, encoder_factor: 
     return _step(unaware) / _step(aware), stages
 
 
-def _split(
-    name: str, encoder_stages: int, backward_per_forward: float | None, encoder_factor: float
-) -> _Split:
+def _split(name: str, encoder_stages: int, backward_per_forward: float | None, encoder_factor: float) -> _Split:
     """Cut every part into its stages. Both encoders have equally many and share their GPUs stage by stage."""
     hardware = operations_only("A40")
 
@@ -313,9 +288,7 @@ def _split(
     # Frozen: the LLM recomputes its forward and takes the input gradient; encoders have no backward at all.
     ratio = backward_per_forward or 1.0 + layer(language, LLM_TOKENS, "input_gradient") / forward
     first = tuple(sum(parts) for parts in zip(*encoders, strict=True))
-    return _Split(
-        encoder_stages, (*first, *stages), (*[0.0] * encoder_stages, *(ratio * one for one in stages))
-    )
+    return _Split(encoder_stages, (*first, *stages), (*[0.0] * encoder_stages, *(ratio * one for one in stages)))
 
 
 def _stage_seconds(layers: Sequence[float], stages: int) -> list[float]:
@@ -328,15 +301,8 @@ def _step(split: _Split) -> float:
     encoder, language = split.encoder_stages, split.language_stages
     plan = Plan(
         (
-            UnitPlan(
-                "encoders",
-                (Replica(tuple(Stage(i, i + 1, (i,)) for i in range(encoder))),),
-                ("language",),
-            ),
-            UnitPlan(
-                "language",
-                (Replica(tuple(Stage(i, i + 1, (encoder + i,)) for i in range(language))),),
-            ),
+            UnitPlan("encoders", (Replica(tuple(Stage(i, i + 1, (i,)) for i in range(encoder))),), ("language",)),
+            UnitPlan("language", (Replica(tuple(Stage(i, i + 1, (encoder + i,)) for i in range(language))),)),
         )
     )
     microbatches = tuple((sample,) for sample in range(MICROBATCHES))

@@ -108,8 +108,7 @@ def frozen_balance() -> PaperTable:
         for part in parts:
             one = replace(part, count=1)
             forward, inputs, weights = (
-                float(seconds((one,), hardware, tokens, of))
-                for of in ("forward", "input_gradient", "weight_gradient")
+                float(seconds((one,), hardware, tokens, of)) for of in ("forward", "input_gradient", "weight_gradient")
             )
             trained += [forward + inputs + weights] * part.count
             frozen += [forward if parts is vision else forward + inputs + weights] * part.count
@@ -149,9 +148,7 @@ def untold() -> PaperTable:
         (),
         (),
         (
-            untested(
-                "speed-up over all baselines, mean (Fig. 8)", "2.26", "FSDP and GraphPipe* are not here"
-            ),
+            untested("speed-up over all baselines, mean (Fig. 8)", "2.26", "FSDP and GraphPipe* are not here"),
             untested("activity of compute units (Fig. 9)", "drawn, not printed", "needs a GPU"),
             untested(
                 "causal placement under another mask, over the optimum (Fig. 3)",

@@ -120,9 +120,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
         model = {**model, **model["language"]}
     elif experts:
         group = "experts"
-    seconds = (
-        figures.get("step_seconds") or figures.get("seconds_per_step") or row.get("derived_step_seconds")
-    )
+    seconds = figures.get("step_seconds") or figures.get("seconds_per_step") or row.get("derived_step_seconds")
     needed = [model.get(key) for key in ("layers", "hidden", "vocab", "seq")]
     needed += [model.get("ffn") or experts]
     needed += [row.get(key) for key in ("gpus", "tp", "pp", "dp", "mbs", "gbs")] + [seconds]
@@ -149,13 +147,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     parts = parts_of(row, hardware, runner, gated)
     weights = sum(part.count * part.shape.matmul for part in parts)
-    peak = (
-        hardware.peak_flops[runner.products or "bfloat16"]
-        * row["tp"]
-        * row["pp"]
-        * row["dp"]
-        * (row["cp"] or 1)
-    )
+    peak = hardware.peak_flops[runner.products or "bfloat16"] * row["tp"] * row["pp"] * row["dp"] * (row["cp"] or 1)
     if 6.0 * weights * row["gbs"] * model["seq"] / peak > seconds:
         raise ValueError("faster than the peak of its devices")
     recompute: Recompute = "none"

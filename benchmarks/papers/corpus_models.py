@@ -62,9 +62,7 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
     size = model.get("head_dim")
 
     def block(width: int) -> LayerShape:
-        shape = block_shape(
-            hidden, width, heads, model.get("kv_heads") or heads, head_size=size, fused=runner.fused
-        )
+        shape = block_shape(hidden, width, heads, model.get("kv_heads") or heads, head_size=size, fused=runner.fused)
         if "MLA" in f"{model.get('note')} {model.get('config_from')}":
             shape = _latent(shape, hidden, heads, 1536 if "q_lora" in str(model.get("note")) else 0)
         if "window of 128" in str(model.get("note")):  # in every other layer
@@ -174,9 +172,7 @@ def _with_vision(row: Mapping[str, Any], hardware: Hardware, runner: Runner) -> 
         linear, _ = _routed(linear, hidden, experts, row, hardware)
     shapes = (full, linear)
     mean = Part("block", _mean(shapes, quarter, language["layers"]), language["layers"], sent=sent)
-    tower = block_shape(
-        vision["hidden"], vision["ffn"], vision["heads"], gated=False, causal=False, fused=runner.fused
-    )
+    tower = block_shape(vision["hidden"], vision["ffn"], vision["heads"], gated=False, causal=False, fused=runner.fused)
     frozen = " ".join(row.get("frozen") or ())
     beside = Beside(tower, vision["layers"], patches / row["model"]["seq"], trains="vision" not in frozen)
     return (

@@ -17,16 +17,7 @@ from dilatant.plan import Workload
 from dilatant.plan.cluster import cluster_of
 from dilatant.plan.rank_mapping import Chain
 from papers.datasets import coco_image_sizes
-from papers.models import (
-    DISTTRAIN_LLM,
-    VIT_HUGE,
-    PaperUnit,
-    Part,
-    backward,
-    linear_part,
-    operations_only,
-    seconds,
-)
+from papers.models import DISTTRAIN_LLM, VIT_HUGE, PaperUnit, Part, backward, linear_part, operations_only, seconds
 from papers.planner import Case
 
 SEQUENCE, _PATCH = 8192, 16
@@ -130,9 +121,7 @@ def units(model: str, trains: frozenset[str] | None = None) -> tuple[PaperUnit, 
     )
 
 
-def case(
-    shared: Path, model: str, gpus: int, batch: int, trains: frozenset[str] | None = None, seed: int = 0
-) -> Case:
+def case(shared: Path, model: str, gpus: int, batch: int, trains: frozenset[str] | None = None, seed: int = 0) -> Case:
     """One global batch on the paper's cluster."""
     drawn, device = samples(shared, model, batch, seed), hardware()
     cluster = cluster_of(device, gpus // NODE, NODE)

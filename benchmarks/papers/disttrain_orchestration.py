@@ -21,11 +21,7 @@ from papers.disttrain_case import (
     units,
 )
 from papers.disttrain_order import disttrain
-from papers.models import (
-    DISTTRAIN_LLM,
-    backward,
-    seconds,
-)
+from papers.models import DISTTRAIN_LLM, backward, seconds
 from papers.orchestrate import ModuleCost, orchestrate
 from papers.planner import layout_text
 from papers.searches import Mode
@@ -61,21 +57,11 @@ def orchestration_time(shared: Path) -> PaperTable:
     rows: list[tuple[Any, ...]] = []
     for gpus, (batch, paper) in _TABLE_2.items():
         answers = [
-            orchestrate(
-                [modules["vision"]],
-                modules["language"],
-                [modules["generator"]],
-                gpus,
-                batch,
-                1,
-                device.memory,
-            )
+            orchestrate([modules["vision"]], modules["language"], [modules["generator"]], gpus, batch, 1, device.memory)
             for _ in range(4)
         ]
         found = min(answer.wall_seconds for answer in answers)
-        layout = ", ".join(
-            f"{one.name} {one.replicas} x tp{one.tp} x pp{one.pp}" for one in answers[0].modules
-        )
+        layout = ", ".join(f"{one.name} {one.replicas} x tp{one.tp} x pp{one.pp}" for one in answers[0].modules)
         rows.append((gpus, batch, 1e3 * paper, 1e3 * found, paper / found, layout, answers[0].proven))
     return orchestration_table(rows)
 
@@ -248,9 +234,7 @@ def frozen_training(shared: Path) -> PaperTable:
             assert found is not None
             own = GPUS - found.winner.idle_devices
             gain = rigid / found.seconds
-            rows.append(
-                (setting, f"MLLM-{model}", layout_text(found.winner.plan), own, gpus, gain * gpus / own, gain)
-            )
+            rows.append((setting, f"MLLM-{model}", layout_text(found.winner.plan), own, gpus, gain * gpus / own, gain))
     share, rate = [row[5] for row in rows], [row[6] for row in rows]
     return PaperTable(
         "DistTrain Figs. 19, 20",

@@ -50,9 +50,7 @@ def disttrain(problem: MicrobatchProblem) -> ByUnit:
     return min(map(batches, found), key=lambda by_unit: shape_seconds(shape, problem.seconds, by_unit))
 
 
-def inter_reorder(
-    shape: PipelineShape, load: NDArray[np.float64], interleave: bool = False
-) -> NDArray[np.int64]:
+def inter_reorder(shape: PipelineShape, load: NDArray[np.float64], interleave: bool = False) -> NDArray[np.int64]:
     """Return the execution order of microbatches, `[microbatches]` numbers (Alg. 3): for 1F1B with a rank per stage,
     whatever the shape's depths; or, with `interleave`, for interleaved 1F1B on the shape's ranks.
 
@@ -150,9 +148,7 @@ class _FirstRank:
         return found
 
 
-def order_search(
-    shape: PipelineShape, load: NDArray[np.float64], evaluations: int, seed: int
-) -> NDArray[np.int64]:
+def order_search(shape: PipelineShape, load: NDArray[np.float64], evaluations: int, seed: int) -> NDArray[np.int64]:
     """Return an execution order of microbatches of `load [units, microbatches]`, as `[microbatches]` numbers."""
     count = load.shape[1]
     model = step_model(shape, count)

@@ -10,19 +10,9 @@ from typing import Any
 import numpy as np
 
 from dilatant.cost.hardware import Link
-from papers.disttrain_case import (
-    BATCH,
-    GPUS,
-    SEQUENCE,
-    case,
-    hardware,
-)
+from papers.disttrain_case import BATCH, GPUS, SEQUENCE, case, hardware
 from papers.disttrain_order import disttrain
-from papers.models import (
-    DISTTRAIN_LLM,
-    backward,
-    seconds,
-)
+from papers.models import DISTTRAIN_LLM, backward, seconds
 from papers.searches import Mode
 from papers.tables import Outcome, PaperTable, in_range, spread, untested
 
@@ -140,9 +130,7 @@ def preprocessing() -> PaperTable:
         return PaperTable("DistTrain Fig. 21", title, "carried over from the paper", (), (), (outcome,))
     rows: list[tuple[Any, ...]] = []
     for row in json.loads(PREPROCESSING.read_text())["rows"]:
-        waits = {
-            name: 1e3 * row["compute_seconds"] * share / (1 - share) for name, share in row["stall"].items()
-        }
+        waits = {name: 1e3 * row["compute_seconds"] * share / (1 - share) for name, share in row["stall"].items()}
         rows.append((row["images"], row["pixels"], waits["trainer"], waits.get("ray", waits["pool"])))
     own, away = max(row[2] for row in rows), max(row[3] for row in rows)
     agrees = away < 0.1 * own and away < 100

@@ -41,10 +41,7 @@ def disaggregated(space: Space) -> Iterator[PlanCandidate]:
                 found.setdefault(answer.modules, answer)
         for answer in found.values():
             candidate = _as_candidate(space, answer, size)
-            if candidate is not None and space.settings.num_microbatches in (
-                None,
-                candidate.num_microbatches,
-            ):
+            if candidate is not None and space.settings.num_microbatches in (None, candidate.num_microbatches):
                 yield candidate
 
 
@@ -66,9 +63,7 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
         return None
     chains = tuple(option for option in options if option is not None)
     count = answer.num_microbatches
-    times = [
-        chain_times(space, allocations[name].replicas, count, one) for name, one in zip(roles.units, chains)
-    ]
+    times = [chain_times(space, allocations[name].replicas, count, one) for name, one in zip(roles.units, chains)]
     return PlanCandidate(
         encoders_at=EncoderPosition.PARALLEL,
         replicas=language.replicas,
@@ -77,9 +72,7 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
         options=chains,
         counts=tuple(allocations[name].replicas for name in roles.units),
         estimate=answer.seconds,
-        bound=bound(
-            ParallelChains(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times
-        ),
+        bound=bound(ParallelChains(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times),
     )
 
 
@@ -87,9 +80,7 @@ def _module(space: Space, name: str, level: Recompute) -> ModuleCost:
     """Model a unit as equal layers under the mean sample, without context parallelism."""
     degrees = [one.tp for one in space.table.units.degrees([name]) if one.copies == 1]
     if not degrees:
-        raise PlanError(
-            f"unit {name!r} has no costs without context parallelism, which DistTrain's search needs"
-        )
+        raise PlanError(f"unit {name!r} has no costs without context parallelism, which DistTrain's search needs")
     by_degree = {tp: space.table.units.layers(name, Degrees(tp), 1, level) for tp in degrees}
     one = by_degree[degrees[0]]
     return ModuleCost(

@@ -9,8 +9,4 @@ from papers.tables import PaperTable
 
 
 def tables(shared: Path, timed: bool = True) -> list[PaperTable]:
-    return [
-        *entrain_stability.tables(shared),
-        *entrain_modes.tables(shared),
-        *entrain_execution.tables(shared),
-    ]
+    return [*entrain_stability.tables(shared), *entrain_modes.tables(shared), *entrain_execution.tables(shared)]

@@ -179,9 +179,7 @@ def _variability(data: dict[str, Sizes], steps: dict[tuple[str, str], dict[str, 
                 "calibrated",
             ),
             untested(
-                "three rows of Llama 1b",
-                "repeat those of the vision encoder",
-                "evidently a mistake of the thesis",
+                "three rows of Llama 1b", "repeat those of the vision encoder", "evidently a mistake of the thesis"
             ),
         ),
         (
@@ -242,12 +240,7 @@ def _sensitivity(shared: Path, data: dict[str, Sizes]) -> PaperTable:
         chosen = best_split(seconds)[0]
         chosen_parts.append(best / times[chosen])
         rows.append(
-            (
-                data[name].basis,
-                llm,
-                *(best / times[e] for e in range(1, STAGES)),
-                f"{chosen}:{STAGES - chosen}",
-            )
+            (data[name].basis, llm, *(best / times[e] for e in range(1, STAGES)), f"{chosen}:{STAGES - chosen}")
         )
     drops = [1 - min(row[2:-1]) for row in rows]
     return PaperTable(

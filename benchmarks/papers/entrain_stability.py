@@ -188,17 +188,7 @@ def allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
             overlap[fitted].append(bool({*paper} & {*ours}))
             basis = "fitted" if fitted else "calibrated"
             rows.append(
-                (
-                    table,
-                    data[name].basis,
-                    llm,
-                    basis,
-                    batch,
-                    _ratios(paper),
-                    passed[0],
-                    _ratios(ours),
-                    passed[1],
-                )
+                (table, data[name].basis, llm, basis, batch, _ratios(paper), passed[0], _ratios(ours), passed[1])
             )
         stable[fitted].append(ours == list(seen[-1]))
 
@@ -285,8 +275,7 @@ def smallest_batches(shared: Path, data: dict[str, Sizes]) -> PaperTable:
                 f"{sum(row[5] is not None and row[5] <= row[3] for row in rows)} of {len(rows)} by the delta method",
                 "agrees" if all(row[5] is not None and row[5] <= row[3] for row in rows) else "falls short",
                 "calibrated",
-                "Algorithm 2 gives another answer with each seed: "
-                + "; ".join(f"{row[2]} {row[4]}" for row in rows),
+                "Algorithm 2 gives another answer with each seed: " + "; ".join(f"{row[2]} {row[4]}" for row in rows),
             ),
         ),
     )

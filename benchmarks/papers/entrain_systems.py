@@ -84,8 +84,7 @@ def best_split(seconds: NDArray[np.float64]) -> tuple[int, int]:
     batch = seconds[np.random.default_rng(99).integers(len(seconds), size=BATCH // REPLICAS)]
     run = _ours("balanced")
     return min(
-        ((encoder, STAGES - encoder) for encoder in range(1, STAGES)),
-        key=lambda split: run(batch, split)[0].seconds,
+        ((encoder, STAGES - encoder) for encoder in range(1, STAGES)), key=lambda split: run(batch, split)[0].seconds
     )
 
 
@@ -101,9 +100,7 @@ def _step(system: _System, batch: NDArray[np.float64], layout: tuple[int, int]) 
     return Step(max(times), (np.asarray(forwards[0]), np.asarray(forwards[1])), held)
 
 
-def simulate_step(
-    part: NDArray[np.float64], plan: Plan, assignment: Assignment, schedule: Schedule
-) -> Timeline:
+def simulate_step(part: NDArray[np.float64], plan: Plan, assignment: Assignment, schedule: Schedule) -> Timeline:
     """Simulate: a stage takes its share of its unit's forward, the backward `_BACKWARD` times that."""
     placed = plan.stages()
     depth = {unit.name: len(unit.replicas[0].stages) for unit in plan.units}
@@ -120,9 +117,7 @@ def simulate_step(
 def plan_of(layout: tuple[int, int]) -> Plan:
     encoder = tuple(Stage(i, i + 1, (i,)) for i in range(layout[0]))
     language = tuple(Stage(i, i + 1, (layout[0] + i,)) for i in range(layout[1]))
-    return Plan(
-        (UnitPlan("encoder", (Replica(encoder),), ("language",)), UnitPlan("language", (Replica(language),)))
-    )
+    return Plan((UnitPlan("encoder", (Replica(encoder),), ("language",)), UnitPlan("language", (Replica(language),))))
 
 
 def _shape(layout: tuple[int, int], depths: tuple[int, ...] | None = None) -> PipelineShape:
@@ -133,9 +128,7 @@ def _per_stage(part: NDArray[np.float64], layout: tuple[int, int]) -> NDArray[np
     return part * (1.0 + _BACKWARD) / np.asarray(layout)
 
 
-def _disttrain(
-    part: NDArray[np.float64], layout: tuple[int, int]
-) -> tuple[Timeline, Microbatches, Microbatches]:
+def _disttrain(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, Microbatches, Microbatches]:
     """Random groups of equal count in DistTrain's order, plain 1F1B."""
     found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, disttrain, shape=_shape(layout))
     return _shared_groups(part, layout, found.microbatches[0], eagerly=False)
@@ -149,9 +142,7 @@ def _shared_groups(
     return simulate_step(part, plan, assignment, schedule), groups, groups
 
 
-def entrain(
-    part: NDArray[np.float64], layout: tuple[int, int]
-) -> tuple[Timeline, Microbatches, Microbatches]:
+def entrain(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, Microbatches, Microbatches]:
     """Hierarchical assignment with pairwise deferral, backwards split by deferral, forwards eager."""
     found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, entrain_policy, shape=_shape(layout))
     encoder, language = (tuple(one for one in found.microbatches[unit] if one) for unit in (0, 1))
@@ -164,9 +155,7 @@ def _ours(
 ) -> Callable[[NDArray[np.float64], tuple[int, int]], tuple[Timeline, Microbatches, Microbatches]]:
     """Our microbatches, run eagerly: to the depths that their search found, or as deep as Entrain's."""
 
-    def run(
-        part: NDArray[np.float64], layout: tuple[int, int]
-    ) -> tuple[Timeline, Microbatches, Microbatches]:
+    def run(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, Microbatches, Microbatches]:
         found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, policy, shape=_shape(layout))
         encoder, language = (tuple(one for one in found.microbatches[unit] if one) for unit in (0, 1))
         plan, assignment = plan_of(layout), Assignment({"encoder": (encoder,), "language": (language,)})
@@ -183,9 +172,7 @@ def _dip(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, 
         for first in range(0, len(part), len(part) // MICROBATCHES)
     )
     stages = tuple(Stage(i, i + 1, (i,)) for i in range(STAGES))
-    plan = Plan(
-        (UnitPlan("encoder", (Replica(stages),), ("language",)), UnitPlan("language", (Replica(stages),)))
-    )
+    plan = Plan((UnitPlan("encoder", (Replica(stages),), ("language",)), UnitPlan("language", (Replica(stages),))))
     assignment = Assignment({"encoder": (groups,), "language": (groups,)})
     actions = {}
     for stage in range(STAGES):

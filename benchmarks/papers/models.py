@@ -100,9 +100,7 @@ def llama(
     """Embedding, blocks with grouped queries, head."""
     return (
         Part("embedding", embedding_shape(hidden, vocabulary), 1),
-        Part(
-            "block", block_shape(hidden, ffn, heads, kv_heads, gated=gated, fused=fused, norms=norms), layers
-        ),
+        Part("block", block_shape(hidden, ffn, heads, kv_heads, gated=gated, fused=fused, norms=norms), layers),
         Part("head", head_shape(hidden, vocabulary), 1),
     )
 
@@ -125,11 +123,7 @@ def qwen_vision(language_hidden: int) -> tuple[Part, ...]:
         matmul=(5120 * 5120 + 5120 * language_hidden) // 4,
         parameters=5120 * 5120 + 5120 * language_hidden,
     )
-    return (
-        Part("vision.windowed", block, 28, 64),
-        Part("vision.full", block, 4),
-        Part("projector", merger, 1),
-    )
+    return (Part("vision.windowed", block, 28, 64), Part("vision.full", block, 4), Part("projector", merger, 1))
 
 
 def linear_part(kind: str, inputs: int, outputs: int, share: float = 1.0) -> Part:
@@ -181,9 +175,7 @@ def seconds(
     return total
 
 
-def backward(
-    parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, tp: int = 1
-) -> NDArray[np.float64]:
+def backward(parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, tp: int = 1) -> NDArray[np.float64]:
     """Seconds of a whole backward, everything trained."""
     return seconds(parts, hardware, tokens, "input_gradient", tp) + seconds(
         parts, hardware, tokens, "weight_gradient", tp
@@ -257,6 +249,4 @@ def _with_more(cost: LayerCost, part: Part, hardware: Hardware, unit: PaperUnit)
 
 
 def _kept(cost: LayerCost) -> LayerCost:
-    return replace(
-        cost, recompute=ZERO, checkpoint_bytes=cost.activation_bytes, attention=ZERO, attention_bytes=ZERO
-    )
+    return replace(cost, recompute=ZERO, checkpoint_bytes=cost.activation_bytes, attention=ZERO, attention_bytes=ZERO)

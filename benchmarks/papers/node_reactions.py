@@ -58,9 +58,7 @@ def from_templates(
             change.seconds,
             change.moved_bytes if old else 0,
             kept=_state_kept(old, alive, spans) if old else before is None,
-            in_flight_seconds=_one_microbatch(
-                [templates[len(nodes)] for nodes in pipelines], num_microbatches
-            ),
+            in_flight_seconds=_one_microbatch([templates[len(nodes)] for nodes in pipelines], num_microbatches),
         )
 
     return react
@@ -94,8 +92,7 @@ def _most_parts(number: int, sizes: Iterable[int]) -> int:
     most = [0] + [-1] * number
     for total in range(1, number + 1):
         most[total] = max(
-            (most[total - size] + 1 for size in sizes if size <= total and most[total - size] >= 0),
-            default=-1,
+            (most[total - size] + 1 for size in sizes if size <= total and most[total - size] >= 0), default=-1
         )
     return max(most[number], 0)
 

@@ -96,9 +96,7 @@ def _seconds(nodes: int, gpus: int, layers: int, noise: float) -> float:
     draw = random.Random(layers)
     widths = [width for width in (1, 2, 4, 8) if width <= gpus]
     base = [0.01 * (1.0 + noise * draw.uniform(-1.0, 1.0)) for _ in range(layers)]
-    costs = {
-        width: [layer / width * (1.0 + _TP_OVERHEAD * math.log2(width)) for layer in base] for width in widths
-    }
+    costs = {width: [layer / width * (1.0 + _TP_OVERHEAD * math.log2(width)) for layer in base] for width in widths}
     best = math.inf
     for _ in range(3 if nodes * gpus * layers < 3000 else 1):
         started = time.perf_counter()

@@ -151,17 +151,7 @@ def controlled_failures(folder: Path, known: Mapping[str, Any]) -> PaperTable:
         "set of nodes from our own templates and reinstantiations, at the paper's level for 30 nodes, recovery "
         "seconds of "
         "the paper",
-        (
-            "model",
-            "period",
-            "paper",
-            "replayed",
-            "ratio",
-            "our templates",
-            "ratio ",
-            "work in flight kept",
-            "ratio  ",
-        ),
+        ("model", "period", "paper", "replayed", "ratio", "our templates", "ratio ", "work in flight kept", "ratio  "),
         tuple(rows),
         (
             Outcome(
@@ -229,9 +219,7 @@ def checkpoints(folder: Path, known: Mapping[str, Any]) -> PaperTable:
                 "Oobleck over Varuna with free checkpoints, where failures are rare (6h)",
                 f"{spread(row[5] for row in rows if row[1] == '6h')} x",
                 f"{spread(row[8] for row in rows if row[1] == '6h')} x",
-                "agrees"
-                if all(abs(row[8] / row[5] - 1) <= 0.15 for row in rows if row[1] == "6h")
-                else "falls short",
+                "agrees" if all(abs(row[8] / row[5] - 1) <= 0.15 for row in rows if row[1] == "6h") else "falls short",
                 "calibrated",
                 "the gain of unequal pipelines over a grid alone; recovery seconds are the paper's",
             ),
@@ -265,9 +253,7 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
             own, level = _own_reaction(model, known)
             theirs = replay(model, trace, _their_reaction(known, model), batch, costs)
             ours: Replay = replay(model, trace, own, batch, costs)
-            grid = _scaled(
-                restart_from_checkpoint(templates_of(model), MODELS[model].microbatches), model, batch
-            )
+            grid = _scaled(restart_from_checkpoint(templates_of(model), MODELS[model].microbatches), model, batch)
             idle = replay(model, trace, grid, batch, RecoveryCosts(0.0, math.inf, 0.0, 1, 0.0, 1.0))
             rows.append(
                 (cloud, model, trace.mean_nodes, theirs.samples_per_second, ours.samples_per_second * level,
@@ -305,9 +291,7 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
                 "level and recovery seconds are the paper's",
             ),
             untested(
-                "Oobleck over Varuna and Bamboo on spot traces",
-                "up to 9.1 x",
-                "neither system's costs are printed",
+                "Oobleck over Varuna and Bamboo on spot traces", "up to 9.1 x", "neither system's costs are printed"
             ),
         ),
     )
@@ -390,6 +374,4 @@ def _their_reaction(known: Mapping[str, Any], model: str) -> Reaction:
 
 
 def _costs(known: Mapping[str, Any], model: str) -> RecoveryCosts:
-    return RecoveryCosts(
-        reconfigure_seconds=known["simulated_reconfiguration_s"][model], checkpoint_seconds=0.0
-    )
+    return RecoveryCosts(reconfigure_seconds=known["simulated_reconfiguration_s"][model], checkpoint_seconds=0.0)

@@ -76,9 +76,7 @@ def measured_recovery(shared: Path, results: Path) -> list[PaperTable]:
     if not file.exists() or not traces:
         return []
     pause = _pause_seconds(json.loads(file.read_text(encoding="utf-8")))
-    rows = [
-        row for name, trace in traces.items() for model in MODELS if (row := _row(name, trace, model, pause))
-    ]
+    rows = [row for name, trace in traces.items() for model in MODELS if (row := _row(name, trace, model, pause))]
     if not rows:
         return []
     return [
@@ -170,9 +168,7 @@ def _outcomes(rows: list[_Row], what: str, left: Callable[[_Row], float]) -> Ite
                 "agrees" if left(least) >= bar else "falls short",
                 "predicted",
                 f"least: {least.model} on the trace of {least.trace}; salvaged, it loses "
-                + ", ".join(
-                    f"{part:.1%} to {cause}" for cause, part in zip(_CAUSES, least.lost) if part >= 5e-4
-                ),
+                + ", ".join(f"{part:.1%} to {cause}" for cause, part in zip(_CAUSES, least.lost) if part >= 5e-4),
             )
 
 

@@ -116,9 +116,7 @@ def orchestrate(
     if found is None:
         raise _nothing_fits(modules, num_gpus, replicated, microbatch_size, capacity_bytes)
     replicas, rows = found
-    allocations = tuple(
-        one.allocation(row, replicas, microbatch_size) for one, row in zip(tables, rows, strict=True)
-    )
+    allocations = tuple(one.allocation(row, replicas, microbatch_size) for one, row in zip(tables, rows, strict=True))
     slowest = max(one.stage_seconds for one in allocations)
     return Orchestration(
         modules=allocations,
@@ -152,9 +150,7 @@ class _LayoutTable:
         degrees = sorted({-(-module.layers // -(-module.layers // pp)) for pp in range(1, module.layers + 1)})
         tp, pp, replicas = (
             grid.ravel()
-            for grid in np.meshgrid(
-                sorted(module.seconds), degrees, np.arange(1, num_gpus + 1), indexing="ij"
-            )
+            for grid in np.meshgrid(sorted(module.seconds), degrees, np.arange(1, num_gpus + 1), indexing="ij")
         )
         gpus = tp * pp * replicas
         allowed = np.flatnonzero(gpus <= num_gpus)
@@ -165,14 +161,7 @@ class _LayoutTable:
         return cls(module, gpus[rows], replicas[rows], tp[rows], pp[rows], times[tp[rows]], share)
 
     def options(
-        self,
-        replicas: int,
-        samples: int,
-        capacity: float,
-        count: int,
-        *,
-        exact: bool = False,
-        after: bool = False,
+        self, replicas: int, samples: int, capacity: float, count: int, *, exact: bool = False, after: bool = False
     ) -> Options:
         """Return (row numbers, options) whose number of replicas divides `replicas` times `count` (or, if `exact`,
         equals `replicas`)."""
@@ -181,9 +170,7 @@ class _LayoutTable:
         rows = np.flatnonzero(self.replicas == replicas if exact else replicas * count % self.replicas == 0)
         columns = self.gpus, self.replicas, self.tp, self.pp, self.seconds, self.share
         ways, module = ModuleLayouts(*(column[rows] for column in columns)), self.module
-        held = ModuleBytes(
-            float(module.state_bytes), float(module.optimizer_bytes), float(module.activation_bytes)
-        )
+        held = ModuleBytes(float(module.state_bytes), float(module.optimizer_bytes), float(module.activation_bytes))
         kept, options = frontier(ways, held, float(capacity), replicas, samples, after, count, exact)
         return rows[kept], options
 
@@ -223,8 +210,7 @@ def _check(modules: Sequence[ModuleCost], num_gpus: int, global_batch: int, micr
     needed = sum(min(module.seconds) for module in modules)
     if num_gpus < needed:
         raise TooFewDevicesError(
-            f"{len(modules)} units on devices of their own need at least {needed} devices, there are {num_gpus}",
-            needed,
+            f"{len(modules)} units on devices of their own need at least {needed} devices, there are {num_gpus}", needed
         )
 
 

@@ -60,11 +60,7 @@ class Case:
             return None
 
     def score(
-        self,
-        plans: Iterable[Plan],
-        num_microbatches: int,
-        policy: Policy = "balanced",
-        schedule: str | None = None,
+        self, plans: Iterable[Plan], num_microbatches: int, policy: Policy = "balanced", schedule: str | None = None
     ) -> PlanScore:
         """The fastest of some plans in simulation, whether or not it fits memory."""
         from dilatant.schedule.families import FAMILIES
@@ -101,9 +97,7 @@ def even_chain(
     blocks where that is possible, the embedding and the head in addition; else of layers, as nearly as can be."""
     stages = pp * chunks
     blocks, rest = divmod(layers - 2, stages)
-    cuts = tuple(
-        layers * stage // stages if rest else blocks * stage + (stage > 0) for stage in range(stages)
-    )
+    cuts = tuple(layers * stage // stages if rest else blocks * stage + (stage > 0) for stage in range(stages))
     return Chain(replicas, Degrees(tp, cp), {name: cuts}, chunks, {name: (recompute,) * layers})
 
 
@@ -118,8 +112,6 @@ def layout_text(plan: Plan) -> str:
     for unit in plan.units:
         stage, ranks = unit.replicas[0].stages[0], {one.ranks for one in unit.replicas[0].stages}
         chunks = len(unit.replicas[0].stages) // len(ranks)
-        text = f"{unit.name} {len(unit.replicas)} x tp{stage.tp}" + (
-            f" x cp{stage.cp}" if stage.cp > 1 else ""
-        )
+        text = f"{unit.name} {len(unit.replicas)} x tp{stage.tp}" + (f" x cp{stage.cp}" if stage.cp > 1 else "")
         words.append(f"{text} x pp{len(ranks)}" + (f" x {chunks} chunks" if chunks > 1 else ""))
     return ", ".join(words)

@@ -55,9 +55,7 @@ def _cornstarch(space: Space) -> list[PlanCandidate]:
     return [
         one
         for one in enumerate_candidates(space)
-        if one.encoders_at is not EncoderPosition.IN_LANGUAGE
-        and len(set(one.counts)) == 1
-        and one.row_tokens is None
+        if one.encoders_at is not EncoderPosition.IN_LANGUAGE and len(set(one.counts)) == 1 and one.row_tokens is None
     ]
 
 
@@ -83,9 +81,7 @@ def _entrain(space: Space) -> list[PlanCandidate]:
         chosen = allocations[int(distance.argmin())].tolist()
         # The encoders may leave some of their devices idle.
         first = 1 if roles.encoders else 0
-        found += [
-            one for one, own in zip(members, devices) if own[first:] == chosen[first:] and own[0] <= chosen[0]
-        ]
+        found += [one for one, own in zip(members, devices) if own[first:] == chosen[first:] and own[0] <= chosen[0]]
     return sorted(found, key=_order)
 
 

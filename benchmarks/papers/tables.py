@@ -57,14 +57,7 @@ def judged(
 
 
 def in_range(
-    claim: str,
-    low: float,
-    high: float,
-    ours: tuple[float, float],
-    basis: Basis,
-    *,
-    slack: float = 0.1,
-    note: str = "",
+    claim: str, low: float, high: float, ours: tuple[float, float], basis: Basis, *, slack: float = 0.1, note: str = ""
 ) -> Outcome:
     """The paper gives a range, larger being better: ours agrees where it lies inside (a share of slack allowed, but no
     more than a third of a gain), beats it where its lower end is above, and falls short otherwise."""
@@ -134,9 +127,7 @@ class PaperTable:
             console.print(table)
         for one in self.outcomes:
             figures = f"paper {one.paper}" + (f", ours {one.ours}" if one.ours else "")
-            text = f"{one.claim}: {one.verdict} ({one.basis}; {figures})" + (
-                f". {one.note}" if one.note else ""
-            )
+            text = f"{one.claim}: {one.verdict} ({one.basis}; {figures})" + (f". {one.note}" if one.note else "")
             console.print(f"  • {escape(text)}", highlight=False)
         for sentence in self.remarks:
             console.print(f"    {escape(sentence)}", highlight=False)

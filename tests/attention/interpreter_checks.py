@@ -32,16 +32,9 @@ torch.set_num_threads(1)
 SQUARE = Tuning(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), block=32, processors=1)
 OBLONG = Tuning(Tile(32, 64, 4, 1), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), block=64, processors=1)
 SPLIT = Tuning(
-    Tile(16, 32, 4, 1),
-    Tile(32, 16, 4, 1),
-    Tile(32, 32, 4, 1),
-    block=32,
-    processors=64,
-    smallest_piece_tokens=32,
+    Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), block=32, processors=64, smallest_piece_tokens=32
 )
-DESCRIPTORS = Tuning(
-    Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), block=32, tma=True, processors=1
-)
+DESCRIPTORS = Tuning(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), block=32, tma=True, processors=1)
 
 
 def run(case: Case, tuning: Tuning) -> tuple[tuple[torch.Tensor, torch.Tensor], Gradients]:
@@ -88,13 +81,7 @@ def test_drawn_rows_equal_dense_attention(
 ) -> None:
     if mask.num_tokens:
         case = make_case(
-            mask,
-            query_heads=heads[0],
-            kv_heads=heads[1],
-            head_dim=head_dim,
-            softcap=softcap,
-            sinks=sinks,
-            seed=seed,
+            mask, query_heads=heads[0], kv_heads=heads[1], head_dim=head_dim, softcap=softcap, sinks=sinks, seed=seed
         )
         # Some tens of float32 terms of order one, against float64.
         check(case, tuning, 2e-5)
@@ -139,9 +126,7 @@ def test_some_queries_against_all_keys_in_another_order() -> None:
 
 
 def test_half_precision_stays_within_its_rounding() -> None:
-    case = make_case(
-        mask_kinds.build_mask(LONG_ROW, "embedded"), query_heads=1, kv_heads=1, dtype=torch.float16
-    )
+    case = make_case(mask_kinds.build_mask(LONG_ROW, "embedded"), query_heads=1, kv_heads=1, dtype=torch.float16)
     check(case, SQUARE, 2**-8)  # weights and scores are rounded to 11 bits before each product
 
 
@@ -179,16 +164,9 @@ def test_head_groups_gathered_in_turn_equal_dense_gradients(kind: str, heads_per
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         blocks = np.zeros(-(-mask.num_tokens // 16), dtype=np.int64)
-        share = ContextParallelRow(
-            mask, Placement(blocks, np.zeros(1), 0.0), Among(dist.group.WORLD), block=16
-        )
+        share = ContextParallelRow(mask, Placement(blocks, np.zeros(1), 0.0), Among(dist.group.WORLD), block=16)
         output = context_parallel_attention(
-            *inputs[:3],
-            share,
-            sinks=inputs[3],
-            scale=case.scale,
-            backend="triton",
-            heads_per_gather=heads_per_gather,
+            *inputs[:3], share, sinks=inputs[3], scale=case.scale, backend="triton", heads_per_gather=heads_per_gather
         )
         output.backward(case.grad_output)
     finally:

@@ -16,12 +16,7 @@ from cases.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
 from dilatant.attention.kernels.attention_plan import AttentionPlan
-from dilatant.attention.kernels.backends import (
-    AttentionCall,
-    MachineCapabilities,
-    choose_backend,
-    explain_here,
-)
+from dilatant.attention.kernels.backends import AttentionCall, MachineCapabilities, choose_backend, explain_here
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask
@@ -103,9 +98,7 @@ PLAIN = {
     "full": packing.full(RowLayout.of_lengths([9, 9, 9])),
     "document_causal": packing.document_causal(RowLayout.of_lengths([7, 3, 7, 1])),
     "causal": mask_kinds.causal(RowLayout.of_lengths([5, 9])),
-    "text with padding": mask_kinds.embedded(
-        RowLayout.of_samples([[("text", 6), ("padding", 3)], [("text", 4)]])
-    ),
+    "text with padding": mask_kinds.embedded(RowLayout.of_samples([[("text", 6), ("padding", 3)], [("text", 4)]])),
     "images": mask_kinds.embedded(RowLayout.of_samples([[("image", 5)], [("image", 5)], [("text", 2)]])),
     "wide window": mask_kinds.sliding_window(RowLayout.of_lengths([4, 6]), 6),
 }
@@ -126,10 +119,7 @@ def test_plain_rows_run_on_sdpa_with_the_same_results(kind: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
-        (
-            mask_kinds.sliding_window(RowLayout.of_lengths([4, 7]), 6),
-            "sample 1 of 7 tokens is held to a window of 6",
-        ),
+        (mask_kinds.sliding_window(RowLayout.of_lengths([4, 7]), 6), "sample 1 of 7 tokens is held to a window of 6"),
         (mask_kinds.embedded(RowLayout.of_samples([[("text", 2), ("image", 2)]])), "in more than one way"),
         (AttentionMask.from_tokens([1 | 2 << 12] * 3), "do not attend to their own modality"),
     ],
@@ -169,9 +159,7 @@ def test_drawn_plain_rows_on_sdpa_equal_dense_attention(
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 @settings(deadline=None, print_blob=True)
-def test_padding_of_similar_samples_costs_little_extra_work(
-    lengths: list[int],
-) -> None:
+def test_padding_of_similar_samples_costs_little_extra_work(lengths: list[int]) -> None:
     groups = sdpa.group_samples(packing.document_causal(RowLayout.of_lengths(lengths)).runs, 1024)
     assert sorted(length for _, members in groups for _, length in members) == sorted(lengths)
     paid = sum(batch.samples * batch.length**2 for batch, _ in groups)

@@ -15,12 +15,7 @@ from cases import mask_kinds
 from dilatant.attention.masks import lpt, packing
 from dilatant.attention.masks.blocks import block_workloads
 from dilatant.attention.masks.packing import RowLayout
-from dilatant.attention.masks.placement import (
-    POLICIES,
-    PlacementError,
-    place_blocks,
-    place_row,
-)
+from dilatant.attention.masks.placement import POLICIES, PlacementError, place_blocks, place_row
 from oracles.placements import least_maximum
 
 # Compiled code is loaded on first use, which no deadline should count.
@@ -36,9 +31,7 @@ ranks = st.integers(1, 9)
 @given(work=workloads, num_ranks=ranks)
 @example(work=[], num_ranks=3)
 @example(work=[0, 0, 0], num_ranks=2)
-@example(
-    work=[100] + [1] * 13, num_ranks=4
-)  # three light ranks would take four each and leave two for the first
+@example(work=[100] + [1] * 13, num_ranks=4)  # three light ranks would take four each and leave two for the first
 def test_every_block_has_a_rank_and_ranks_have_equal_counts(policy, work, num_ranks):
     placement = place_blocks(work, num_ranks, policy)
     assert placement.rank_of_block.shape == (len(work),)
@@ -67,9 +60,7 @@ def test_loads_are_sums_of_workloads_and_none_beats_the_bound(policy, work, num_
 def test_longest_first_is_near_the_best(work, num_ranks):
     best, load = least_maximum(work, num_ranks, equal_counts=True), place_blocks(work, num_ranks).loads.max()
     assert best <= load
-    assert (
-        3 * num_ranks * load <= (4 * num_ranks - 1) * best
-    )  # Graham's bound without equal counts: 4/3 - 1/3G
+    assert 3 * num_ranks * load <= (4 * num_ranks - 1) * best  # Graham's bound without equal counts: 4/3 - 1/3G
 
 
 @pytest.mark.slow
@@ -148,9 +139,7 @@ def test_all_processes_derive_the_same_placement():
 
 
 @checked
-@given(
-    tokens=st.integers(0, 100), block=st.integers(1, 9), num_ranks=st.integers(1, 5), seed=st.integers(0, 9)
-)
+@given(tokens=st.integers(0, 100), block=st.integers(1, 9), num_ranks=st.integers(1, 5), seed=st.integers(0, 9))
 def test_the_permutation_and_the_ranks_tokens_cover_the_row_once(tokens, block, num_ranks, seed):
     blocks = -(-tokens // block)
     placement = place_blocks(np.random.default_rng(seed).integers(0, 9, blocks), num_ranks)
@@ -208,6 +197,4 @@ def test_planning_imports_no_torch():
         "assert 'torch' not in sys.modules"
     )
     source = str(Path(__file__).parents[2] / "src")
-    subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r})\n{program}"], check=True
-    )
+    subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r})\n{program}"], check=True)

@@ -54,18 +54,14 @@ def test_outputs_and_gradients_equal_those_with_a_dense_mask(
 ) -> None:
     if not mask.num_tokens:
         return
-    case = make_case(
-        mask, query_heads=heads[0], kv_heads=heads[1], head_dim=5, softcap=softcap, sinks=sinks, seed=seed
-    )
+    case = make_case(mask, query_heads=heads[0], kv_heads=heads[1], head_dim=5, softcap=softcap, sinks=sinks, seed=seed)
     # Sums of at most some tens of float32 terms of order one, against float64.
     assert_close_to_dense(*run(case), case, 2e-5)
 
 
 @given(mask=masks(), seed=st.integers(0, 2**16), data=st.data())
 @settings(max_examples=25, deadline=None, print_blob=True)
-def test_some_queries_against_all_keys_in_another_order(
-    mask: AttentionMask, seed: int, data: st.DataObject
-) -> None:
+def test_some_queries_against_all_keys_in_another_order(mask: AttentionMask, seed: int, data: st.DataObject) -> None:
     if not mask.num_tokens:
         return
     order = data.draw(st.permutations(range(mask.num_tokens)))
@@ -139,12 +135,8 @@ def test_autocast_does_not_lower_the_precision_of_sums() -> None:
 def test_a_long_sample_is_visited_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     tokens = 3 * blockwise.CHUNK_TOKENS
-    blocks = blockwise._blocks(
-        AttentionPlan(document_causal(RowLayout.of_lengths([tokens]))), torch.device("cpu")
-    )
-    sizes = [
-        sum(part.stop - part.start for part in chunk.slices) for block in blocks for chunk in block.chunks
-    ]
+    blocks = blockwise._blocks(AttentionPlan(document_causal(RowLayout.of_lengths([tokens]))), torch.device("cpu"))
+    sizes = [sum(part.stop - part.start for part in chunk.slices) for block in blocks for chunk in block.chunks]
     assert max(sizes) == blockwise.CHUNK_TOKENS
     assert sum(sizes) >= tokens
 
@@ -172,9 +164,7 @@ def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) ->
     with Largest() as largest:
         output, logsumexp = blockwise.forward(query, key, value, None, plan, blockwise.Scores(0.5))
         blockwise.backward(output, query, key, value, None, output, logsumexp, plan, blockwise.Scores(0.5))
-    scores_of_a_chunk = (
-        8 * blockwise.QUERY_BLOCK * blockwise.CHUNK_TOKENS
-    )  # int64 words are compared pairwise
+    scores_of_a_chunk = 8 * blockwise.QUERY_BLOCK * blockwise.CHUNK_TOKENS  # int64 words are compared pairwise
     assert largest.nbytes <= max(scores_of_a_chunk, 16 * tokens)
     tables = [plan.table(128, 128, transposed) for transposed in (False, True)]
     assert sum(table.nbytes for table in tables) < tokens

@@ -139,9 +139,7 @@ def check(pool: RankPool, ranks: int, call: Call, tolerance: float = 1e-5) -> No
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", MASK_KINDS)
 def test_every_mask_kind_equals_one_process(pool: RankPool, kind: str, ranks: int) -> None:
-    row = (
-        ROW if kind != "prepended" else RowLayout.of_samples([[("image", 40), ("text", 37)], [("text", 11)]])
-    )
+    row = ROW if kind != "prepended" else RowLayout.of_samples([[("image", 40), ("text", 37)], [("text", 11)]])
     check(pool, ranks, make_call(build_mask(row, kind), ranks))
 
 
@@ -212,9 +210,9 @@ def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.
     share = ContextParallelRow(call.mask, placement, group, block=BLOCK)
     positions = share.take(torch.tensor(call.positions).long())[None]
     own = share.take(inputs)[None]
-    return share.tokens, model(
-        input_ids=own, position_ids=positions, attention_plan=share, use_cache=False
-    ).logits[0].detach()
+    return share.tokens, model(input_ids=own, position_ids=positions, attention_plan=share, use_cache=False).logits[
+        0
+    ].detach()
 
 
 def test_a_model_with_a_share_computes_its_tokens_of_the_row(pool: RankPool) -> None:
@@ -226,15 +224,11 @@ def test_a_model_with_a_share_computes_its_tokens_of_the_row(pool: RankPool) -> 
     call = make_call(build_mask(RowLayout.of_lengths(lengths), "document_causal"), 3)
     shares = pool.run(3, run_model_share, call, inputs)
     model = language_model("gemma2")
-    expected = torch.cat(
-        [model(input_ids=sample[None], use_cache=False).logits[0] for sample in inputs.split(lengths)]
-    )
+    expected = torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in inputs.split(lengths)])
     found = torch.empty_like(expected)
     for tokens, logits in shares:
         found[torch.from_numpy(tokens)] = logits
-    torch.testing.assert_close(
-        found, expected, rtol=1e-4, atol=2e-5
-    )  # float32, four layers, another order of sums
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)  # float32, four layers, another order of sums
 
 
 def test_a_placement_for_other_ranks_is_refused(pool: RankPool) -> None:

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from cases import mask_kinds
 from cases.mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 from dilatant.attention.masks import packing
-from dilatant.attention.masks.mask import (
-    MAX_INSTANCES,
-    MAX_SAMPLES,
-    AttentionMask,
-    MaskError,
-    pack_fields,
-    visible,
-)
+from dilatant.attention.masks.mask import MAX_INSTANCES, MAX_SAMPLES, AttentionMask, MaskError, pack_fields, visible
 from dilatant.attention.masks.packing import RowLayout, Segment
 from oracles import dense_mask as oracle
 
@@ -56,9 +49,7 @@ def test_a_kind_means_its_rule(kind, samples):
 @given(samples=prepended_rows, across=st.booleans())
 def test_prepended_outputs_see_themselves_and_text_sees_them(samples, across):
     mask = mask_kinds.prepended(RowLayout.of_samples(samples, MODALITIES), across)
-    np.testing.assert_array_equal(
-        seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across))
-    )
+    np.testing.assert_array_equal(seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across)))
 
 
 @checked
@@ -67,8 +58,7 @@ def test_images_see_each_other_only_when_asked(samples):
     row = RowLayout.of_samples(samples, MODALITIES)
     tokens = oracle.tokens_of(samples)
     np.testing.assert_array_equal(
-        seen(mask_kinds.embedded(row, across_instances=True)),
-        oracle.matrix(tokens, oracle.embedded(across=True)),
+        seen(mask_kinds.embedded(row, across_instances=True)), oracle.matrix(tokens, oracle.embedded(across=True))
     )
     np.testing.assert_array_equal(
         seen(mask_kinds.bidirectional_instances(row, across_instances=True)),
@@ -145,9 +135,7 @@ def test_a_mask_of_one_s_own_that_does_not_fit_names_the_sample():
     row = RowLayout.of_lengths([2, 3])
     masks = {
         "is of type str; give an AttentionMask": lambda alone: "causal",
-        "sample number 1 .* has 2 tokens, the sample has 3": lambda alone: packing.full(
-            RowLayout.of_lengths([2])
-        ),
+        "sample number 1 .* has 2 tokens, the sample has 3": lambda alone: packing.full(RowLayout.of_lengths([2])),
         "has a window; the widths are those of the model": lambda alone: mask_kinds.sliding_window(alone, 2),
         "token 0 has the word of padding": lambda alone: AttentionMask.from_tokens([0] * alone.num_tokens),
     }
@@ -179,8 +167,7 @@ def test_prefix_tokens_see_each_other_and_the_rest_is_causal(samples, data):
     lengths = [sum(length for _, length in sample) for sample in samples]
     prefix = [data.draw(st.integers(0, length)) for length in lengths]
     np.testing.assert_array_equal(
-        seen(packing.prefix_lm(row, prefix)),
-        oracle.matrix(oracle.tokens_of(samples), oracle.prefix_lm(prefix)),
+        seen(packing.prefix_lm(row, prefix)), oracle.matrix(oracle.tokens_of(samples), oracle.prefix_lm(prefix))
     )
 
 
@@ -195,8 +182,7 @@ def test_a_window_holds_what_is_behind_the_prefix_alone(samples, data, window):
         return whole(q, k) and (q.index < prefix[q.sample] or q.index - k.index < window)
 
     np.testing.assert_array_equal(
-        seen(packing.prefix_lm(row, prefix).with_window(window)),
-        oracle.matrix(oracle.tokens_of(samples), rule),
+        seen(packing.prefix_lm(row, prefix).with_window(window)), oracle.matrix(oracle.tokens_of(samples), rule)
     )
 
 
@@ -235,9 +221,7 @@ def test_samples_of_one_row_may_have_masks_of_different_kinds(samples, data):
 def test_a_row_is_the_same_from_segments_and_from_tokens(samples):
     row = RowLayout.of_samples(samples, MODALITIES)
     kept = row.length > 0
-    number = np.unique(row.sample[kept], return_inverse=True)[
-        1
-    ]  # samples without tokens leave no trace in tokens
+    number = np.unique(row.sample[kept], return_inverse=True)[1]  # samples without tokens leave no trace in tokens
     columns = [np.repeat(part, row.length[kept]) for part in (number, row.modality[kept], row.instance[kept])]
     again = RowLayout.of_tokens(*columns, MODALITIES)
     for build in (mask_kinds.embedded, mask_kinds.bidirectional_instances, packing.document_causal):
@@ -254,9 +238,7 @@ def test_visible_reads_the_documented_bits(mask):
 def test_one_image_in_several_segments_is_one_instance():
     samples = [[("vision", 2, 7), ("text", 1), ("vision", 2, 7), ("vision", 3)]]
     mask = mask_kinds.embedded(RowLayout.of_samples(samples, MODALITIES))
-    np.testing.assert_array_equal(
-        seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across=False))
-    )
+    np.testing.assert_array_equal(seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across=False)))
 
 
 @checked
@@ -296,21 +278,15 @@ def test_user_mistakes_name_the_place_and_the_limit():
         packing.media_mask(RowLayout.of_samples([[("vision", 1)]]), "all")
     with pytest.raises(MaskError, match=r"own 4096 .*12 classes of tokens \(give one bit"):
         pack_fields(4096, 1)
-    with pytest.raises(
-        MaskError, match="sample 1, segment 0: unknown modality 'smell'; known are text, vision"
-    ):
+    with pytest.raises(MaskError, match="sample 1, segment 0: unknown modality 'smell'; known are text, vision"):
         RowLayout.of_samples([[("text", 1)], [("smell", 2)]], ["text", "vision"])
     with pytest.raises(MaskError, match="sample 0, segment 1: length -2"):
         RowLayout.of_samples([[("text", 1), Segment("vision", -2)]])
     with pytest.raises(MaskError, match="sample 1: vision follows text"):
-        mask_kinds.prepended(
-            RowLayout.of_samples([[("vision", 2), ("text", 1)], [("text", 1), ("vision", 1)]])
-        )
+        mask_kinds.prepended(RowLayout.of_samples([[("vision", 2), ("text", 1)], [("text", 1), ("vision", 1)]]))
     with pytest.raises(MaskError, match="sample 1: prefix of 4 tokens in a sample of 3"):
         packing.prefix_lm(RowLayout.of_lengths([5, 3]), [5, 4])
-    with pytest.raises(
-        MaskError, match="unknown mask kind 'diagonal'; known are bidirectional_instances, causal"
-    ):
+    with pytest.raises(MaskError, match="unknown mask kind 'diagonal'; known are bidirectional_instances, causal"):
         mask_kinds.build_mask(RowLayout.of_lengths([5]), "diagonal")
     with pytest.raises(MaskError, match="1 mask kinds for 2 samples"):
         mask_kinds.multimodal_packing(RowLayout.of_lengths([5, 5]), ["full"])

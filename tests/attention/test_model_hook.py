@@ -48,9 +48,7 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
 
 
 @pytest.mark.parametrize("family", LANGUAGE)
-def test_packed_text_equals_eager_attention_per_sample(
-    family: str,
-) -> None:
+def test_packed_text_equals_eager_attention_per_sample(family: str) -> None:
     model = language_model(family)
     samples = samples_of(LENGTHS)
     weight = torch.randn(sum(LENGTHS), VOCABULARY, generator=torch.Generator().manual_seed(1))
@@ -61,10 +59,7 @@ def test_packed_text_equals_eager_attention_per_sample(
     use_dilatant_attention(model)
     plan = AttentionPlan(document_causal(RowLayout.of_lengths(LENGTHS)))
     packed = model(
-        input_ids=torch.cat(samples, dim=1),
-        position_ids=positions_of(LENGTHS),
-        attention_plan=plan,
-        use_cache=False,
+        input_ids=torch.cat(samples, dim=1), position_ids=positions_of(LENGTHS), attention_plan=plan, use_cache=False
     ).logits[0]
     torch.testing.assert_close(packed, alone, **TOLERANCE)
     (packed * weight).sum().backward()
@@ -75,9 +70,7 @@ def test_packed_text_equals_eager_attention_per_sample(
 def dense_implementation() -> str:
     """An attention implementation that is handed who sees whom as a matrix, `seen` `[tokens, tokens]`."""
 
-    def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kw: Any
-    ) -> Any:
+    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kw: Any) -> Any:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         score = query @ key.mT * kw["scaling"]
@@ -135,10 +128,7 @@ def test_a_packed_image_microbatch_has_the_loss_of_its_samples(
     use_dilatant_attention(model)
     plan = AttentionPlan(build_mask(RowLayout.of_samples(SAMPLES), kind))
     logits = model(
-        inputs_embeds=torch.cat(rows, dim=1),
-        position_ids=positions_of(lengths),
-        attention_plan=plan,
-        use_cache=False,
+        inputs_embeds=torch.cat(rows, dim=1), position_ids=positions_of(lengths), attention_plan=plan, use_cache=False
     ).logits[0]
     loss = torch.nn.functional.cross_entropy(logits, labels)
     torch.testing.assert_close(loss, loss_alone, rtol=1e-5, atol=1e-6)  # one sum in another order
@@ -241,19 +231,13 @@ def test_a_family_that_drops_the_attention_plan_is_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "keywords", "complaint"),
     [
-        (
-            "llama",
-            {"attention_mask": torch.tensor([[1, 1, 1, 0]])},
-            "an attention_mask with padding was given",
-        ),
+        ("llama", {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "an attention_mask with padding was given"),
         ("llama", {"attention_mask": torch.zeros(1, 1, 4, 4)}, "an attention_mask beside the plan"),
         ("llama", {"position_bias": torch.zeros(4, 4, 4)}, r"position_bias \(adds a bias"),
         ("llama", {"output_attentions": True}, "output_attentions"),
     ],
 )
-def test_what_packed_rows_do_not_have_is_refused_by_name(
-    family: str, keywords: dict[str, Any], complaint: str
-) -> None:
+def test_what_packed_rows_do_not_have_is_refused_by_name(family: str, keywords: dict[str, Any], complaint: str) -> None:
     model = use_dilatant_attention(language_model(family))
     plan = AttentionPlan(document_causal(RowLayout.of_lengths([4])))
     with pytest.raises(AttentionError, match=complaint):

@@ -11,9 +11,7 @@ from dilatant.attention.kernels.blockwise import backward, forward
 from dilatant.attention.kernels.scores import Gradients, Scores
 from dilatant.attention.masks.packing import RowLayout
 
-pytest.importorskip(
-    "triton", reason="Triton is not installed: the kernels' results were not checked on a GPU"
-)
+pytest.importorskip("triton", reason="Triton is not installed: the kernels' results were not checked on a GPU")
 if not torch.cuda.is_available():
     pytest.skip("no NVIDIA GPU: the kernels' results were not checked on one", allow_module_level=True)
 
@@ -64,9 +62,7 @@ def run(triton, grad_output, inputs, plan, scores):
     return (output, logsumexp), triton.backward(grad_output, *inputs, output, logsumexp, plan, scores)
 
 
-def check(
-    wanted: tuple, wanted_gradients: Gradients, found: tuple, gradients: Gradients, tolerance: float
-) -> None:
+def check(wanted: tuple, wanted_gradients: Gradients, found: tuple, gradients: Gradients, tolerance: float) -> None:
     names = ("output", "logsumexp", "query gradient", "key gradient", "value gradient", "sinks gradient")
     for name, got, expected in zip(names, [*found, *gradients], [*wanted, *wanted_gradients], strict=True):
         if expected is not None:

@@ -16,9 +16,7 @@ PROVEN = {family: result["rung"] for family, result in RESULTS.items() if result
 
 
 def test_the_page_has_the_results_of_every_check() -> None:
-    _, _, table = families_of_transformers.PAGE.read_text(encoding="utf-8").partition(
-        families_of_transformers.BEGIN
-    )
+    _, _, table = families_of_transformers.PAGE.read_text(encoding="utf-8").partition(families_of_transformers.BEGIN)
     assert families_of_transformers.markdown().endswith(table)
     assert all(result["refusals"] for result in RESULTS.values() if result["rung"] != 3)
 

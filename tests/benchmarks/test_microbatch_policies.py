@@ -92,9 +92,7 @@ def rounds(draw) -> PipelineShape:
     vision = tuple(range(before)) * own
     ratio = float(draw.choice([0.0, 1.0, 2.0]))
     stages = len(vision), len(language)
-    return PipelineShape(
-        stages, ((1,), ()), (ratio, 2.0), (0.0, 0.0), family=interleaved, ranks=vision + language
-    )
+    return PipelineShape(stages, ((1,), ()), (ratio, 2.0), (0.0, 0.0), family=interleaved, ranks=vision + language)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilatant.plan import (
-    BatchError,
-    DoesNotFitError,
-    PlanError,
-    TooFewDevicesError,
-)
+from dilatant.plan import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 from oracles.orchestrate import best_orchestration
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -30,9 +25,7 @@ def random_module(draw, name):
         tp: cost / tp * (1 + 0.1 * math.log2(tp)) * (1 + 0.1 * draw.random())
         for tp in draw.sample([1, 2, 4], draw.randint(1, 3))
     }
-    return ModuleCost(
-        name, draw.randint(1, 4), seconds, 8 * draw.random(), 8 * draw.random(), 2 * draw.random()
-    )
+    return ModuleCost(name, draw.randint(1, 4), seconds, 8 * draw.random(), 8 * draw.random(), 2 * draw.random())
 
 
 @pytest.mark.slow

@@ -28,8 +28,7 @@ from dilatant.cost.analytic import DILATANT  # noqa: E402
 from dilatant.cost.hardware import load_hardware  # noqa: E402
 
 needs_sizes = pytest.mark.skipif(
-    not (SHARED / "data/workload_stats").exists(),
-    reason="the size statistics are absent: their tables were not rerun",
+    not (SHARED / "data/workload_stats").exists(), reason="the size statistics are absent: their tables were not rerun"
 )
 
 
@@ -203,9 +202,7 @@ def test_calibrated_tables_predict_nothing_and_docs_agree():
     text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     errors = json.loads((results_page.RESULTS / "simulator_vs_runtime.json").read_text(encoding="utf-8"))
     shown = re.findall(r"\| (\d+\.\d) % \|", text)
-    assert shown[:3] == [
-        f"{100 * errors['mean_error'][name]:.1f}" for name in ("same step", "other steps", "fitted")
-    ]
+    assert shown[:3] == [f"{100 * errors['mean_error'][name]:.1f}" for name in ("same step", "other steps", "fitted")]
     planning = json.loads((results_page.RESULTS / "planning.json").read_text(encoding="utf-8"))["rows"]
     missed = [row["name"] for row in planning if row["bar"] is not None and row["value"] > row["bar"]]
     assert ("all held" in (ROOT / "docs/planners.md").read_text(encoding="utf-8")) == (not missed), missed

@@ -72,10 +72,7 @@ def make_case(
 
 
 def assert_close_to_dense(
-    results: tuple[torch.Tensor, torch.Tensor],
-    gradients: list[torch.Tensor],
-    case: Case,
-    tolerance: float,
+    results: tuple[torch.Tensor, torch.Tensor], gradients: list[torch.Tensor], case: Case, tolerance: float
 ) -> None:
     """`results` are output `[queries, heads, dim]` and logsumexp `[queries, heads]`.
 
@@ -87,9 +84,5 @@ def assert_close_to_dense(
     assert len(found) == 2 + len(dense_grads)
     for name, got, wanted in zip(names, found, [output, logsumexp, *dense_grads]):
         torch.testing.assert_close(
-            got.double(),
-            wanted,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda text, name=name: f"{name}: {text}",
+            got.double(), wanted, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )

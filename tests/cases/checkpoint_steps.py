@@ -14,9 +14,7 @@ from dilatant.training.checkpoints.writer import CheckpointWriter
 def tensors(fill: float) -> dict:
     return {
         "model": {"language.layers.0.weight": torch.full((64, 32), fill), "vision.norm.bias": torch.ones(7)},
-        "optimizer": {
-            "language.layers.0.weight": {"step": torch.tensor(fill), "exp_avg": torch.ones(64, 32)}
-        },
+        "optimizer": {"language.layers.0.weight": {"step": torch.tensor(fill), "exp_avg": torch.ones(64, 32)}},
     }
 
 

@@ -33,9 +33,7 @@ def shared(relative: str, unchecked: str) -> Path:
     return path
 
 
-def image_bytes(
-    width: int = 8, height: int = 8, form: str = "PNG", seed: int = 0, mode: str = "RGB"
-) -> bytes:
+def image_bytes(width: int = 8, height: int = 8, form: str = "PNG", seed: int = 0, mode: str = "RGB") -> bytes:
     """Noise, so that a cut file is really missing something."""
     channels = len(Image.new(mode, (1, 1)).getbands())
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
@@ -74,9 +72,7 @@ def small_encoding(**settings: Any) -> Encoding:
         "units",
         (
             ImageUnit("vision", IMAGE_ID, 4, PixelProcessor(8, 8)),
-            AudioUnit(
-                "audio", AUDIO_ID, 5, LogMelProcessor(window_frames=10, mel_bins=16), merged_per_window=3
-            ),
+            AudioUnit("audio", AUDIO_ID, 5, LogMelProcessor(window_frames=10, mel_bins=16), merged_per_window=3),
         ),
     )
     tokenizer = settings.pop("tokenizer", None) or byte_tokenizer()

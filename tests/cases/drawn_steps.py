@@ -29,25 +29,14 @@ from dilatant.data.sample import EncodedSample
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
-from dilatant.schedule.families.families import (
-    eager,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zero_bubble_h1,
-    zero_bubble_h2,
-)
+from dilatant.schedule.families.families import eager, gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_h2
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 
 @st.composite
 def cases(
-    draw: Any,
-    most_ranks: int = 8,
-    dtype: torch.dtype = torch.float32,
-    nets: tuple[str, ...] = (),
-    alike: bool = False,
+    draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32, nets: tuple[str, ...] = (), alike: bool = False
 ) -> Case:
     """Draw any valid step of up to `most_ranks` ranks. nets: families of its generators, of which there is then at
     least one; without `nets`, generators are simple modules. alike: replicas of a unit have the same stages."""
@@ -69,19 +58,13 @@ def cases(
         (
             GENERATORS[index],
             width := NET_WIDTH if nets else draw(st.sampled_from([6, HIDDEN])),
-            draw(
-                st.sampled_from(["linear", "mlp", "transformer", *(["identity"] if width == HIDDEN else [])])
-            ),
+            draw(st.sampled_from(["linear", "mlp", "transformer", *(["identity"] if width == HIDDEN else [])])),
             draw(st.sampled_from([1.0, 0.25, 3.0])),
         )
         for index in range(draw(st.sampled_from([1, 2] if nets else [0, 1, 1, 2])))
     )
     drawing = {
-        name: (
-            draw(st.sampled_from(nets)),
-            draw(st.sampled_from(["flow", "epsilon", "velocity"])),
-            draw(st.booleans()),
-        )
+        name: (draw(st.sampled_from(nets)), draw(st.sampled_from(["flow", "epsilon", "velocity"])), draw(st.booleans()))
         for name, *_ in (generators if nets else ())
     }
     texts = tuple(
@@ -99,9 +82,7 @@ def cases(
         frozen=_draw_frozen(draw, encoders, generators, drawing),
         recompute=draw(st.sampled_from(["none", "block", "block_keep_attention"])),
         loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
-        placement="auto"
-        if language in HYBRIDS
-        else draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous"])),
+        placement="auto" if language in HYBRIDS else draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous"])),
         rows_of_piece=draw(st.sampled_from([None, 1, 2, 5])),
         attention="causal"
         if language in HYBRIDS
@@ -222,16 +203,10 @@ def _draw_plan(
             if goes_round:
                 ranks, count = [*ranks, *ranks], 2 * count  # interleaved: two stages a rank
             cuts = sorted(
-                draw(
-                    st.lists(
-                        st.integers(1, layers[name] - 1), min_size=count - 1, max_size=count - 1, unique=True
-                    )
-                )
+                draw(st.lists(st.integers(1, layers[name] - 1), min_size=count - 1, max_size=count - 1, unique=True))
             )
             bounds = [0, *([stage.first for stage in first[1:]] if first else cuts), layers[name]]
-            replicas.append(
-                Replica(tuple(Stage(a, b, (rank,)) for a, b, rank in zip(bounds, bounds[1:], ranks)))
-            )
+            replicas.append(Replica(tuple(Stage(a, b, (rank,)) for a, b, rank in zip(bounds, bounds[1:], ranks))))
             used_by_unit.update(ranks)
         taken += [rank for rank in sorted(used_by_unit) if rank not in taken]
         units[name] = UnitPlan(name, tuple(replicas), feeds[name])
@@ -280,9 +255,7 @@ def _draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Ass
     microbatches = {}
     for unit in plan.units:
         having = [
-            index
-            for index, sample in enumerate(samples)
-            if sample.sizes.get(unit.name) or draw(st.integers(0, 9)) == 0
+            index for index, sample in enumerate(samples) if sample.sizes.get(unit.name) or draw(st.integers(0, 9)) == 0
         ]
         order = draw(st.permutations(having)) if draw(st.booleans()) else having
         replicas: list[list[list[int]]] = [[] for _ in unit.replicas]

@@ -24,12 +24,7 @@ HIDDEN = 16
 TEXT = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2,
         "num_key_value_heads": 1, "max_position_embeddings": 256, "attention_dropout": 0.0,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
-}
+_LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
 LANGUAGE = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -74,10 +69,7 @@ ENCODERS = {
                 "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
                 "decoder_start_token_id": 1, "dropout": 0.0},
 }  # fmt: skip
-DROPOUT = {
-    "dinov2": ("hidden_dropout_prob",),
-    "phi": ("resid_pdrop", "embd_pdrop"),
-}
+DROPOUT = {"dinov2": ("hidden_dropout_prob",), "phi": ("resid_pdrop", "embd_pdrop")}
 OWN = "own module"
 DEPTH_KEY = {"whisper": "encoder_layers"}
 ITEM = {"whisper": ("input_features", (4, 6), 3)}

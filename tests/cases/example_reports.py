@@ -9,14 +9,7 @@ import random
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.gantt import GanttChart, GanttRow, Lane
-from dilatant.report.plan_report import (
-    ComparedPlan,
-    MemoryUse,
-    PlanReport,
-    SizeDistribution,
-    UnitFacts,
-    WorkloadRatio,
-)
+from dilatant.report.plan_report import ComparedPlan, MemoryUse, PlanReport, SizeDistribution, UnitFacts, WorkloadRatio
 
 GIB = 1024**3
 
@@ -26,10 +19,7 @@ def small_report(title: str = "quickstart") -> PlanReport:
     plan = Plan(
         (
             UnitPlan("vision", (Replica((Stage(0, 4, (0,)),)), Replica((Stage(0, 4, (3,)),))), ("language",)),
-            UnitPlan(
-                "language",
-                (Replica((Stage(0, 3, (1,)), Stage(3, 6, (2,)))), Replica((Stage(0, 6, (4,)),))),
-            ),
+            UnitPlan("language", (Replica((Stage(0, 3, (1,)), Stage(3, 6, (2,)))), Replica((Stage(0, 6, (4,)),)))),
         )
     )
     chains = [([0, 2, 3], [(0, 4), (1, 2), (3, 5)]), ([1, 4], [(6,), (7,)])]
@@ -71,9 +61,7 @@ def _report(title, plan, chains, seconds, global_batch, seed):
         for stage in chain:
             for k in range(len(microbatches)):
                 factor[stages[stage].unit, k] = factor.get((stages[stage].unit, k)) or draw.uniform(0.6, 1.5)
-        ends.append(
-            _run_chain(chain, microbatches, lambda s, k, f=factor: seconds[s] * f[stages[s].unit, k], rows)
-        )
+        ends.append(_run_chain(chain, microbatches, lambda s, k, f=factor: seconds[s] * f[stages[s].unit, k], rows))
     step = max(ends)
     rows.sort(key=lambda row: (row.lane, row.start))
     for lane in range(len(stages)):
@@ -144,13 +132,7 @@ def _report(title, plan, chains, seconds, global_batch, seed):
         memory=memory,
         candidates=(
             ComparedPlan(
-                "parallel",
-                "vision 1×1, language 2×1",
-                len(plan.ranks),
-                step,
-                0.52,
-                timeline.idle_fractions(),
-                True,
+                "parallel", "vision 1×1, language 2×1", len(plan.ranks), step, 0.52, timeline.idle_fractions(), True
             ),
             ComparedPlan(
                 "colocated",

@@ -55,9 +55,7 @@ JOB = {
 JOBSET = {
     "failurePolicy": {"maxRestarts": int},
     "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool, "subdomain": str},
-    "replicatedJobs!": [
-        {"name!": str, "replicas": int, "template!": {"metadata": {"labels": TEXTS}, "spec!": JOB}}
-    ],
+    "replicatedJobs!": [{"name!": str, "replicas": int, "template!": {"metadata": {"labels": TEXTS}, "spec!": JOB}}],
     "successPolicy": {"operator!": {"All", "Any"}, "targetReplicatedJobs": [str]},
 }
 MANIFESTS: dict[tuple[str, str], Any] = {
@@ -72,22 +70,14 @@ MANIFESTS: dict[tuple[str, str], Any] = {
         "resources!": RESOURCES,
     },
     ("batch/v1", "Job"): JOB,
-    ("apps/v1", "Deployment"): {
-        "replicas": int,
-        "selector!": {"matchLabels": TEXTS},
-        "template!": TEMPLATE,
-    },
+    ("apps/v1", "Deployment"): {"replicas": int, "selector!": {"matchLabels": TEXTS}, "template!": TEMPLATE},
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOBSET,
     ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): {
         "mlPolicy": {"numNodes": int, "torch": {"numProcPerNode": (int, str)}},
         "template!": {"spec!": JOBSET},
     },
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): {
-        "runtimeRef!": {
-            "name!": str,
-            "kind": {"TrainingRuntime", "ClusterTrainingRuntime"},
-            "apiGroup": str,
-        },
+        "runtimeRef!": {"name!": str, "kind": {"TrainingRuntime", "ClusterTrainingRuntime"}, "apiGroup": str},
         "trainer": {
             "command": [str],
             "env": ENV,

@@ -16,9 +16,7 @@ def unit(name, layers, feeds=(), trainable=True, parameters=1000, kind=None):
     return UnitSpec(name, specs, feeds)
 
 
-def cost_model(
-    per_token, degrees=((1, 1), (2, 1)), overhead=0.1, activation=10.0, output=2.0, square=0.0, call=0.0
-):
+def cost_model(per_token, degrees=((1, 1), (2, 1)), overhead=0.1, activation=10.0, output=2.0, square=0.0, call=0.0):
     """`per_token[kind]` seconds of forward per token on one device; backward halves cost as much each."""
 
     def layer(seconds, tp, cp):
@@ -38,8 +36,7 @@ def cost_model(
         origin="synthetic",
         dtype="bfloat16",
         layers={
-            kind: {Degrees(tp, cp): layer(seconds, tp, cp) for tp, cp in degrees}
-            for kind, seconds in per_token.items()
+            kind: {Degrees(tp, cp): layer(seconds, tp, cp) for tp, cp in degrees} for kind, seconds in per_token.items()
         },
     )
 

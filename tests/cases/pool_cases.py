@@ -53,9 +53,7 @@ class Numbered:
         if index in self.corrupt:
             raise SampleError(f"file:{index}", "is corrupt", "mend it")
         items: list[str | Media] = [Media("image", IMAGE, "a"), Media("audio", SOUND, "b")]
-        return Sample(
-            f"file:{index}", (Turn("user", (*items[: index % 3], "q")), Turn("assistant", (str(index),)))
-        )
+        return Sample(f"file:{index}", (Turn("user", (*items[: index % 3], "q")), Turn("assistant", (str(index),))))
 
 
 def requests(numbers: range | list[int], **settings: object) -> list[SampleRequest]:

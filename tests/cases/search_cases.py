@@ -87,13 +87,10 @@ def dearer(scorer, times):
 def find(spec, costs, tokens, devices, batch, only=None, sizes=(1, 2), finalists=10_000, **kwargs):
     machine = kwargs.pop("machine", None) or cluster(1, devices)
     rules = kwargs.pop("rules", RULES)
-    zeros = kwargs.pop(
-        "zeros", {rules.zero: 1.0}
-    )  # who shares state → how many times as long steps take then
+    zeros = kwargs.pop("zeros", {rules.zero: 1.0})  # who shares state → how many times as long steps take then
     rules, *others = [replace(rules, zero=zero) for zero in zeros]
     scorers = {
-        own.zero: dearer(closed_form(spec, costs, tokens, batch, own), zeros[own.zero])
-        for own in (rules, *others)
+        own.zero: dearer(closed_form(spec, costs, tokens, batch, own), zeros[own.zero]) for own in (rules, *others)
     }
     workload = Workload({name: np.full(batch, float(count)) for name, count in tokens.items()})
     return search(

@@ -78,9 +78,7 @@ def random_step(seed: int, *, wide: bool = True, colocated: bool = True) -> Step
             replica[int(rng.integers(3))].append(sample)
         microbatches["language"] = tuple(tuple(tuple(batch) for batch in replica) for replica in spread)
     trainable = {
-        unit.name: [
-            bool(flag) for flag in rng.random(max(s.end for r in unit.replicas for s in r.stages)) < 0.3
-        ]
+        unit.name: [bool(flag) for flag in rng.random(max(s.end for r in unit.replicas for s in r.stages)) < 0.3]
         for unit in plan.units
     }
     if rng.random() < 0.5:
@@ -109,6 +107,4 @@ def random_order(step: Step, actions: list[Action], rng: np.random.Generator) ->
         done.add(action)
         order.append(action)
     placed = step.plan.stages()
-    return Schedule(
-        {rank: tuple(a for a in order if rank in placed[a.stage].stage.ranks) for rank in step.plan.ranks}
-    )
+    return Schedule({rank: tuple(a for a in order if rank in placed[a.stage].stage.ranks) for rank in step.plan.ranks})

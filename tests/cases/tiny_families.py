@@ -34,12 +34,7 @@ LANGUAGE: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gemma": {"head_dim": 8},
-    "gemma2": {
-        "head_dim": 8,
-        "sliding_window": WINDOW,
-        "attn_logit_softcapping": 0.5,
-        "query_pre_attn_scalar": 8,
-    },
+    "gemma2": {"head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
     "gemma3_text": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
     "phi3": {},
     "olmo2": {},

@@ -18,13 +18,7 @@ _LANGUAGE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-_ALTERNATING = [
-    "sliding_attention",
-    "sliding_attention",
-    "full_attention",
-    "sliding_attention",
-    "full_attention",
-]
+_ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LANGUAGE},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, **_LANGUAGE},
@@ -47,13 +41,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     },
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **_LANGUAGE},
 }
-_VISION = {
-    "hidden_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 8,
-    "patch_size": 2,
-}
+_VISION = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 8, "patch_size": 2}
 ENCODERS: dict[str, dict[str, Any]] = {
     "siglip": {
         "model_type": "siglip_vision_model",
@@ -98,9 +86,7 @@ def language_only(family: str = "llama", seed: int = 0) -> MultimodalModel:
 def vision_language(
     language: str = "llama", encoder: str = "siglip", seed: int = 0, **settings: Any
 ) -> MultimodalModel:
-    return MultimodalModel(
-        {"vision": Encoder(ENCODERS[encoder], **settings)}, LANGUAGE_MODELS[language], seed=seed
-    )
+    return MultimodalModel({"vision": Encoder(ENCODERS[encoder], **settings)}, LANGUAGE_MODELS[language], seed=seed)
 
 
 def images(count: int, channels: int = 1, seed: int = 0) -> torch.Tensor:

@@ -41,13 +41,7 @@ CLIP: dict[str, Any] = {
 }  # fmt: skip
 OF_FEATURES: dict[str, Any] = {**SD3, "in_channels": 8, "out_channels": 8, "patch_size": 1}
 """A net that draws this vision model's features."""
-NETS = {
-    "sd3": (SD3, None),
-    "pixart": (PIXART, KL),
-    "sana": (SANA, KL),
-    "unet": (UNET, KL),
-    "flux": (FLUX, KL),
-}
+NETS = {"sd3": (SD3, None), "pixart": (PIXART, KL), "sana": (SANA, KL), "unet": (UNET, KL), "flux": (FLUX, KL)}
 """Family → settings of a net and of its autoencoder."""
 SIZES = {"FluxTransformer2DModel": 4}
 """Class of a net whose settings have no size → that of its pictures."""

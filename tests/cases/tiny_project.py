@@ -36,12 +36,7 @@ def write_images(folder: Path, count: int, name: str = "train.jsonl") -> Path:
 
 def tiny_config(**train: Any) -> dict[str, Any]:
     """Return the config of a run with a vision-language model of a few thousand weights."""
-    width = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    width = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "num_channels": 1}
     language = {"model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": True}
     return {
@@ -57,13 +52,7 @@ def tiny_config(**train: Any) -> dict[str, Any]:
             "language_model": {"tokenizer": "bytes", "config": {**language, **width}},
         },
         "data": {"train": [{"path": "train.jsonl"}], "max_length": 64, "workers": 0},
-        "train": {
-            "steps": 6,
-            "global_batch_size": 4,
-            "optimizer": {"learning_rate": 0.005},
-            "report_to": [],
-            **train,
-        },
+        "train": {"steps": 6, "global_batch_size": 4, "optimizer": {"learning_rate": 0.005}, "report_to": [], **train},
     }
 
 

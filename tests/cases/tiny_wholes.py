@@ -56,12 +56,7 @@ WHOLES: dict[str, dict[str, Any]] = {
     },
     "internvl": {
         "model_type": "internvl",
-        "vision_config": {
-            "model_type": "internvl_vision",
-            **_VISION,
-            "image_size": [8, 8],
-            "patch_size": [2, 2],
-        },
+        "vision_config": {"model_type": "internvl_vision", **_VISION, "image_size": [8, 8], "patch_size": [2, 2]},
         "text_config": {"model_type": "qwen2", **_TEXT},
         "image_token_id": IMAGE,
     },
@@ -103,13 +98,7 @@ WHOLES: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 16,  # more than the window
     },
 }
-_NATIVE = {
-    "depth": 5,
-    "num_heads": 4,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+_NATIVE = {"depth": 5, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _AUDIO = {
     "num_mel_bins": 8,
@@ -124,12 +113,7 @@ _SPATIAL = {
     "head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 }
-_QWEN = {
-    "image_token_id": IMAGE,
-    "video_token_id": 91,
-    "vision_start_token_id": 92,
-    "vision_end_token_id": 93,
-}
+_QWEN = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 WHOLES |= {
     "qwen2_vl": {
         "model_type": "qwen2_vl",
@@ -216,11 +200,7 @@ WHOLES |= {
             "window_size": 16,
             **_NATIVE,
         },
-        "audio_config": {
-            **_AUDIO,
-            "n_window": 4,
-            "output_dim": 32,
-        },
+        "audio_config": {**_AUDIO, "n_window": 4, "output_dim": 32},
         "text_config": {"model_type": "qwen2_5_omni_text", **_SPATIAL},
         "image_token_index": IMAGE,
         "video_token_index": 91,
@@ -356,9 +336,7 @@ def reference(family: str, seed: int = 0) -> Any:
         for name, weight in model.named_parameters():
             weight.data *= 0.05 if "q_norm" in name else 1.0
         tower = model.model.audio_tower
-        tower.config._attn_implementation = (
-            "sdpa" if tower._supports_sdpa else "eager"
-        )  # 5.17's eager mask is wrong
+        tower.config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"  # 5.17's eager mask is wrong
     return model.train()
 
 
@@ -389,10 +367,7 @@ def save_as_the_hub_does(family: str, folder: Path) -> Any:
         processor |= {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "n_fft": 64}
     if family == "llava_onevision":
         pinpoints = WHOLES[family]["image_grid_pinpoints"]
-        processor |= {
-            "image_processor_type": "LlavaOnevisionImageProcessor",
-            "image_grid_pinpoints": pinpoints,
-        }
+        processor |= {"image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": pinpoints}
     if family.startswith("qwen") and family != "qwen2_audio":
         processor |= {
             "image_processor_type": "Qwen2VLImageProcessor",

@@ -113,11 +113,7 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             unit, frames = model["vision"], about[0]
             ids += [IMAGE] * (frames * 2 * 2 + 1)  # of 4 by 4 patches, and what ends them
             pixels = torch.randn(frames, 3, 8, 8, generator=generator)
-            put(
-                *("vision", frames * unit.geometry.encoder_tokens),
-                pixel_values=pixels,
-                **{SHAPES: [[frames, 0, 2]]},
-            )
+            put(*("vision", frames * unit.geometry.encoder_tokens), pixel_values=pixels, **{SHAPES: [[frames, 0, 2]]})
         elif isinstance(model["vision"], AnyresEncoderUnit):
             unit = model["vision"]
             height, width = (3 * each + 1 for each in about)
@@ -134,10 +130,7 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
     input_ids = np.array(ids, np.int64)
     labels = np.where(np.isin(input_ids, (IMAGE, SOUND)), -100, input_ids)
     labels[0] = -100
-    inputs = {
-        unit: {name: np.concatenate(arrays) for name, arrays in given.items()}
-        for unit, given in media.items()
-    }
+    inputs = {unit: {name: np.concatenate(arrays) for name, arrays in given.items()} for unit, given in media.items()}
     return EncodedSample(f"sample {number}", input_ids, labels, inputs, {**sizes, "language": len(ids)})
 
 
@@ -292,10 +285,7 @@ def _with_clips(
         kinds[0, torch.cat([places[number] for number in numbers])] = 2
         ids[0, torch.cat([places[number] for number in numbers])] = 91
         grid = torch.stack([torch.tensor([grids[each, 0].sum(), *grids[each[0], 1:]]) for each in own])
-        given |= {
-            "video_grid_thw": grid,
-            "pixel_values_videos": torch.cat([pixels[number] for number in numbers]),
-        }
+        given |= {"video_grid_thw": grid, "pixel_values_videos": torch.cat([pixels[number] for number in numbers])}
         config = whole_config(family)
         scale = getattr(config, "position_id_per_seconds", None) or getattr(
             config.vision_config, "tokens_per_second", 1

@@ -42,9 +42,7 @@ def own_trained(trained: Path, tmp_path: Path) -> Path:
     """A copy of `trained` that a test may change, with the paths in the run's config replaced."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "run" / "config.yaml"
-    config.write_text(
-        config.read_text(encoding="utf-8").replace(str(trained), str(tmp_path)), encoding="utf-8"
-    )
+    config.write_text(config.read_text(encoding="utf-8").replace(str(trained), str(tmp_path)), encoding="utf-8")
     return tmp_path
 
 

@@ -91,13 +91,7 @@ def test_an_auto_run_trains_and_resumes_with_its_plan(project: Path, dilatant: D
     newest, _ = newest_valid(run / "checkpoints")
     assert newest is not None
     said = io.StringIO()
-    kept = choose_plan(
-        load_config(run / "config.yaml"),
-        Devices(1, 2),
-        RunFolder(run),
-        True,
-        Console(file=said),
-    )
+    kept = choose_plan(load_config(run / "config.yaml"), Devices(1, 2), RunFolder(run), True, Console(file=said))
     assert kept is not None
     assert kept.to_json() == TrainingPlan.from_json(made).to_json()
     assert "as it was planned before" in said.getvalue()
@@ -155,14 +149,7 @@ def test_experts_too_large_for_a_device_are_divided_by_auto(project: Path, dilat
 @pytest.mark.slow
 @pytest.mark.usefixtures("costs")
 def test_auto_plans_with_configured_microbatches_and_schedule(project: Path, dilatant: Dilatant) -> None:
-    settings = (
-        "--set",
-        "parallel.microbatches=2",
-        "--set",
-        "parallel.schedule=zb-h1",
-        "--set",
-        "train.steps=1",
-    )
+    settings = ("--set", "parallel.microbatches=2", "--set", "parallel.schedule=zb-h1", "--set", "train.steps=1")
     code, _, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS, *settings)
     assert code == 0, err
     step = json.loads((project / "run" / "plan.json").read_text())["step"]
@@ -254,10 +241,7 @@ def test_one_launcher_process_plans_and_all_train_together(project: Path) -> Non
         context.Process(target=rank_of_a_launcher, args=(config, variables, theirs)).start()
         theirs.close()
         answers.append(ours)
-    assert [answer.recv() if answer.poll(200) else "no answer" for answer in answers] == [
-        (2, True),
-        (2, False),
-    ]
+    assert [answer.recv() if answer.poll(200) else "no answer" for answer in answers] == [(2, True), (2, False)]
     assert plan_of(project / "run" / "plan.json") == plan_of(project / "run" / "plan" / "plan.json")
     lines = (project / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]

@@ -74,9 +74,7 @@ def test_a_chat_keeps_its_history_and_answers_question_files(
         {"prompt": "Side?", "system": "Be brief."},
     ]  # fmt: skip
     (project / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
-    code, out, err = dilatant(
-        "generate", exported, "--prompts", project / "asked.jsonl", "--max-new-tokens", 6
-    )
+    code, out, err = dilatant("generate", exported, "--prompts", project / "asked.jsonl", "--max-new-tokens", 6)
     assert code == 2
     answers = [json.loads(line) for line in out.splitlines()]
     assert [entry.get("answer") for entry in answers] == [one, one, None, told]

@@ -140,9 +140,7 @@ def test_pods_use_commands_keys_and_variables_that_there_are(spec: dict[str, Any
     assert expanded <= set(variables(container))
     user = re.findall(r"^USER (\d+)$", (EXAMPLES.parent / "Dockerfile").read_text(), re.MULTILINE)
     assert [str(spec["securityContext"]["fsGroup"])] == user
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        each["name"] for each in spec["volumes"]
-    }
+    assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
 
 
 def follows_its_leader(lead: dict[str, Any], agents: dict[str, Any], host: str, machines: int) -> None:
@@ -229,9 +227,7 @@ def test_an_indexed_job_gives_every_pod_its_place() -> None:
     assert spec["parallelism"] == count
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     place = place_from({**variables(container), "JOB_COMPLETION_INDEX": "2"})
-    assert place == LaunchPlace(
-        "Kubernetes", 2, count, 0, 1, f"dilatant-0.{pod(job)['subdomain']}", 29500, True
-    )
+    assert place == LaunchPlace("Kubernetes", 2, count, 0, 1, f"dilatant-0.{pod(job)['subdomain']}", 29500, True)
 
 
 def test_agents_find_their_leader_and_have_time_to_leave() -> None:
@@ -258,9 +254,7 @@ ASKED_FOR = 'printf "%s\\n" "${0##*/}" "$@" > asked; env > variables'
 
 def asked_for(folder: Path) -> tuple[list[str], dict[str, str]]:
     lines = (folder / "variables").read_text().splitlines()
-    return (folder / "asked").read_text().splitlines(), dict(
-        each.split("=", 1) for each in lines if "=" in each
-    )
+    return (folder / "asked").read_text().splitlines(), dict(each.split("=", 1) for each in lines if "=" in each)
 
 
 def test_a_run_without_a_scheduler_is_plain_or_resilient(tmp_path: Path) -> None:
@@ -347,9 +341,7 @@ def test_a_plain_slurm_job_is_requeued_at_its_limit(image: str, code: int, tmp_p
         (None, 2, False),  # it did not begin; what an earlier start wrote must not count
     ],
 )
-def test_a_slurm_job_ends_as_its_run_did(
-    stopped: str | None, code: int, requeues: bool, tmp_path: Path
-) -> None:
+def test_a_slurm_job_ends_as_its_run_did(stopped: str | None, code: int, requeues: bool, tmp_path: Path) -> None:
     record = tmp_path / "run" / "resilience" / STATE
     record.parent.mkdir(parents=True)
     record.write_bytes(msgspec.json.encode(Record(stopped=FINISHED)))
@@ -365,9 +357,7 @@ def test_a_slurm_job_ends_as_its_run_did(
     }
     given = {**programs_in(tmp_path, programs), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"}
     done = subprocess.run(
-        ["bash", EXAMPLES / "slurm" / "train.sbatch", EXAMPLES / "quickstart.yaml", "run"],
-        cwd=tmp_path,
-        env=given,
+        ["bash", EXAMPLES / "slurm" / "train.sbatch", EXAMPLES / "quickstart.yaml", "run"], cwd=tmp_path, env=given
     )
     assert done.returncode == code
     assert precious.read_text() == "all of it"

@@ -22,9 +22,7 @@ def accuracy(run: Path) -> float:
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(None, marks=pytest.mark.slow)])
-def test_the_quickstart_reads_handwritten_digits(
-    steps: int | None, tmp_path: Path, dilatant: Dilatant
-) -> None:
+def test_the_quickstart_reads_handwritten_digits(steps: int | None, tmp_path: Path, dilatant: Dilatant) -> None:
     """By default a few steps run; the slow test runs the example as `make train` does and requires 95 % accuracy."""
     subprocess.run([sys.executable, ROOT / "examples" / "digits.py", tmp_path / "digits"], check=True)
     code, _, _ = dilatant(
@@ -47,12 +45,7 @@ def test_the_quickstart_reads_handwritten_digits(
 )
 @pytest.mark.timeout(3600)
 def test_digits_are_drawn(
-    example: str,
-    data: str,
-    steps: int | None,
-    tmp_path: Path,
-    dilatant: Dilatant,
-    monkeypatch: pytest.MonkeyPatch,
+    example: str, data: str, steps: int | None, tmp_path: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some steps the losses of text and pictures have fallen; after all steps the judge recognises the digits."""
     pytest.importorskip("diffusers")
@@ -79,14 +72,7 @@ def test_digits_are_drawn(
 @pytest.mark.slow
 def test_own_parts_train_on_two_ranks(tmp_path: Path) -> None:
     """The parts are defined in the script, which other processes import."""
-    script = [
-        sys.executable,
-        ROOT / "examples" / "own_parts.py",
-        "--steps",
-        "4",
-        "--folder",
-        tmp_path / "run",
-    ]
+    script = [sys.executable, ROOT / "examples" / "own_parts.py", "--steps", "4", "--folder", tmp_path / "run"]
     subprocess.run(script, check=True, timeout=300)
     figures = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert {"loss", "exact_match", "digits_only"} <= figures.keys()

@@ -19,9 +19,7 @@ from dilatant.data.text.encoding import Encoding
 
 
 def tree(folder: Path) -> dict[str, int]:
-    return {
-        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -89,20 +87,13 @@ def test_a_run_whose_data_are_gone_is_exported_with_a_word(own_run: Path, dilata
     assert "does not exist; nothing is checked against these data" in err
 
 
-def test_what_is_wrong_with_a_prompt_is_said_about_the_prompt(
-    run: Path, dilatant: Dilatant, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_a_prompt_is_said_about_the_prompt(run: Path, dilatant: Dilatant, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.png")
     (tmp_path / "torn.png").write_bytes(b"no image")
     arguments = ("generate", run / "export", "--prompt", "a \udcff", "--top-p", 0.5)
     code, _, err = dilatant(*arguments, "--image", "[/red].png", "--image", tmp_path / "fifo.png")
     assert code == 2
-    for problem in (
-        "'[/red].png' does not exist",
-        "fifo.png' is not a file",
-        "--prompt is not",
-        "--temperature",
-    ):
+    for problem in ("'[/red].png' does not exist", "fifo.png' is not a file", "--prompt is not", "--temperature"):
         assert problem in err
     assert "data file" not in err
     code, _, err = dilatant("generate", run / "export", "--prompt", "a", "--image", tmp_path / "torn.png")
@@ -111,9 +102,7 @@ def test_what_is_wrong_with_a_prompt_is_said_about_the_prompt(
     assert "data." not in err
 
 
-def test_answers_are_drawn_from_the_seed(
-    run: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_drawn_from_the_seed(run: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(*arguments: object) -> str:
         code, out, err = dilatant(
             "generate", run / "export", "--prompt", "Side?", "--max-new-tokens", 12, "--json", *arguments

@@ -91,9 +91,7 @@ def test_metrics_are_split_by_data_set_and_match_the_export(project: Path, dilat
         total += 1
     assert total >= 1
     newest = max((project / "run" / "checkpoints").glob("step-*"))
-    averages = {
-        key.removesuffix(".ema"): v for key, v in stored(newest, "optimizer").items() if key.endswith(".ema")
-    }
+    averages = {key.removesuffix(".ema"): v for key, v in stored(newest, "optimizer").items() if key.endswith(".ema")}
     weights = stored(newest, "model")
     assert averages.keys() == {key for key in weights if key in averages}
     assert any(not torch.equal(weights[key], average) for key, average in averages.items())
@@ -167,24 +165,19 @@ def test_ranks_sharing_state_average_and_answer_as_one_process(project: Path, di
     metrics = {"steps": 3, "metrics": ["exact_match", "wer"], "max_new_tokens": 8, "keep_best": "loss"}
     config = write(project, {"val_size": 4}, metrics, **settings)
     assert dilatant("train", config, "--set", "output_dir=one")[0] == 0
-    code, _, err = dilatant(
-        "train", config, "--set", "output_dir=two", "--set", f"parallel={json.dumps(layout)}"
-    )
+    code, _, err = dilatant("train", config, "--set", "output_dir=two", "--set", f"parallel={json.dumps(layout)}")
     assert code == 0, err
     middle = project / "two" / "checkpoints" / "step-00000003"
     code, _, err = dilatant("train", config, "--set", "output_dir=three", "--set", f"train.resume={middle}")
     assert code == 0, err
-    one, *others = (
-        json.loads((project / name / "eval.json").read_text()) for name in ("one", "two", "three")
-    )
+    one, *others = (json.loads((project / name / "eval.json").read_text()) for name in ("one", "two", "three"))
     for other in others:
         # fp32: sums in another order, through six updates
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
         assert other["wer"] == one["wer"]
         assert other["wrong_examples"] == one["wrong_examples"]
     exports = [
-        load_file(project / name / "export" / "language" / "model.safetensors")
-        for name in ("one", "two", "three")
+        load_file(project / name / "export" / "language" / "model.safetensors") for name in ("one", "two", "three")
     ]
     for key, tensor in exports[0].items():
         for other in exports[1:]:
@@ -200,10 +193,7 @@ def test_ranks_sharing_state_average_and_answer_as_one_process(project: Path, di
         ("score = 3", "not declared as a metric"),
         ("import dilatant\n@dilatant.metric\ndef score(expected):\n    return 1", "but takes (expected)"),
         ("import dilatant\n@dilatant.metric\ndef score(expected, written):\n    return 'good'", "ValueError"),
-        (
-            "import dilatant\n@dilatant.metric\ndef score(expected, written):\n    return float('nan')",
-            "returned nan",
-        ),
+        ("import dilatant\n@dilatant.metric\ndef score(expected, written):\n    return float('nan')", "returned nan"),
     ],
 )
 def test_a_metric_that_is_none_is_one_line(

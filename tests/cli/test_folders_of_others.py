@@ -45,9 +45,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "train": {"steps": 1, "report_to": [], "device": "cpu"},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    (run / "plan.json").write_text(
-        plan_from_specs({"language": 3}, {"language": ParallelSpec()}, {}).to_json()
-    )
+    (run / "plan.json").write_text(plan_from_specs({"language": 3}, {"language": ParallelSpec()}, {}).to_json())
     (run / ".lock").write_text("")
     return run
 
@@ -99,9 +97,7 @@ def test_a_foreign_plan_file_is_checked_before_simulation(
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_a_model_folder_of_somebody_runs_none_of_its_code(
-    verb: str, theirs: Path, dilatant: Dilatant
-) -> None:
+def test_a_model_folder_of_somebody_runs_none_of_its_code(verb: str, theirs: Path, dilatant: Dilatant) -> None:
     asked = ("--prompt", "x") if verb == "generate" else ()
     code, _, err = dilatant(verb, "run/model", *asked)
     assert code == 2, err

@@ -35,10 +35,7 @@ def write_requests(folder: Path, count: int = 8) -> None:
     for number in range(count):
         picture = {"type": "image", "image": f"images/{number}.png"}
         answer: list[Any] = [{"type": "text", "text": "no"}] if number % 4 == 3 else [picture]
-        asked = [
-            {"role": "user", "content": f"draw {'lr'[number % 2]}"},
-            {"role": "assistant", "content": answer},
-        ]
+        asked = [{"role": "user", "content": f"draw {'lr'[number % 2]}"}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": asked}))
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -143,9 +140,7 @@ def judged_by_a_function_of_ones_own(folder: Path, export: Path, dilatant: Dilat
 @pytest.mark.parametrize(
     "family", ["pixart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sana", "unet", "flux"))]
 )
-def test_pretrained_nets_and_autoencoders_start_unchanged(
-    family: str, drawing: Path, dilatant: Dilatant
-) -> None:
+def test_pretrained_nets_and_autoencoders_start_unchanged(family: str, drawing: Path, dilatant: Dilatant) -> None:
     """The model starts from a pipeline folder of diffusers, and frozen weights are exported unchanged."""
     settings, vae = NETS[family]
     pipeline, export = drawing / "pipeline", drawing / "run" / "export" / "image"
@@ -179,10 +174,7 @@ def test_a_token_of_the_vocabulary_asks_as_well_as_queries(drawing: Path, dilata
     assert dilatant("train", config, "--set", "parallel=single")[0] == 0
     manifest = json.loads((drawing / "run" / "export" / "multimodal.json").read_text())
     assert manifest["generators"]["image"]["token_id"] == ord("~")
-    assert (
-        dilatant("generate", drawing / "run" / "export", "--prompt", "draw l", "--max-new-tokens", "2")[0]
-        == 0
-    )
+    assert dilatant("generate", drawing / "run" / "export", "--prompt", "draw l", "--max-new-tokens", "2")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -214,8 +206,7 @@ def test_a_generator_that_cannot_be_is_one_message(
 
 def test_data_without_a_picture_to_draw_are_told(drawing: Path, dilatant: Dilatant) -> None:
     (drawing / "train.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]})
-        + "\n"
+        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}) + "\n"
     )
     code, _, err = dilatant("train", configure(drawing))
     assert code != 0
@@ -240,9 +231,7 @@ def test_where_a_picture_goes_is_looked_at_first(tmp_path: Path, dilatant: Dilat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_a_whole_model_that_learns_to_draw_exports_both_parts(
-    family: str, drawing: Path, dilatant: Dilatant
-) -> None:
+def test_a_whole_model_that_learns_to_draw_exports_both_parts(family: str, drawing: Path, dilatant: Dilatant) -> None:
     """Stages cut the denoiser, transformers and diffusers each load their part of the export, and it generates."""
     source = save_as_the_hub_does(family, drawing / "whole")
     lines = [json.loads(line) for line in (drawing / "train.jsonl").read_text().splitlines()]
@@ -358,9 +347,7 @@ def test_a_run_killed_while_caching_latents_resumes_unchanged(drawing: Path, dil
     metrics = drawing / "run" / "metrics.jsonl"
     with (
         (drawing / "err").open("wb") as err,
-        subprocess.Popen(
-            [sys.executable, "-m", "dilatant", *run, "--overwrite"], cwd=drawing, stderr=err
-        ) as training,
+        subprocess.Popen([sys.executable, "-m", "dilatant", *run, "--overwrite"], cwd=drawing, stderr=err) as training,
     ):
         while training.poll() is None and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 5):
             time.sleep(0.01)
@@ -374,9 +361,7 @@ def test_a_run_killed_while_caching_latents_resumes_unchanged(drawing: Path, dil
     assert len(files) == 6
     assert made.items() <= files.items()
     for step, expected in zip(losses(drawing / "run"), wanted, strict=True):
-        assert step == pytest.approx(
-            expected, rel=1e-4
-        )  # an autoencoder's sums of a picture among fewer others
+        assert step == pytest.approx(expected, rel=1e-4)  # an autoencoder's sums of a picture among fewer others
 
 
 @pytest.mark.slow

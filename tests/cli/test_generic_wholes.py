@@ -87,9 +87,7 @@ def loss_of(config: Path, model: Any) -> float:
     return total / targets
 
 
-def test_a_family_that_is_not_named_is_trained_in_stages_and_exported(
-    project: Path, dilatant: Dilatant
-) -> None:
+def test_a_family_that_is_not_named_is_trained_in_stages_and_exported(project: Path, dilatant: Dilatant) -> None:
     assert "mistral3" not in FAMILIES
     source = save(project / "whole")
     for number in range(12):  # of unlike sizes
@@ -101,9 +99,7 @@ def test_a_family_that_is_not_named_is_trained_in_stages_and_exported(
     assert any("multi_modal_projector" in key for key in changed)
 
 
-def trained(
-    project: Path, dilatant: Dilatant, source: Any, freeze: list[str], parallel: dict[str, Any]
-) -> set[str]:
+def trained(project: Path, dilatant: Dilatant, source: Any, freeze: list[str], parallel: dict[str, Any]) -> set[str]:
     """The weights that a run of two steps changes; its losses are those of transformers, and its export loads."""
     tree = {
         "output_dir": "run",
@@ -149,9 +145,7 @@ def test_a_family_that_is_right_only_whole_trains_as_one_unit(project: Path, dil
     )
     size = {"image_processor_type": "Ovis2ImageProcessor", "size": {"height": 28, "width": 28}}
     source = save(project / "whole", config, size)
-    changed = trained(
-        project, dilatant, source, [], {"units": {"language": {"replicas": 2}}, "microbatches": 2}
-    )
+    changed = trained(project, dilatant, source, [], {"units": {"language": {"replicas": 2}}, "microbatches": 2})
     assert any("vision_tower" in key for key in changed)
 
 

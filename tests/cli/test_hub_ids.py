@@ -46,20 +46,8 @@ def test_an_id_is_read_trained_in_stages_and_exported(family: str, project: Path
     }
     (project / "config.yaml").write_text(yaml.safe_dump(config))
     offline = {"HF_HOME": str(project / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for name, code, said in (
-        ("somebody/tiny", 0, ""),
-        ("somebody/else", 2, "neither a local folder nor in the"),
-    ):
-        command = [
-            sys.executable,
-            "-m",
-            "dilatant",
-            "train",
-            "config.yaml",
-            "--set",
-            f"model.id={name}",
-            "--overwrite",
-        ]
+    for name, code, said in (("somebody/tiny", 0, ""), ("somebody/else", 2, "neither a local folder nor in the")):
+        command = [sys.executable, "-m", "dilatant", "train", "config.yaml", "--set", f"model.id={name}", "--overwrite"]
         ended = subprocess.run(
             command, cwd=project, env={**os.environ, **offline}, capture_output=True, text=True, check=False
         )
@@ -68,7 +56,4 @@ def test_an_id_is_read_trained_in_stages_and_exported(family: str, project: Path
     exported = AutoModelForImageTextToText.from_pretrained(project / "run" / "export")
     assert exported.config.model_type == family
     # What was copied from the hub's files goes along.
-    assert (
-        json.loads((project / "run" / "export" / "preprocessor_config.json").read_text())["image_mean"]
-        == [0.5] * 3
-    )
+    assert json.loads((project / "run" / "export" / "preprocessor_config.json").read_text())["image_mean"] == [0.5] * 3

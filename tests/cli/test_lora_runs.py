@@ -82,8 +82,7 @@ def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> No
     code, _, err = dilatant("train", config, "--set", f"train.resume={middle}", "--set", "output_dir=again")
     assert code == 0, err
     one, other = (
-        load_file(project / name / "export" / "adapter" / "adapter_model.safetensors")
-        for name in ("run", "again")
+        load_file(project / name / "export" / "adapter" / "adapter_model.safetensors") for name in ("run", "again")
     )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -109,8 +108,7 @@ def test_ranks_that_share_layers_share_their_adapters(dora: bool, project: Path,
     # fp32: sums in another order, through four updates
     assert losses(project / "shared") == pytest.approx(losses(project / "run"), rel=1e-4)
     one, other = (
-        load_file(project / name / "export" / "adapter" / "adapter_model.safetensors")
-        for name in ("run", "shared")
+        load_file(project / name / "export" / "adapter" / "adapter_model.safetensors") for name in ("run", "shared")
     )
     for key, tensor in one.items():
         torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4, msg=key)
@@ -119,9 +117,7 @@ def test_ranks_that_share_layers_share_their_adapters(dora: bool, project: Path,
 @pytest.mark.slow
 @NEEDS_BITSANDBYTES
 @pytest.mark.parametrize("dora", [False, True])
-def test_ranks_share_a_base_in_four_bits_by_whole_blocks(
-    dora: bool, project: Path, dilatant: Dilatant
-) -> None:
+def test_ranks_share_a_base_in_four_bits_by_whole_blocks(dora: bool, project: Path, dilatant: Dilatant) -> None:
     tree = tiny_config(steps=4, device="cpu", optimizer={"learning_rate": 0.01})
     sizes = {"hidden_size": 128, "intermediate_size": 256}
     tree["model"]["language_model"]["config"] |= sizes
@@ -148,9 +144,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @NEEDS_BITSANDBYTES
 @pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
-def test_a_four_bit_base_trains_rounded_and_exports_plain(
-    kind: str, project: Path, dilatant: Dilatant
-) -> None:
+def test_a_four_bit_base_trains_rounded_and_exports_plain(kind: str, project: Path, dilatant: Dilatant) -> None:
     save_as_the_hub_does("qwen2_5_vl", project / "whole")
     tree = whole_with_lora()
     tree["model"]["lora"] |= {"use_rslora": False, kind: True, "load_in_4bit": True, "units": ["language"]}
@@ -169,9 +163,7 @@ def test_a_four_bit_base_trains_rounded_and_exports_plain(
     assert losses(project / "staged") == pytest.approx(losses(project / "run"), rel=1e-4)
     kept = [file.stat().st_size for file in (project / "run" / "checkpoints" / "frozen").iterdir()]
     plain = AutoModelForImageTextToText.from_pretrained(project / "whole").eval()
-    quantised = {
-        key for key in plain.state_dict() if ".language_model.layers." in key and key.endswith("_proj.weight")
-    }
+    quantised = {key for key in plain.state_dict() if ".language_model.layers." in key and key.endswith("_proj.weight")}
     assert len(quantised) == 7 * plain.config.text_config.num_hidden_layers
     rest = sum(t.nbytes for key, t in plain.state_dict().items() if key not in quantised)
     assert sum(kept) < rest + 100_000
@@ -179,9 +171,7 @@ def test_a_four_bit_base_trains_rounded_and_exports_plain(
     merged = AutoModelForImageTextToText.from_pretrained(project / "run" / "export").eval()
     adapted = peft.PeftModel.from_pretrained(plain, project / "run" / "export" / "adapter").eval()
     ids = torch.arange(40)[None]
-    torch.testing.assert_close(
-        merged(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(merged(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
     rounds = AutoModelForImageTextToText.from_pretrained(project / "whole")
     with torch.no_grad():
         for key, weight in rounds.state_dict().items():
@@ -212,9 +202,7 @@ def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, di
     start = {**tree, "output_dir": "start", "train": {**tree["train"], "steps": 1}}
     start["train"]["optimizer"] = {"learning_rate": 1e-30}
     assert dilatant("train", write(project, start))[0] == 0
-    plain.load_state_dict(
-        load_file(project / "start" / "export" / "language" / "model.safetensors"), strict=False
-    )
+    plain.load_state_dict(load_file(project / "start" / "export" / "language" / "model.safetensors"), strict=False)
     plain.tie_weights()
     adapted = peft.PeftModel.from_pretrained(plain, export / "adapter" / "language").eval()
     ids = torch.arange(40)[None] % 30
@@ -249,9 +237,7 @@ def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, di
         ({"train": ["language.layers.0"]}, "would train whole ('train') and has an adapter ('units')"),
     ],
 )
-def test_what_parts_cannot_have_is_said(
-    lora: dict[str, Any], said: str, project: Path, dilatant: Dilatant
-) -> None:
+def test_what_parts_cannot_have_is_said(lora: dict[str, Any], said: str, project: Path, dilatant: Dilatant) -> None:
     tree = tiny_config(device="cpu")
     tree["model"]["lora"] = lora
     code, _, err = dilatant("train", write(project, tree))
@@ -262,9 +248,7 @@ def test_what_parts_cannot_have_is_said(
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
-def test_chart_adapters_answer_alike_in_transformers_and_peft(
-    kind: str, project: Path, dilatant: Dilatant
-) -> None:
+def test_chart_adapters_answer_alike_in_transformers_and_peft(kind: str, project: Path, dilatant: Dilatant) -> None:
     charts = need("data/chartqa_mini", "LoRA on real charts, exported and loaded by transformers and peft")
     save_as_the_hub_does("qwen2_5_vl", project / "whole")
     tree = whole_with_lora() | {

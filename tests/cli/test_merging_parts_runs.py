@@ -38,9 +38,7 @@ def test_a_frozen_tower_trains_with_another_language_model(
         steps = map(json.loads, Path(name, "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         losses.append([step["loss"] for step in steps if "loss" in step])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # fp32 sums in another order, over some updates
-    kept, source = (
-        load_file(folder / "model.safetensors") for folder in (Path("run/export/vision"), Path("whole"))
-    )
+    kept, source = (load_file(folder / "model.safetensors") for folder in (Path("run/export/vision"), Path("whole")))
     whole = {name.partition("visual.")[2]: weight for name, weight in source.items()}
     assert kept
     assert all(torch.equal(weight, whole[name]) for name, weight in kept.items())

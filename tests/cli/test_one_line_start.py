@@ -41,19 +41,12 @@ def test_train_without_a_config_shows_and_trains_its_config(inside: Path, dilata
 def test_a_kept_config_elsewhere_names_the_same_files(inside: Path, dilatant: Dilatant) -> None:
     (inside / "kept").mkdir()
     given = ("--model", "whole", "--data", "train.jsonl", "--eval", "./train.jsonl", "--output", "runs/mine")
-    code, _, err = dilatant(
-        "train", *given, "--set", "data.cache_dir=cache", "--save-config", "kept/mine.yaml"
-    )
+    code, _, err = dilatant("train", *given, "--set", "data.cache_dir=cache", "--save-config", "kept/mine.yaml")
     assert code == 0, err
     config = load_config(inside / "kept" / "mine.yaml")
     assert config.model.id == str(inside / "whole")
-    assert [each.path for each in (*config.data.train, *config.data.eval)] == [
-        str(inside / "train.jsonl")
-    ] * 2
-    assert (config.output_dir, config.data.cache_dir) == (
-        str(inside / "runs" / "mine"),
-        str(inside / "cache"),
-    )
+    assert [each.path for each in (*config.data.train, *config.data.eval)] == [str(inside / "train.jsonl")] * 2
+    assert (config.output_dir, config.data.cache_dir) == (str(inside / "runs" / "mine"), str(inside / "cache"))
 
 
 def test_what_a_start_lacks_is_said(inside: Path, dilatant: Dilatant) -> None:

@@ -29,9 +29,7 @@ def test_the_version_is_told_without_a_verb(dilatant: Dilatant) -> None:
     ("content", "replaced"),
     [(None, True), (b"", True), (b" \n", True), (b"mine: 1\n", False), (b"\xff\xfe\x00weights", False)],
 )
-def test_an_output_of_another_kind_is_not_replaced(
-    tmp_path: Path, content: bytes | None, replaced: bool
-) -> None:
+def test_an_output_of_another_kind_is_not_replaced(tmp_path: Path, content: bytes | None, replaced: bool) -> None:
     path = tmp_path / "plan.json"
     if content is not None:
         path.write_bytes(content)

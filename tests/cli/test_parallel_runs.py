@@ -76,9 +76,7 @@ def test_three_processes_train_and_resume_as_one(project: Path, dilatant: Dilata
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(step["predicted_seconds"] > 0 for step in steps)
     assert all(step["drift"].keys() == {"vision", "language"} for step in steps)
-    assert json.loads((run / "plan.json").read_text())["step"]["costs"]["origin"].startswith(
-        "modelled for CPU"
-    )
+    assert json.loads((run / "plan.json").read_text())["step"]["costs"]["origin"].startswith("modelled for CPU")
     # fp32 sums in another order, which six optimizer steps amplify.
     assert losses(run) == pytest.approx(losses(project / "one"), rel=1e-4)
     assert json.loads((run / "timeline.json").read_text())["traceEvents"]
@@ -165,9 +163,7 @@ def test_an_invalid_layout_lists_every_reason_before_the_start(project: Path, di
 
 
 def test_a_degree_that_divides_no_heads_names_valid_degrees(project: Path, dilatant: Dilatant) -> None:
-    code, _, err = dilatant(
-        "train", project / "config.yaml", *layout({"units": {"vision": {}, "language": {"tp": 3}}})
-    )
+    code, _, err = dilatant("train", project / "config.yaml", *layout({"units": {"vision": {}, "language": {"tp": 3}}}))
     assert code == 2
     assert "attention heads cannot be shared by 3 ranks; it takes tp 1, 2" in err
 
@@ -203,9 +199,7 @@ def test_stages_judge_held_out_answers_like_the_whole_model(project: Path, dilat
         "train", config, *layout(THREE), "--check-transport", "--set", "train.report_to=[tensorboard]"
     )
     assert code == 0, err
-    assert b"eval/exact_match" in b"".join(
-        file.read_bytes() for file in (project / "run" / "tensorboard").iterdir()
-    )
+    assert b"eval/exact_match" in b"".join(file.read_bytes() for file in (project / "run" / "tensorboard").iterdir())
     assert json.loads((project / "run" / "eval.json").read_text())["step"] == 40
 
 
@@ -321,9 +315,7 @@ def test_a_signal_stops_all_ranks_after_one_step(project: Path, number: signal.S
         "data.workers=1",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     metrics = project / "run" / "metrics.jsonl"
     deadline = time.monotonic() + HANG_SECONDS
     while not (metrics.exists() and metrics.stat().st_size):

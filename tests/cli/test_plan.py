@@ -28,9 +28,7 @@ from harness.refused import refused
 def test_a_plan_is_found_and_left_in_the_run_folder(project: Path, dilatant: Dilatant) -> None:
     wanted = "vision: {tp: 1}, language: {pp: 2}"
     asked = ("--why-not", wanted, "--why-not", "language: {tp: 8}")
-    code, out, err = dilatant(
-        "plan", project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2", *asked
-    )
+    code, out, err = dilatant("plan", project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2", *asked)
     assert code == 0, err
     assert "samples per second" in out
     assert f"Why not {wanted}?" in out
@@ -68,9 +66,7 @@ def test_the_page_the_plan_and_json_say_the_same(project: Path, dilatant: Dilata
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_a_layout_in_part_is_completed_cut_timed_and_trains(
-    project: Path, dilatant: Dilatant, tmp_path: Path
-) -> None:
+def test_a_layout_in_part_is_completed_cut_timed_and_trains(project: Path, dilatant: Dilatant, tmp_path: Path) -> None:
     """`--like` may name degrees that are not searched by default, such as tp 2 on a CPU."""
     tree = tiny_config()
     tree["model"]["language_model"]["config"] |= {"num_hidden_layers": 4}
@@ -154,12 +150,7 @@ def slow_alone(costs: Path) -> None:
 @pytest.mark.slow
 def test_context_parallelism_is_planned_where_it_pays_and_trains(project: Path, dilatant: Dilatant) -> None:
     config, costs = project / "config.yaml", project / "costs.yaml"
-    wide = (
-        "--set",
-        "plan.context_parallel=[1,2]",
-        "--set",
-        "model.language_model.config.num_key_value_heads=2",
-    )
+    wide = ("--set", "plan.context_parallel=[1,2]", "--set", "model.language_model.config.num_key_value_heads=2")
     two = (*H100, "--set", "cluster.gpus_per_node=2", *wide)
     layers_of_a_few_weights = planned(dilatant, config, *two).plan
     assert {placed.stage.cp for placed in layers_of_a_few_weights.stages()} == {1}
@@ -235,9 +226,7 @@ def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dila
     assert found.schedule == report.schedule
     assert found.schedule in ("zb-h1", "zb-h2")
     assert found.plan.ranks == (0, 1)
-    code, out, err = dilatant(
-        "train", config, "--set", f"parallel={{plan: {file}}}", "--set", "output_dir=trained"
-    )
+    code, out, err = dilatant("train", config, "--set", f"parallel={{plan: {file}}}", "--set", "output_dir=trained")
     assert code == 0, err
     assert f"schedule {found.schedule}, " in " ".join(out.split())
     run = project / "trained"
@@ -246,11 +235,7 @@ def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dila
     trains = Trainability((True,) * 3, (True,) * 3)
     expected = FAMILIES[found.schedule](found.plan, step.assignment, trains)
     assert step.schedule == expected
-    assert {action.kind for actions in step.schedule.actions.values() for action in actions} == {
-        "F",
-        "I",
-        "W",
-    }
+    assert {action.kind for actions in step.schedule.actions.values() for action in actions} == {"F", "I", "W"}
     code, _, err = dilatant("train", config, "--set", "parallel=single", "--set", "output_dir=one")
     assert code == 0, err
     losses = [
@@ -320,14 +305,10 @@ FOUR = ("--set", "cluster.gpus_per_node=4")
 
 def test_a_data_set_too_small_for_a_stable_ratio_is_reported(project: Path, dilatant: Dilatant) -> None:
     uneven(project, 8)
-    report = planned(
-        dilatant, project / "config.yaml", *H100, *FOUR, *FEW, "--set", "train.global_batch_size=8"
-    )
+    report = planned(dilatant, project / "config.yaml", *H100, *FOUR, *FEW, "--set", "train.global_batch_size=8")
     assert report.ratio is not None
     assert report.ratio.samples == 8
-    assert any(
-        "too small for a stable ratio" in text and "% of the cases" in text for text in report.warnings
-    )
+    assert any("too small for a stable ratio" in text and "% of the cases" in text for text in report.warnings)
 
 
 @pytest.mark.slow
@@ -371,9 +352,7 @@ def test_a_broken_sample_stops_a_plan_unless_it_may_be_skipped(project: Path, di
         (("--costs", "nowhere.yaml"), "cannot be read"),
     ],
 )
-def test_mistakes_in_the_config(
-    project: Path, dilatant: Dilatant, arguments: tuple[str, ...], says: str
-) -> None:
+def test_mistakes_in_the_config(project: Path, dilatant: Dilatant, arguments: tuple[str, ...], says: str) -> None:
     refused(dilatant("plan", project / "config.yaml", *arguments), says)
 
 

@@ -51,9 +51,7 @@ def test_precision_may_change_where_a_run_goes_on(project: Path, dilatant: Dilat
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_bf16_run_exports_its_masters_in_the_source_dtype(
-    ranks: int, project: Path, dilatant: Dilatant
-) -> None:
+def test_a_bf16_run_exports_its_masters_in_the_source_dtype(ranks: int, project: Path, dilatant: Dilatant) -> None:
     settings = tiny_config(precision="bf16", steps=2)
     settings["model"]["encoders"]["vision"]["config"]["dtype"] = "bfloat16"
     if ranks == 2:

@@ -11,11 +11,7 @@ import yaml
 from cases.tiny_project import Dilatant, tiny_config
 from dilatant.schedule.schedule import MeasuredStep
 
-PIPELINE = {
-    "units": {"vision": {}, "language": {"pp": 2}},
-    "colocated": {"vision": "language"},
-    "microbatches": 2,
-}
+PIPELINE = {"units": {"vision": {}, "language": {"pp": 2}}, "colocated": {"vision": "language"}, "microbatches": 2}
 
 
 def ranges(path: Path) -> tuple[list[str], list[str]]:
@@ -48,10 +44,7 @@ def test_traces_hold_the_actions_of_the_profiled_steps(project: Path, dilatant: 
             if row.rank == rank
         ]
         assert ranges(traces / "step-00000003" / name) == (expected, ["step 3"])
-        assert ranges(traces / "step-00000002" / name) == (
-            expected,
-            ["step 2"],
-        )  # a fixed number of microbatches
+        assert ranges(traces / "step-00000002" / name) == (expected, ["step 2"])  # a fixed number of microbatches
 
     (run / "checkpoints" / "step-00000003").rename(project / "gone")
     changes = ("parallel=single", "train.steps=5", "train.profile={steps: [3, 4]}")

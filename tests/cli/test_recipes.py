@@ -44,11 +44,7 @@ WHISPER = {
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "openai/clip-vit-large-patch14-336": {"model_type": "clip_vision_model", **VISION},
-    "google/siglip2-base-patch16-224": {
-        "model_type": "siglip_vision_model",
-        "vision_use_head": False,
-        **VISION,
-    },
+    "google/siglip2-base-patch16-224": {"model_type": "siglip_vision_model", "vision_use_head": False, **VISION},
     "openai/whisper-small": WHISPER,
     "lmsys/vicuna-7b-v1.5": {"model_type": "llama", **WIDTH},
     "Qwen/Qwen3-0.6B": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 8, **WIDTH},
@@ -108,12 +104,7 @@ def write_data(folder: Path) -> None:
         images = {f"{n}.jpg": image_bytes(12, 10, "JPEG", n) for n in range(SAMPLES)}
         members = {**texts, **images}
         write_tar(folder / f"photos-{shard}.tar", {name: members[name] for name in sorted(members)})
-    charts = {
-        "image": {"bytes": picture, "path": None},
-        "query": "How many?",
-        "label": ["7"],
-        "human_or_machine": 0,
-    }
+    charts = {"image": {"bytes": picture, "path": None}, "query": "How many?", "label": ["7"], "human_or_machine": 0}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([charts] * SAMPLES), folder / "charts.parquet")
 
 
@@ -150,9 +141,7 @@ def trained(workplace: Path, whole: Callable[[str], str]) -> Trained:
 
     def one(name: str) -> RunResult:
         if name not in done:
-            if (source := yaml.safe_load(RECIPES[name].read_text())["model"].get("id", "")).startswith(
-                "runs/"
-            ):
+            if (source := yaml.safe_load(RECIPES[name].read_text())["model"].get("id", "")).startswith("runs/"):
                 one(Path(source).parent.name)  # that this recipe goes on from
             done[name] = train(small(name, workplace, whole))
         return done[name]
@@ -193,9 +182,7 @@ def small(name: str, folder: Path, whole: Callable[[str], str], **sections: Any)
 
 
 @pytest.mark.parametrize("name", LIKE_OTHERS)
-def test_data_model_and_plan_of_a_recipe_open(
-    name: str, workplace: Path, whole: Callable[[str], str]
-) -> None:
+def test_data_model_and_plan_of_a_recipe_open(name: str, workplace: Path, whole: Callable[[str], str]) -> None:
     prepared = prepare(small(name, workplace, whole))
     assert prepared.warnings == () or all("warm" in each for each in prepared.warnings)
     assert prepared.samples.train_sizes is not None
@@ -229,10 +216,7 @@ def test_the_layout_of_a_cluster_is_planned_anywhere(
     file = workplace / f"{name}.yaml"
     file.write_text(config.to_yaml())
     of_run = ("--set", "train.device=auto", "--set", "train.global_batch_size=128")
-    of_search = [f"plan.{key}_parallel=[1]" for key in ("tensor", "context")] + [
-        "plan.chunks=[1]",
-        "debug.finalists=2",
-    ]
+    of_search = [f"plan.{key}_parallel=[1]" for key in ("tensor", "context")] + ["plan.chunks=[1]", "debug.finalists=2"]
     of_run += tuple(part for each in of_search for part in ("--set", each))
     planned(dilatant, file, *H100, *FEW, *of_run)
     plan = Plan.from_json((Path(config.output_dir) / "plan" / "plan.json").read_text())
@@ -260,26 +244,14 @@ def test_a_recipe_is_written_with_values_of_ones_own(
     for kept in ("mine.jsonl", "sub/config.json"):
         (tmp_path / kept).parent.mkdir(exist_ok=True)
         (tmp_path / kept).write_text("{}")
-    given = (
-        "--model",
-        "a-lab/a-model",
-        "--data",
-        "mine.jsonl",
-        "--data",
-        "a-lab/some: set",
-        "--output",
-        "out",
-    )
+    given = ("--model", "a-lab/a-model", "--data", "mine.jsonl", "--data", "a-lab/some: set", "--output", "out")
     code, out, err = dilatant("init", name, "--to", "sub/own.yaml", *given)
     assert code == 0, err
     assert "dilatant train sub/own.yaml" in out
     original, own = RECIPES[name], tmp_path / "sub" / "own.yaml"
     before, after = load_config(original), load_config(own)
     assert after.output_dir == str(tmp_path / "out")
-    assert [each.path or each.id for each in after.data.train] == [
-        str(tmp_path / "mine.jsonl"),
-        "a-lab/some: set",
-    ]
+    assert [each.path or each.id for each in after.data.train] == [str(tmp_path / "mine.jsonl"), "a-lab/some: set"]
     if len(before.data.train) == 1:
         assert {each.prompt for each in after.data.train} == {before.data.train[0].prompt}
     assert after.model.text.id == "a-lab/a-model"

@@ -66,9 +66,7 @@ def test_the_image_installs_what_the_project_allows() -> None:
     text = " ".join(rest for name, rest in instructions() if name == "RUN")
     pins = dict(re.findall(r"([a-z]+)==([\d.]+)", text))
     assert set(pins) == {"torch", "triton"}
-    needed = [
-        Requirement(each) for each in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"])
-    ]
+    needed = [Requirement(each) for each in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"])]
     for name, version in pins.items():
         (requirement,) = (each for each in needed if each.name == name)
         assert version in requirement.specifier
@@ -98,9 +96,7 @@ def test_a_release_is_published_without_a_token_after_it_ran() -> None:
 
 @pytest.mark.parametrize(("tag", "code"), [(f"v{PROJECT['version']}", 0), ("v999.0", 1)])
 def test_a_tag_of_another_version_is_not_released(tag: str, code: int) -> None:
-    (check,) = (
-        step["run"] for step in workflow()["jobs"]["build"]["steps"] if "version" in step.get("name", "")
-    )
+    (check,) = (step["run"] for step in workflow()["jobs"]["build"]["steps"] if "version" in step.get("name", ""))
     environment = {**os.environ, "GITHUB_REF_NAME": tag}
     done = subprocess.run(["bash", "-e", "-c", check], cwd=ROOT, env=environment)
     assert done.returncode == code

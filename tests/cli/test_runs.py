@@ -162,10 +162,7 @@ def signalled_apart(project: Path, dilatant: Dilatant, number: signal.Signals) -
     ("number", "signalled"),
     [
         (signal.SIGTERM, signalled_here),
-        *(
-            pytest.param(number, signalled_apart, marks=pytest.mark.slow)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        ),
+        *(pytest.param(number, signalled_apart, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT)),
     ],
 )
 def test_a_signal_saves_and_stops_and_the_run_goes_on(
@@ -215,9 +212,7 @@ def test_what_an_optimizer_left_half_done_is_not_saved(
     assert not [*(project / "run").glob("checkpoints/step-*")]
 
 
-def test_losses_do_not_depend_on_how_samples_are_packed(
-    project: Path, trained: Path, dilatant: Dilatant
-) -> None:
+def test_losses_do_not_depend_on_how_samples_are_packed(project: Path, trained: Path, dilatant: Dilatant) -> None:
     short = ("--set", "train.row_tokens=20", "--set", "data.max_length=20")
     dilatant("train", project / "config.yaml", *short)
     # fp32 sums in another order: 1e-7 a step, which six optimizer steps amplify.
@@ -334,9 +329,7 @@ def test_a_warm_up_that_outlasts_the_run_is_said(project: Path, dilatant: Dilata
     settings = ("--set", "train.steps=1", "--set", "train.schedule.warmup_steps=1")
     code, out, _ = dilatant("train", project / "config.yaml", *settings)
     assert code == 0
-    assert (
-        "train.schedule: a warm-up of 1 is no less than the run's 1 step: the learning rate does not" in out
-    )
+    assert "train.schedule: a warm-up of 1 is no less than the run's 1 step: the learning rate does not" in out
 
 
 def test_the_wait_for_data_is_that_of_the_step_that_waited(

@@ -56,9 +56,7 @@ def test_state_of_three_ranks_resumes_in_one_and_two_ranks(project: Path, dilata
     dilatant("train", config, "--set", "output_dir=one")
     # The vision unit has one replica, the language model three.
     shared = {"units": {"vision": {}, "language": {"replicas": 3}}, "microbatches": 2}
-    code, _, err = dilatant(
-        "train", config, "--set", f"parallel={json.dumps(shared)}", "--set", "train.zero=all"
-    )
+    code, _, err = dilatant("train", config, "--set", f"parallel={json.dumps(shared)}", "--set", "train.zero=all")
     assert code == 0, err
     whole, boxes = stored(step(one, 6), "optimizer"), stored(step(run, 6), "optimizer")
     assert any("@" in key for key in boxes)
@@ -83,9 +81,7 @@ def test_state_of_three_ranks_resumes_in_one_and_two_ranks(project: Path, dilata
 def test_checkpoints_of_sharded_weights_load_under_any_setting(project: Path, dilatant: Dilatant) -> None:
     config, one, run = project / "config.yaml", project / "one", project / "run"
     dilatant("train", config, "--set", "output_dir=one")
-    code, out, err = dilatant(
-        "train", config, *layout(3), "--set", "train.zero=all", "--set", "train.shard=weights"
-    )
+    code, out, err = dilatant("train", config, *layout(3), "--set", "train.zero=all", "--set", "train.shard=weights")
     assert code == 0, err
     assert "they also share gradients and weights" in " ".join(out.split())
     assert json.loads((run / "plan.json").read_text())["step"]["shard"] == {"language": "weights"}
@@ -147,9 +143,7 @@ def test_tight_memory_plans_state_sharing_across_nodes(project: Path, dilatant: 
         assert code == 0, err
         assert says in " ".join(out.split())
         assert json.loads((project / folder / "plan.json").read_text())["step"]["zero"] == folder
-        return losses(project / folder), {
-            "@" in key for key in stored(step(project / folder, 6), "optimizer")
-        }
+        return losses(project / folder), {"@" in key for key in stored(step(project / folder, 6), "optimizer")}
 
     dilatant("train", config, "--set", "output_dir=one")
     for zero, says, is_divided in (

@@ -23,9 +23,7 @@ def test_simulating_a_plan_gives_the_time_it_was_planned_with(planned_two: Path,
     report = PlanReport.from_json((folder / "report.json").read_text())
     again = simulated(dilatant, folder)
     mean = sum(again["step_seconds"]) / len(again["step_seconds"])
-    assert mean == pytest.approx(
-        report.candidates[0].step_seconds, rel=1e-9
-    )  # the same doubles, summed again
+    assert mean == pytest.approx(report.candidates[0].step_seconds, rel=1e-9)  # the same doubles, summed again
     unused = ("--set", "parallel={units: {vision: {}, language: {}}}")
     two = (*H100, *FEW, "--set", "cluster.gpus_per_node=2")
     code, out, err = dilatant("simulate", planned_two / "config.yaml", *two, *unused, "--json")
@@ -37,9 +35,7 @@ def test_simulating_a_plan_gives_the_time_it_was_planned_with(planned_two: Path,
     assert not any("Schedule" in text for text in report.advice)
 
 
-def test_a_planned_run_trains_the_step_that_was_simulated(
-    project: Path, planned_two: Path, dilatant: Dilatant
-) -> None:
+def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, planned_two: Path, dilatant: Dilatant) -> None:
     """Compare the last step that the run's ranks measured with the planner's step of the same global batch."""
     folder = planned_two / "run" / "plan"
     plan = folder / "plan.json"
@@ -69,12 +65,7 @@ def test_a_plan_is_timed_on_a_cluster_that_is_not_here(planned_two: Path, dilata
 
 def test_advice_names_untried_schedules_and_needless_recompute(project: Path, dilatant: Dilatant) -> None:
     deep = [f"model.{part}.config.num_hidden_layers=4" for part in ("language_model", "encoders.vision")]
-    settings = [
-        "plan.microbatch_sizes=[1]",
-        "train.recompute=block",
-        "parallel.schedule=1f1b",
-        *deep,
-    ]
+    settings = ["plan.microbatch_sizes=[1]", "train.recompute=block", "parallel.schedule=1f1b", *deep]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     four = ("--set", "cluster.gpus_per_node=4", "--like", "language: {replicas: 1, pp: 3}")  # has a bubble
     report = planned(dilatant, project / "config.yaml", *H100, *four, *arguments)
@@ -93,15 +84,7 @@ def test_nodes_that_come_and_go(project: Path, dilatant: Dilatant) -> None:
     trace.write_text("".join(f"0,add,{node}\n" for node in range(4)) + "600000,remove,1\n900000,add,7\n")
     page = project / "failures.html"
     code, out, err = dilatant(
-        "simulate",
-        project / "config.yaml",
-        "--cluster",
-        "1x1:H100",
-        "--failures",
-        trace,
-        "--page",
-        page,
-        "--json",
+        "simulate", project / "config.yaml", "--cluster", "1x1:H100", "--failures", trace, "--page", page, "--json"
     )
     assert code == 0, err
     templates, restarts, free = json.loads(out)["replays"]

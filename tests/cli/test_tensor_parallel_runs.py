@@ -49,9 +49,7 @@ def go_back(run: Path, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [SHARED, ITEMS], ids=["layers", "items"])
-def test_tensor_parallel_runs_resume_under_other_layouts(
-    project: Path, dilatant: Dilatant, shared: dict
-) -> None:
+def test_tensor_parallel_runs_resume_under_other_layouts(project: Path, dilatant: Dilatant, shared: dict) -> None:
     config, one, run = project / "config.yaml", project / "one", project / "run"
     dilatant("train", config, "--set", "output_dir=one")
     code, _, err = dilatant("train", config, *layout(shared))

@@ -35,9 +35,7 @@ def test_a_plan_names_its_groups_everywhere(project: Path, dilatant: Dilatant) -
     text = " ".join(out.split())
     assert "fast (1 × H100)" in text
     assert "slow (2 × A40)" in text
-    assert re.search(
-        r"A device of slow takes vision [\d.]+ and language [\d.]+ times as long as one of fast", text
-    )
+    assert re.search(r"A device of slow takes vision [\d.]+ and language [\d.]+ times as long as one of fast", text)
     assert "group 'none' is none of cluster.groups; they are fast, slow" in text
     folder = project / "run" / "plan"
     report = PlanReport.from_json((folder / "report.json").read_text())
@@ -99,16 +97,7 @@ def test_a_plan_over_groups_trains_and_names_unlike_devices(
     plan = Plan.from_json((project / "run" / "plan" / "plan.json").read_text())
     layout = "parallel={plan: run/plan/plan.json}"
     # A process of its own: ranks write where the first of their server's did, which here may be another test's.
-    command = [
-        sys.executable,
-        "-m",
-        "dilatant",
-        "train",
-        str(project / "config.yaml"),
-        *groups,
-        "--set",
-        layout,
-    ]
+    command = [sys.executable, "-m", "dilatant", "train", str(project / "config.yaml"), *groups, "--set", layout]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     result = ran.returncode, ran.stdout, ran.stderr
     if plan.ranks[0] > 0:

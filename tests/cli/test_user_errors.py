@@ -19,9 +19,7 @@ from harness.refused import refused
 
 
 def test_an_unknown_key(project: Path, dilatant: Dilatant) -> None:
-    refused(
-        dilatant("train", project / "config.yaml", "--set", "train.stepz=3"), "did you mean 'train.steps'?"
-    )
+    refused(dilatant("train", project / "config.yaml", "--set", "train.stepz=3"), "did you mean 'train.steps'?")
 
 
 def test_recomputation_of_a_unit_that_is_not_there(project: Path, dilatant: Dilatant) -> None:
@@ -29,9 +27,7 @@ def test_recomputation_of_a_unit_that_is_not_there(project: Path, dilatant: Dila
     refused(result, "train.recompute: no unit 'visoin'; there are vision, language")
 
 
-def test_a_ray_cluster_that_cannot_be_used(
-    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_cluster_that_cannot_be_used(project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = ("train", project / "config.yaml", "--set", "data.preprocess=ray")
     monkeypatch.setattr(ray_cluster, "find_spec", lambda name: None)
     refused(dilatant(*ray), 'pip install "dilatant[ray]"')
@@ -41,9 +37,7 @@ def test_a_ray_cluster_that_cannot_be_used(
     assert not (project / "run" / "checkpoints").exists()
 
 
-def test_an_unknown_model_id_offline(
-    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_model_id_offline(project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     source = "model.language_model={id: nobody/no-such-model, tokenizer: bytes}"
     result = dilatant("train", project / "config.yaml", "--set", source)
@@ -144,9 +138,7 @@ def test_a_checkpoint_of_another_model(own_trained: Path, dilatant: Dilatant) ->
     refused(result, "belongs to another model", "language.")
 
 
-def test_a_checkpoint_with_nonsense_in_it(
-    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_with_nonsense_in_it(project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostCorrection, "to_json", lambda self: "[]")
     dilatant("train", project / "config.yaml", "--set", "train.steps=1")
     refused(dilatant("resume", project / "run"), "step-00000001", "'costs' is not the state of a run's costs")

@@ -28,8 +28,7 @@ from dilatant.planning.assemble import assemble_samples
 
 STAGES = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
 families = pytest.mark.parametrize(
-    "family",
-    [name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES],
+    "family", [name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES]
 )
 
 
@@ -77,9 +76,7 @@ def replace_ids(sample: EncodedSample) -> EncodedSample:
 
 
 @families
-def test_a_staged_run_exports_a_model_transformers_loads(
-    family: str, project: Path, dilatant: Dilatant
-) -> None:
+def test_a_staged_run_exports_a_model_transformers_loads(family: str, project: Path, dilatant: Dilatant) -> None:
     source = save_as_the_hub_does(family, project / "whole")
     before = source.state_dict()
     for number in range(12):  # of unlike sizes
@@ -226,10 +223,7 @@ def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dila
         ({"id": "whole", **parts}, "give one of 'id'"),
         ({}, "give one of 'id'"),
         ({"tokenizer": "bytes", **parts}, "'tokenizer' here is for a whole model"),
-        (
-            {"config": {"model_type": "qwen2"}, "tokenizer": "bytes"},
-            "'qwen2' is not a family that opens whole",
-        ),
+        ({"config": {"model_type": "qwen2"}, "tokenizer": "bytes"}, "'qwen2' is not a family that opens whole"),
         ({"id": "nowhere"}, "nowhere"),
         ({"id": "whole", "processor": {"fps": 2}}, "fps says nothing to llava, which sees no clips"),
         ({"id": "whole", "freeze": ["vison"]}, "did you mean 'vision'"),

@@ -54,9 +54,7 @@ def test_parts_go_to_their_places_in_every_dtype(workers: WorkerPool) -> None:
             for dtype in DTYPES:
                 gathered, own = results[f"{ranks} {dtype}"]
                 assert gathered == [value + 100 * (member % 2) for member in ranks for value in range(6)]
-                sums = [
-                    sum(value + 100 * (member % 2) for member in ranks) for value in range(4 * len(ranks))
-                ]
+                sums = [sum(value + 100 * (member % 2) for member in ranks) for value in range(4 * len(ranks))]
                 place = ranks.index(rank)
                 assert own == sums[4 * place : 4 * place + 4]
 

@@ -202,9 +202,7 @@ def test_a_comm_timeout_names_its_transfer_and_the_late_ranks(workers: WorkerPoo
     """A rank that itself waits for another is not named as late."""
     late = r"rank 2 does not answer: [^;]*; rank 3 is busy in _late \(test_comm.py:\d+\)$"
     for reason in workers.run(_late, 4)[:2]:
-        assert re.match(rf"rank [01] waited over 3 s for rows of sample 7 from rank [12]; {late}", reason), (
-            reason
-        )
+        assert re.match(rf"rank [01] waited over 3 s for rows of sample 7 from rank [12]; {late}", reason), reason
 
 
 def _many_generations(worker: Worker) -> tuple[int, int]:

@@ -105,9 +105,7 @@ def _host_waits_for_its_device(worker: Worker, how: str) -> str:
     ("how", "expected"),
     [("busy", "rank 0 is busy in _host_waits"), ("also waits", r"rank [01] waits for .* on its GPU since")],
 )
-def test_a_host_blocked_on_a_gpu_is_freed_and_names_the_cause(
-    workers: WorkerPool, how: str, expected: str
-) -> None:
+def test_a_host_blocked_on_a_gpu_is_freed_and_names_the_cause(workers: WorkerPool, how: str, expected: str) -> None:
     for reason in workers.run(_host_waits_for_its_device, 2, how):
         assert re.match(rf"rank [01] waited over 3 s for .*; {expected}", reason), reason
 
@@ -139,9 +137,7 @@ def test_a_rank_that_has_aborted_is_not_blamed_for_what_it_does_then(workers: Wo
 class _Handle:
     """Stand-in for an NCCL communicator."""
 
-    def __init__(
-        self, abort: Callable[[], object] = lambda: None, error: ErrorType = ErrorType.SUCCESS
-    ) -> None:
+    def __init__(self, abort: Callable[[], object] = lambda: None, error: ErrorType = ErrorType.SUCCESS) -> None:
         self.abort = abort
         self.error = error
 

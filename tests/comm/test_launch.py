@@ -88,9 +88,7 @@ def _launch_and_tell(told: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
 @pytest.mark.slow
 def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    launcher = multiprocessing.get_context("forkserver").Process(
-        target=_launch_and_tell, args=(str(tmp_path),)
-    )
+    launcher = multiprocessing.get_context("forkserver").Process(target=_launch_and_tell, args=(str(tmp_path),))
     launcher.start()
     deadline = time.monotonic() + HANG_SECONDS
     while len(workers := [*tmp_path.iterdir()]) < 2:
@@ -180,9 +178,7 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 def test_the_variables_of_mpirun_are_understood_or_refused() -> None:
     assert place_from(OMPI) == LaunchPlace("mpirun", 3, 4, 1, 2, "node0", 1234, True)
-    assert place_from({**SLURM, **OMPI, "SLURM_NTASKS": "2"}) == place_from(
-        OMPI
-    )  # of the helper that srun started
+    assert place_from({**SLURM, **OMPI, "SLURM_NTASKS": "2"}) == place_from(OMPI)  # of the helper that srun started
     with pytest.raises(UserError, match="started by mpirun, but MASTER_ADDR is not set"):
         place_from({key: value for key, value in OMPI.items() if key != "MASTER_ADDR"})
     mvapich = {key.replace("OMPI", "MV2"): value for key, value in OMPI.items()}
@@ -217,19 +213,10 @@ def test_a_rank_that_there_is_not_is_refused_at_once(variables: dict[str, str], 
 
 @pytest.mark.parametrize(
     ("counts", "node", "tasks"),
-    [
-        ("3,2", "0", 3),
-        ("3,2", "1", 2),
-        ("2(x3),1", "2", 2),
-        ("2(x3),1", "3", 1),
-        ("4(x2)", "1", 4),
-        ("4", "", 4),
-    ],
+    [("3,2", "0", 3), ("3,2", "1", 2), ("2(x3),1", "2", 2), ("2(x3),1", "3", 1), ("4(x2)", "1", 4), ("4", "", 4)],
 )
 def test_tasks_of_a_node_are_read_as_slurm_writes_them(counts: str, node: str, tasks: int) -> None:
-    place = place_from(
-        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
-    )
+    place = place_from({**SLURM, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node, "SLURM_LOCALID": "0"})
     assert place is not None
     assert place.local_size == tasks
 

@@ -44,6 +44,4 @@ def test_every_listening_socket_of_a_local_run_is_on_loopback() -> None:
     for found in of_ranks:
         ours = {inode: address for inode, address in found.items() if inode not in before}
         assert any(not inode.startswith("launcher") for inode in ours)  # Gloo's
-        assert {
-            address for address in ours.values() if not ipaddress.ip_address(address).is_loopback
-        } == set()
+        assert {address for address in ours.values() if not ipaddress.ip_address(address).is_loopback} == set()

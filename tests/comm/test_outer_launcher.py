@@ -116,9 +116,7 @@ def test_machines_that_share_a_token_communicate(tmp_path: Path) -> None:
 
 def test_the_store_of_torchruns_agent_carries_an_address_only(tmp_path: Path) -> None:
     of_ranks = _torchrun(2, tmp_path, machines=2)
-    agent = dist.TCPStore(
-        "127.0.0.1", int(of_ranks[0]["MASTER_PORT"]), is_master=True, wait_for_workers=False
-    )
+    agent = dist.TCPStore("127.0.0.1", int(of_ranks[0]["MASTER_PORT"]), is_master=True, wait_for_workers=False)
     variables = {"DILATANT_TOKEN": SECRET, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert _run(_sum, [{**each, **variables} for each in of_ranks]) == [[3.0]] * 2
     assert agent.check(["dilatant/0"])

@@ -60,9 +60,7 @@ def _again_and_again(worker: Worker, hows: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("hows", [["", "", ""], ["early", "", "beside a group", ""]])
-def test_one_generation_can_be_joined_again_also_after_a_failure(
-    workers: WorkerPool, hows: list[str]
-) -> None:
+def test_one_generation_can_be_joined_again_also_after_a_failure(workers: WorkerPool, hows: list[str]) -> None:
     good = hows.count("")
     for rank, results in enumerate(workers.run(_again_and_again, 3, hows)):
         assert results == [[6.0, 6.0 if rank < 2 else 3.0]] * good

@@ -176,12 +176,7 @@ def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
         friend._connection._link.socket.sendall(request)
         friend._connection._link.socket.settimeout(HANG_SECONDS)
         assert friend._connection._link.socket.recv(1) == b""
-    for fields in (
-        [b"add", b"k", b"1" * 10_000],
-        [b"add", b"a", b"1"],
-        [b"get", b"soon", b"k"],
-        [b"pop", b"1"],
-    ):
+    for fields in ([b"add", b"k", b"1" * 10_000], [b"add", b"a", b"1"], [b"get", b"soon", b"k"], [b"pop", b"1"]):
         with pytest.raises(StoreGone):
             _connect(server)._connection.ask(fields, 5)
     steady.push("message", "still here")

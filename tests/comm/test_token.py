@@ -36,9 +36,7 @@ def test_concurrent_ranks_create_one_token_with_private_access(tmp_path: Path) -
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_token_variable_precedes_a_file_and_the_user_token(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_token_variable_precedes_a_file_and_the_user_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{SECRET}-of-file\n")
     file.chmod(0o600)
@@ -59,10 +57,7 @@ def test_a_token_variable_precedes_a_file_and_the_user_token(
         (lambda path: (path.write_text(SECRET), path.chmod(0o640)), "others may read.*chmod 600"),
         (lambda path: (path.write_text(SECRET), path.chmod(0o604)), "others may read.*chmod 600"),
         (lambda path: (path.write_text(SECRET), path.chmod(0o620)), "others may read.*chmod 600"),
-        (
-            lambda path: (path.write_text("short"), path.chmod(0o600)),
-            "fewer than 16 characters; set DILATANT_TOKEN",
-        ),
+        (lambda path: (path.write_text("short"), path.chmod(0o600)), "fewer than 16 characters; set DILATANT_TOKEN"),
         (lambda path: (path.write_bytes(b"\xff" * 40), path.chmod(0o600)), "cannot be read"),
     ],
 )

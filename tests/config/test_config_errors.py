@@ -46,10 +46,7 @@ OVERRIDES: tuple[tuple[str, ...], ...] = (
     ("model={id: a/vlm}",),
     ("model={id: a/vlm}", "model.lora={r: 4}"),
     ("model.lora={r: 4}", "parallel=auto"),
-    (
-        "model.freeze=[vision.encoder]",
-        "parallel={units: {vision: {pp: 1}, language: {tp: 2}}, microbatches: 2}",
-    ),
+    ("model.freeze=[vision.encoder]", "parallel={units: {vision: {pp: 1}, language: {tp: 2}}, microbatches: 2}"),
     (
         "cluster.groups=[{name: a, hardware: A40, gpus_per_node: 1}, "
         "{name: b, hardware: H100, nodes: 2, gpus_per_node: 1}]",
@@ -100,10 +97,7 @@ def test_paths_are_taken_from_the_file_not_the_working_directory(tmp_path: Path)
         ("model.processor", "model={id: a/b, processor: HERE}"),
         ("model.generators.image.id", "model.generators.image={id: HERE}"),
         ("model.generators.image.vae", "model.generators.image={id: a/b, vae: HERE}"),
-        (
-            "model.generators.image.target.encoder",
-            "model.generators.image={id: a/b, target: {encoder: HERE}}",
-        ),
+        ("model.generators.image.target.encoder", "model.generators.image={id: a/b, target: {encoder: HERE}}"),
     ],
 )
 def test_every_path_is_taken_from_the_file(tmp_path: Path, key: str, override: str) -> None:
@@ -123,10 +117,7 @@ def test_gradients_are_kept_for_a_salvage_that_may_come(tmp_path: Path, enabled:
 def test_a_local_model_id_becomes_absolute_and_a_hub_id_stays(tmp_path: Path) -> None:
     (tmp_path / "llm").mkdir()
     tree = changed(
-        model={
-            "language_model": {"id": "llm"},
-            "encoders": {"vision": {"kind": "image", "id": "google/siglip-base"}},
-        }
+        model={"language_model": {"id": "llm"}, "encoders": {"vision": {"kind": "image", "id": "google/siglip-base"}}}
     )
     config = load_config(write(tmp_path, tree))
     assert config.model.language_model.id == str(tmp_path / "llm")
@@ -135,8 +126,7 @@ def test_a_local_model_id_becomes_absolute_and_a_hub_id_stays(tmp_path: Path) ->
 
 def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
     config = load_config(
-        write(tmp_path, GOOD),
-        ["train.optimizer.learning_rate=0.5", "data.train.0.weight=3", "train.report_to=[]"],
+        write(tmp_path, GOOD), ["train.optimizer.learning_rate=0.5", "data.train.0.weight=3", "train.report_to=[]"]
     )
     assert config.train.optimizer.learning_rate == 0.5
     assert config.data.train[0].weight == 3
@@ -158,29 +148,17 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("train.optimizer.groups.vision.lr=1", "valid keys here: learning_rate, weight_decay"),
         ("train.steps=-1", "train.steps"),
         ("train.profile.steps=5", "train.profile.steps must be a list, as in [5]"),
-        (
-            "train.profile.steps=[7, 5]",
-            "[7, 5] must be the first and the last step, counted from 1, as in [5, 7]",
-        ),
+        ("train.profile.steps=[7, 5]", "[7, 5] must be the first and the last step, counted from 1, as in [5, 7]"),
         ("train.profile.steps=[5]", "train.profile.steps: [5] must be the first and the last step"),
         ("train.profile.step=[1, 5]", "did you mean 'train.profile.steps'?"),
-        (
-            "train={steps: 4, profile: {steps: [5, 7]}}",
-            "'profile.steps' begin after 'steps: 4'",
-        ),
+        ("train={steps: 4, profile: {steps: [5, 7]}}", "'profile.steps' begin after 'steps: 4'"),
         ("train.steps=many", "(given: 'many')"),
         ("train.preferences.method=kto", "train.preferences.method"),
         ("train.preferences={gamma: 1}", "'gamma' is for simpo, and the method is dpo"),
         ("train.preferences={method: ipo, label_smoothing: 0.1}", "'label_smoothing' is for dpo and simpo"),
         ("train={preferences: {}, loss: a.b}", "train.loss: 'train.preferences' is a loss already"),
-        (
-            "train={preferences: {}, label_smoothing: 0.1}",
-            "train.label_smoothing: pairs have 'train.preferences.",
-        ),
-        (
-            "train={preferences: {}, neftune_noise_alpha: 5}",
-            "train.neftune_noise_alpha: pairs are compared without",
-        ),
+        ("train={preferences: {}, label_smoothing: 0.1}", "train.label_smoothing: pairs have 'train.preferences."),
+        ("train={preferences: {}, neftune_noise_alpha: 5}", "train.neftune_noise_alpha: pairs are compared without"),
         ("data.system=''", "at least 1 character"),
         ("train.label_smoothing=1", "less than 1"),
         ("train.neftune_noise_alpha=-1", "greater than 0"),
@@ -190,10 +168,7 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("model.language_model.tokenizer.a=1", "is not a section"),
         ("model.language_model.id=x", "either 'id'"),
         ("model.language_model.config={hidden_size: 8}", "model_type"),
-        (
-            "train.optimizer.betas=[1.5,2]",
-            "train.optimizer.betas.0: Input should be less than 1 (given: 1.5)",
-        ),
+        ("train.optimizer.betas=[1.5,2]", "train.optimizer.betas.0: Input should be less than 1 (given: 1.5)"),
         ("train.optimizer.betas=[0.9,.nan]", "train.optimizer.betas.1"),
         ("train.optimizer.betas=[-0.1,0.9]", "train.optimizer.betas.0"),
         ("train.optimizer.betas=[0.9]", "train.optimizer.betas.1"),
@@ -216,19 +191,10 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("data.train.0={prompt: What is it? }: a", "not valid YAML: "),
         ("data.train.0={prompt: [}", "in quotes of its own"),
         ("train=3", "train must be a section with keys such as steps"),
-        (
-            "parallel={units: {visoin: {}, language: {}}}",
-            "parallel.units: 'visoin' is no unit of this model; did",
-        ),
+        ("parallel={units: {visoin: {}, language: {}}}", "parallel.units: 'visoin' is no unit of this model; did"),
         ("parallel={units: {language: {}}}", "parallel.units: 'vision' has no layout"),
-        (
-            "parallel={units: {language: {}}, colocated: {vision: lang}}",
-            "parallel.colocated: 'lang' is no unit",
-        ),
-        (
-            "train.learning_rate=1",
-            "unknown key 'train.learning_rate'; did you mean 'train.optimizer.learning_rate'?",
-        ),
+        ("parallel={units: {language: {}}, colocated: {vision: lang}}", "parallel.colocated: 'lang' is no unit"),
+        ("train.learning_rate=1", "unknown key 'train.learning_rate'; did you mean 'train.optimizer.learning_rate'?"),
         ("learning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
         ("optimizer.betas=1", "unknown key 'optimizer'; did you mean 'train.optimizer'?"),
         (
@@ -258,9 +224,7 @@ def test_no_tracker_is_said_as_elsewhere(tmp_path: Path, word: str) -> None:
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(tmp_path: Path) -> None:
-    config = load_config(
-        write(tmp_path, GOOD), ["train.steps=1e3", "train.optimizer.eps=1e-6", "output_dir=1e3"]
-    )
+    config = load_config(write(tmp_path, GOOD), ["train.steps=1e3", "train.optimizer.eps=1e-6", "output_dir=1e3"])
     assert (config.train.steps, config.train.optimizer.eps) == (1000, 1e-6)
     assert config.output_dir.endswith("/1e3")
 
@@ -359,10 +323,7 @@ def test_answers_to_keys_of_other_tools_name_keys_that_there_are() -> None:
         ("data.val_size=2.5", "a share below 1 or a whole number of samples (given: 2.5)"),
         ("data.max_samples=0", "greater than 0"),
         ("data.truncation=left", "'error' or 'right'"),
-        (
-            "evaluation.metrics=[bleu]",
-            "'metrics' has 'bleu'; there are exact_match, anls, wer, and yours as module",
-        ),
+        ("evaluation.metrics=[bleu]", "'metrics' has 'bleu'; there are exact_match, anls, wer, and yours as module"),
         ("evaluation.metrics=[wer,wer]", "names one of them twice"),
         ("evaluation={keep_best: anls, steps: 1}", "'keep_best' is 'anls'; give one of loss, exact_match"),
         ("evaluation={keep_best: loss}", "'keep_best' needs 'steps'"),
@@ -386,9 +347,7 @@ def test_microbatches_by_tokens_fit_into_rows(tmp_path: Path) -> None:
     assert load_config(path, ["plan.microbatch_tokens=[]"]).plan.microbatch_tokens == ()
     with pytest.raises(UserError, match="'microbatch_tokens' must list numbers from 1 on"):
         load_config(path, ["plan.microbatch_tokens=[0]"])
-    with pytest.raises(
-        UserError, match=r"plan.microbatch_tokens: 4096 are more than the 1024 that 'train.row_tokens'"
-    ):
+    with pytest.raises(UserError, match=r"plan.microbatch_tokens: 4096 are more than the 1024 that 'train.row_tokens'"):
         load_config(path, ["plan.microbatch_tokens=[512,4096]", "train.row_tokens=1024"])
     full = load_config(path, ["plan.microbatch_tokens=[512,1024]", "train.row_tokens=1024"])
     assert full.plan.microbatch_tokens == (512, 1024)
@@ -401,10 +360,7 @@ GROUP = {"name": "fast", "hardware": "H100", "gpus_per_node": 2}
     ("cluster", "expected"),
     [
         ({"nodes": 2, "groups": [GROUP]}, "'groups' and 'nodes' are both given"),
-        (
-            {"hardware": "A40", "memory_gib": 8, "groups": [GROUP]},
-            "'groups' and 'hardware', 'memory_gib' are both",
-        ),
+        ({"hardware": "A40", "memory_gib": 8, "groups": [GROUP]}, "'groups' and 'hardware', 'memory_gib' are both"),
         ({"groups": [GROUP, GROUP]}, "'groups' has 'fast' more than once"),
         ({"groups": [{**GROUP, "nodes": 10**6}]}, "at most 131,072 devices, and these are 2,000,000"),
         ({"nodes": 10**9}, "at most 131,072 devices"),
@@ -430,9 +386,7 @@ def test_invalid_cluster_groups_and_sizes_are_refused(tmp_path: Path, cluster: d
         (("train.shard=all",), "train.shard"),
     ],
 )
-def test_shards_that_no_run_can_keep_are_refused(
-    tmp_path: Path, given: tuple[str, ...], expected: str
-) -> None:
+def test_shards_that_no_run_can_keep_are_refused(tmp_path: Path, given: tuple[str, ...], expected: str) -> None:
     with pytest.raises(UserError) as found:
         load_config(write(tmp_path, GOOD), given)
     assert expected in str(found.value)
@@ -450,10 +404,7 @@ def test_media_masks_are_named_by_encoder(tmp_path: Path) -> None:
     for said, message in (
         ({"media_attention": {"audio": "causal"}}, "names 'audio'; the encoders are vision"),
         ({"media_attention": {"vision": "all"}}, "media_attention"),
-        (
-            {"media_attention": {"vision": "embedded"}, "attn_implementation": "sdpa"},
-            "needs attn_implementation",
-        ),
+        ({"media_attention": {"vision": "embedded"}, "attn_implementation": "sdpa"}, "needs attn_implementation"),
     ):
         with pytest.raises(UserError, match=message):
             masks(**said)
@@ -465,10 +416,7 @@ def test_media_masks_are_named_by_encoder(tmp_path: Path) -> None:
         ("data.train_on=all", "data.train_on: preferences are about answers"),
         ("data.truncation=right", "data.truncation: pairs are not cut"),
         ("evaluation={metrics: [anls]}", "evaluation.metrics: pairs are judged without writing answers"),
-        (
-            "evaluation={keep_best: exact_match, steps: 1}",
-            "evaluation.keep_best: of pairs, only 'loss' is known",
-        ),
+        ("evaluation={keep_best: exact_match, steps: 1}", "evaluation.keep_best: of pairs, only 'loss' is known"),
         (
             "model.generators.image={config: {_class_name: SD3Transformer2DModel}}",
             "model.generators.image: pictures have no log-probabilities",

@@ -134,18 +134,12 @@ def test_a_command_line_of_ms_swift_keeps_its_meaning() -> None:
     ("text", "expected"),
     [
         ("stage: dpo\nmodel_name_or_path: x", {"method": "dpo"}),
-        (
-            "stage: dpo\nmodel_name_or_path: x\npref_loss: simpo",
-            {"method": "simpo", "beta": 0.1, "gamma": 0.5},
-        ),
+        ("stage: dpo\nmodel_name_or_path: x\npref_loss: simpo", {"method": "simpo", "beta": 0.1, "gamma": 0.5}),
         (
             "stage: dpo\nmodel_name_or_path: x\npref_loss: sigmoid\npref_beta: 0.3\npref_ftx: 1.0",
             {"method": "dpo", "beta": 0.3, "sft_weight": 1.0},
         ),
-        (
-            "swift rlhf --model x --rlhf_type dpo --loss_type ipo --beta 0.2",
-            {"method": "ipo", "beta": 0.2},
-        ),
+        ("swift rlhf --model x --rlhf_type dpo --loss_type ipo --beta 0.2", {"method": "ipo", "beta": 0.2}),
         ("swift rlhf --model x --rlhf_type simpo", {"method": "simpo"}),
     ],
 )
@@ -172,13 +166,7 @@ def test_another_kind_of_tuning_is_refused() -> None:
 
 
 def test_every_key_is_written_or_named() -> None:
-    keys = {
-        "model": "x",
-        "dataset": "y.json",
-        "frobnicate": 3,
-        "optim": "lion",
-        "lr_scheduler_type": "polynomial",
-    }
+    keys = {"model": "x", "dataset": "y.json", "frobnicate": 3, "optim": "lion", "lr_scheduler_type": "polynomial"}
     tree, left_out = convert(keys, 1)
     assert tree == {"model": {"id": "x", "lora": {}}, "data": {"train": [{"path": "y.json"}]}}
     assert [line.partition(":")[0] for line in left_out] == ["frobnicate", "optim", "lr_scheduler_type"]

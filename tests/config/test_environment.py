@@ -26,15 +26,7 @@ def test_no_deadline_follows_the_wall_clock() -> None:
         for path in source.rglob("*.py")
         if re.search(r"\btime\.time\(|\bdatetime\.(now|utcnow)\(", path.read_text())
     }
-    of_events = {
-        "resilience/processes/coordinator_process.py",
-        "resilience/launch.py",
-        "report/run_folder.py",
-    }
+    of_events = {"resilience/processes/coordinator_process.py", "resilience/launch.py", "report/run_folder.py"}
     of_charts = {"runtime/step/recorder.py", "training/trainer.py"}
-    of_days = {
-        "data/text/chat_template.py",
-        "data/text/template_engine.py",
-        "training/checkpoints/starting_point.py",
-    }
+    of_days = {"data/text/chat_template.py", "data/text/template_engine.py", "training/checkpoints/starting_point.py"}
     assert readers <= {*of_events, *of_charts, *of_days}

@@ -20,9 +20,7 @@ data: {train: [{path: a.jsonl}, {path: b.jsonl}]}
 """
 
 
-def test_paths_of_overrides_are_those_of_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_of_overrides_are_those_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):
         folder.mkdir()

@@ -41,12 +41,8 @@ def start(config: Config) -> Path:
 
 
 @pytest.mark.parametrize("text", KEYS)
-@pytest.mark.parametrize(
-    "mark", [".lock", "metrics.jsonl", "step.json", "checkpoints/step-00000001/manifest.json"]
-)
-def test_a_found_config_names_the_key_of_its_code_and_the_remedy(
-    text: str, mark: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("mark", [".lock", "metrics.jsonl", "step.json", "checkpoints/step-00000001/manifest.json"])
+def test_a_found_config_names_the_key_of_its_code_and_the_remedy(text: str, mark: str, tmp_path: Path) -> None:
     config = found(tmp_path / "theirs", text, mark)
     with pytest.raises(UserError, match=rf"{KEYS[text]}.*--trust-remote-code") as caught:
         load_config(config)
@@ -90,9 +86,7 @@ def test_a_run_that_the_user_started_goes_on_unasked(text: str, tmp_path: Path, 
 
 def test_code_on_the_command_line_is_the_users_word(tmp_path: Path) -> None:
     config = found(tmp_path / "theirs", "model: {language_model: {id: some/model}}")
-    load_config(
-        config, ["model.language_model.trust_remote_code=true", "evaluation={metrics: ['mine:score']}"]
-    )
+    load_config(config, ["model.language_model.trust_remote_code=true", "evaluation={metrics: ['mine:score']}"])
     config.write_text(MODEL + DATA)
     with pytest.raises(UserError, match="--trust-remote-code"):
         load_config(config, ["evaluation.metrics=['mine:score']"])
@@ -122,9 +116,7 @@ def test_a_run_without_code_of_its_own_notes_nothing(tmp_path: Path, state: Path
 
 
 def test_a_found_config_may_not_lead_elsewhere(tmp_path: Path) -> None:
-    config = found(
-        tmp_path / "theirs", f"output_dir: {tmp_path}/mine\nmodel: {{language_model: {{id: a/b}}}}"
-    )
+    config = found(tmp_path / "theirs", f"output_dir: {tmp_path}/mine\nmodel: {{language_model: {{id: a/b}}}}")
     assert load_config(config).output_dir == str(tmp_path / "theirs")
     assert load_config(config, ["output_dir=../other"]).output_dir == str(tmp_path / "other")
     (tmp_path / "theirs" / "checkpoints").symlink_to(tmp_path)

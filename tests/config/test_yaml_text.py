@@ -97,9 +97,7 @@ def test_variables_and_homes_in_paths_are_replaced(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "override", ["output_dir=$NOWHERE/run", "data.train.0.path=${NOWHERE}/x.jsonl", "train.resume=$NOWHERE"]
 )
-def test_a_variable_that_is_not_set_is_named(
-    override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_is_not_set_is_named(override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOWHERE", raising=False)
     (tmp_path / "c.yaml").write_text(GOOD)
     with pytest.raises(UserError, match=r"variable NOWHERE is not set"):

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from dilatant.config.degrees import Degrees
 from dilatant.config.errors import UserError
-from dilatant.cost.analytic import (
-    analytic_cost,
-    analytic_costs,
-    block_shape,
-    embedding_shape,
-    head_shape,
-    linear_shape,
-)
+from dilatant.cost.analytic import analytic_cost, analytic_costs, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.cost.hardware import Hardware, fit_link, load_hardware, save_hardware
 from dilatant.cost.layer import ZERO, LayerCost, frozen_work, trainable_before
 from dilatant.cost.memory import BF16, FP32
@@ -76,9 +69,7 @@ def test_a_row_of_several_samples_fits_their_squares():
     assert found(2000) == pytest.approx(truth(2000), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "values"), [([], []), ([0], [1.0]), ([1, 2], [1.0]), ([1, 2], [1.0, -1.0])]
-)
+@pytest.mark.parametrize(("tokens", "values"), [([], []), ([0], [1.0]), ([1, 2], [1.0]), ([1, 2], [1.0, -1.0])])
 def test_a_fit_of_nonsense_is_refused(tokens, values):
     with pytest.raises(ValueError, match=r"positive"):
         fit(tokens, values)
@@ -221,9 +212,7 @@ def test_a_file_that_is_no_cost_model_is_refused(tmp_path, text):
 )
 def test_amounts_that_nothing_can_take_are_no_costs(says, instead):
     numbers = [Quadratic(1.0, 2.0, 3.0)] * 4
-    text = CostModel(
-        "A40", "measured", "float32", {"block": {Degrees(): LayerCost(*numbers, parameters=7)}}
-    ).to_yaml()
+    text = CostModel("A40", "measured", "float32", {"block": {Degrees(): LayerCost(*numbers, parameters=7)}}).to_yaml()
     assert CostModel.from_yaml(text).layer("block").parameters == 7
     assert says in text
     with pytest.raises(UserError, match="is not a cost model"):
@@ -295,10 +284,7 @@ def test_hardware_entries_join_one_file_and_read_back_equal(tmp_path):
     path = tmp_path / "hardware.yaml"
     for name in ("A40", "H100"):
         save_hardware(load_hardware(name), name, path)
-    assert [load_hardware(name, path) for name in ("A40", "H100")] == [
-        load_hardware("A40"),
-        load_hardware("H100"),
-    ]
+    assert [load_hardware(name, path) for name in ("A40", "H100")] == [load_hardware("A40"), load_hardware("H100")]
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(UserError, match="is no hardware file"):
         save_hardware(load_hardware("A40"), "A40", tmp_path / "list.yaml")
@@ -325,9 +311,7 @@ def test_analytic_costs_follow_flops_and_shrink_with_parallelism():
 
 def test_slower_hardware_is_modelled_slower():
     shape = block_shape(2048, 8192, 32)
-    seconds = [
-        analytic_cost(shape, load_hardware(name)).forward(2048) for name in ("H200", "H100", "A100", "A40")
-    ]
+    seconds = [analytic_cost(shape, load_hardware(name)).forward(2048) for name in ("H200", "H100", "A100", "A40")]
     assert seconds == sorted(seconds)
 
 

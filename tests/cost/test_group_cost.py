@@ -40,13 +40,9 @@ def test_a_rank_costs_its_part_of_a_row_plus_collectives(degree):
     for tokens in (128, 4096):
         added = dict.fromkeys(PASSES, 0.0)
         for name in PASSES:
-            if (
-                tp > 1
-            ):  # two all-gathers and two reduce-scatters, each moving (tp - 1) / tp of this rank's tokens
+            if tp > 1:  # two all-gathers and two reduce-scatters, each moving (tp - 1) / tp of this rank's tokens
                 added[name] += 4 * (1e-5 + (tp - 1) / tp * tokens / cp * 64 * 4 / 1e9)
-            if (
-                cp > 1
-            ):  # keys and values of the other ranks: 4 heads of 8, split over tp; backward, and gradients
+            if cp > 1:  # keys and values of the other ranks: 4 heads of 8, split over tp; backward, and gradients
                 times = 2 if name in ("input_gradient", "first_trainable") else 1
                 added[name] += times * (1e-5 + (cp - 1) / cp * tokens * 2 * (4 * 8) / tp * 4 / 1e9)
         for name in PASSES + ALONE:

@@ -26,9 +26,7 @@ WIDTH = 64
 class Counted(nn.Module):
     """A linear layer whose forward, input gradient and weight gradient move a clock of their own by given seconds."""
 
-    def __init__(
-        self, clock: list[float], forward: float, input_gradient: float, weight_gradient: float
-    ) -> None:
+    def __init__(self, clock: list[float], forward: float, input_gradient: float, weight_gradient: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH))
         self.clock, self.seconds = clock, (forward, input_gradient, weight_gradient)
@@ -73,9 +71,7 @@ def test_forward_and_both_gradients_are_timed_separately(monkeypatch):
 
 
 def test_kept_bytes_are_what_autograd_saves_without_parameters():
-    probe = LayerProbe(
-        "mlp", lambda: nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)), rows
-    )
+    probe = LayerProbe("mlp", lambda: nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)), rows)
     found = measure(probe.build(), probe, row=(100,), repeats=1)
     # The input, the first linear's output and the activation's; four bytes each.
     assert found["activation_bytes"] == 4 * 100 * (WIDTH + 256 + 256)
@@ -185,12 +181,7 @@ TIMES = ("forward", "input_gradient", "weight_gradient", "first_trainable")
 
 def test_the_fit_error_is_the_worst_of_the_timed_parts():
     def entry(tokens: int, forward: float, gradient: float) -> dict[str, float]:
-        return {
-            **dict.fromkeys(TIMES, 1.0 * tokens),
-            "tokens": tokens,
-            "forward": forward,
-            "input_gradient": gradient,
-        }
+        return {**dict.fromkeys(TIMES, 1.0 * tokens), "tokens": tokens, "forward": forward, "input_gradient": gradient}
 
     exact = [entry(n, 1.0 * n, 2.0 * n) for n in (10, 20, 40, 80)]
     assert fit_layer(exact, 0).fit_error == pytest.approx(0, abs=1e-4)
@@ -234,18 +225,13 @@ def test_weight_gradients_have_no_square_however_the_times_bend():
 def test_a_probe_may_have_token_counts_of_its_own():
     seen = []
     probe = LayerProbe(
-        "linear",
-        lambda: nn.Linear(WIDTH, WIDTH),
-        lambda tokens: seen.append(tokens) or rows(tokens),
-        tokens=(3, 6),
+        "linear", lambda: nn.Linear(WIDTH, WIDTH), lambda tokens: seen.append(tokens) or rows(tokens), tokens=(3, 6)
     )
     profile_layers([probe], "here", "float32", tokens=(64, 128), repeats=1)
     assert set(seen) == {3, 6}
 
 
-def counted_probe(
-    kind: str, clock: list[float], seconds: float, builds: list[str], times: float = 100.0
-) -> LayerProbe:
+def counted_probe(kind: str, clock: list[float], seconds: float, builds: list[str], times: float = 100.0) -> LayerProbe:
     """A probe of which every part takes `seconds`, and by its model so many times less."""
 
     def build() -> nn.Module:

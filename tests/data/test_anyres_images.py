@@ -29,8 +29,7 @@ SETTINGS = {
 def test_rows_are_those_that_the_family_lays_out() -> None:
     generator = np.random.default_rng(0)
     config = SimpleNamespace(
-        vision_config=SimpleNamespace(image_size=TILE, patch_size=TILE // SIDE),
-        image_grid_pinpoints=PINPOINTS,
+        vision_config=SimpleNamespace(image_size=TILE, patch_size=TILE // SIDE), image_grid_pinpoints=PINPOINTS
     )
     family: Any = SimpleNamespace(config=config)
     sizes = [(1, 1), (1, 190), (300, 2), *generator.integers(5, 700, (120, 2)).tolist()]
@@ -45,9 +44,7 @@ def test_rows_are_those_that_the_family_lays_out() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(20, 90), (100, 33), (64, 64)])
-def test_image_size_gives_tiles_and_several_images_get_one_each(
-    height: int, width: int, tmp_path: Any
-) -> None:
+def test_image_size_gives_tiles_and_several_images_get_one_each(height: int, width: int, tmp_path: Any) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
     unit = AnyresImageUnit("vision", 9, SIDE**2, SHAPE, HuggingFaceImageProcessor(json.dumps(SETTINGS)))

@@ -37,23 +37,15 @@ def before(tmp_path):
     [
         ((rows("a", "b", "c"), rows("d", "f")), "source '1.jsonl' has 2 samples as before, but other ones"),
         ((rows("b", "a", "c"), rows("d", "e")), "source '0.jsonl' has 3 samples as before, but other ones"),
-        (
-            (rows("a", "b", "c", "d"), rows("d", "e")),
-            "had 3 samples and now has 4, of which the first are the same",
-        ),
-        (
-            (rows("b", "a", "c", "d"), rows("d", "e")),
-            "had 3 samples and now has 4, of which the first are others",
-        ),
+        ((rows("a", "b", "c", "d"), rows("d", "e")), "had 3 samples and now has 4, of which the first are the same"),
+        ((rows("b", "a", "c", "d"), rows("d", "e")), "had 3 samples and now has 4, of which the first are others"),
         ((rows("a", "b"), rows("d", "e")), "source '0.jsonl' had 3 samples and now has 2"),
         ((rows("a", "b", "c"),), "there were 2 sources, and now there are 1"),
     ],
 )
 def test_what_changed_is_said(tmp_path, before, sources, said):
     (tmp_path / "now").mkdir()
-    with pytest.raises(
-        UserError, match="the training data changed since the checkpoint was written"
-    ) as caught:
+    with pytest.raises(UserError, match="the training data changed since the checkpoint was written") as caught:
         identity(tmp_path / "now", *sources).require(before)
     assert said in str(caught.value)
 

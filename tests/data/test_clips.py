@@ -68,11 +68,7 @@ def test_clip_headers_give_sizes_and_any_frame_decodes(form: str, tmp_path: Path
 def test_what_is_no_clip_or_is_cut_off_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.mp4").write_text("no video at all")
-    for name, text in (
-        ("empty", "folder without pictures"),
-        ("text.mp4", "cannot be read"),
-        ("gone.mp4", "not exist"),
-    ):
+    for name, text in (("empty", "folder without pictures"), ("text.mp4", "cannot be read"), ("gone.mp4", "not exist")):
         with pytest.raises(MediaError, match=text):
             media_size(Media("video", tmp_path / name, name))
     media = write(tmp_path, "mp4", pictures(40))
@@ -104,9 +100,7 @@ def test_frames_are_those_that_the_families_sample(total: int, rate: float) -> N
         (5000, 1, 768, [0, 6, 13]),  # no more than 768
     ],
 )
-def test_qwen2_sees_pairs_of_evenly_spaced_frames(
-    total: int, rate: int, count: int, first: list[int]
-) -> None:
+def test_qwen2_sees_pairs_of_evenly_spaced_frames(total: int, rate: int, count: int, first: list[int]) -> None:
     """Its processor wants torchvision, which is not asked for here."""
     frames = FrameSampling().frames(MediaSize(64, 48, total / rate, total), 2)
     assert len(frames) == count
@@ -137,9 +131,7 @@ def test_patches_are_those_of_the_frames_pair_by_pair(tmp_path: Path) -> None:
 def test_frames_that_stand_apart_are_sized_and_dated_as_in_qwen3() -> None:
     size = MediaSize(640, 360, 10.3, 309)
     opens = MediaMarkup("<video>", "<v>", "</v>")
-    unit = NativeClipUnit(
-        "vision", 9, PatchProcessor(16, 2, 2, 4096, 40 * 64 * 64), apart=True, written=opens
-    )
+    unit = NativeClipUnit("vision", 9, PatchProcessor(16, 2, 2, 4096, 40 * 64 * 64), apart=True, written=opens)
     frames = unit.frames(size)
     rows, columns = smart_resize(len(frames), 360, 640, 2, 32, 4096, 40 * 64 * 64)
     grid = unit.grid(size)[GRID]
@@ -153,9 +145,7 @@ def test_frames_that_stand_apart_are_sized_and_dated_as_in_qwen3() -> None:
 def test_clip_positions_follow_seconds_where_family_scales_time() -> None:
     size = MediaSize(56, 56, 8.0, 200)  # 25 frames a second, of which 2 are seen
     assert clip_unit().grid(size)[STEP] == 1
-    assert clip_unit(time_scale=2.0).grid(size)[STEP] == pytest.approx(
-        2.0
-    )  # 2 positions a second, 2 frames a patch
+    assert clip_unit(time_scale=2.0).grid(size)[STEP] == pytest.approx(2.0)  # 2 positions a second, 2 frames a patch
 
 
 def test_limits_go_by_the_names_people_know() -> None:

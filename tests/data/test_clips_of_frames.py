@@ -32,9 +32,7 @@ from dilatant.models.encoders.media import frame_choice
 
 @pytest.mark.parametrize(("count", "fps"), [(8, None), (3, None), (20, None), (None, 1.0), (None, 2.5)])
 @pytest.mark.parametrize("total", [20, 41, 300])
-def test_frames_are_those_that_the_familys_processor_samples(
-    total: int, count: int | None, fps: float | None
-) -> None:
+def test_frames_are_those_that_the_familys_processor_samples(total: int, count: int | None, fps: float | None) -> None:
     seconds = total / 10
     size = MediaSize(8, 8, seconds, total)
     # What its processor computes, which is not to be had without torchvision.
@@ -69,13 +67,9 @@ def test_frames_are_written_as_their_familys_processor_does(seconds: float) -> N
     frames = FirstFrames(7).frames(size)
 
     def ours(texts: str, opens: str, closes: str) -> str:
-        return "".join(
-            f"{before}{opens}xx{closes}{after}" for before, after in FRAME_TEXTS[texts](size, frames)
-        )
+        return "".join(f"{before}{opens}xx{closes}{after}" for before, after in FRAME_TEXTS[texts](size, frames))
 
-    meta = VideoMetadata(
-        total_num_frames=size.frames, fps=10.0, duration=seconds, frames_indices=frames.tolist()
-    )
+    meta = VideoMetadata(total_num_frames=size.frames, fps=10.0, duration=seconds, frames_indices=frames.tolist())
     like: Any = SimpleNamespace(boi_token="<b>", eoi_token="<e>", video_token="x")
     given = {"num_soft_tokens_per_video": [2], "video_metadata": [meta]}
     replaced = gemma4.Gemma4Processor.replace_video_token(like, given, 0)
@@ -111,9 +105,7 @@ def test_frames_are_seen_as_images_and_written_as_internvl_does(tmp_path: Path) 
     size = MediaSize(20, 14, 0.9, 9)
     seen = unit.choice.frames(size)
     text = "".join(f"{before}{'x' * tokens}{after}" for before, tokens, after in unit.pieces(size))
-    like = SimpleNamespace(
-        start_image_token="<i>", end_image_token="</i>", image_token="x", image_seq_length=4
-    )
+    like = SimpleNamespace(start_image_token="<i>", end_image_token="</i>", image_token="x", image_seq_length=4)
     inputs = {"pixel_values_videos": [np.zeros((4, 3, 8, 8))]}
     assert text == InternVLProcessor.replace_video_token(like, inputs, 0)
     assert unit.encoder_tokens(size) == 4 * 17

@@ -142,10 +142,7 @@ def test_files_about_a_shard_are_no_samples(tmp_path):
         ('{"question": "q", "answer": "a"\n' + json.dumps(ROW), ["not valid JSON", "a"]),
         (json.dumps(ROW, indent=2)[:-3], ["is wrong or cut off in record 1"]),
         (json.dumps(ROW, indent=2) + json.dumps(ROW)[:-3], ["is wrong or cut off in record 2"]),
-        (
-            json.dumps({"data": [ROW, ROW]}, indent=2),
-            ["one object that holds a list of 2 records under 'data'"],
-        ),
+        (json.dumps({"data": [ROW, ROW]}, indent=2), ["one object that holds a list of 2 records under 'data'"]),
     ],
 )
 def test_indented_objects_are_records(tmp_path, text, answers):
@@ -184,13 +181,7 @@ def names(path, folder, **how):
 
 
 def test_a_folder_of_splits_gives_the_one_that_is_wanted(tmp_path):
-    files = (
-        "data/test-0.jsonl",
-        "data/train-0.jsonl",
-        "data/train-1.jsonl",
-        "data/validation-0.jsonl",
-        "more.jsonl",
-    )
+    files = ("data/test-0.jsonl", "data/train-0.jsonl", "data/train-1.jsonl", "data/validation-0.jsonl", "more.jsonl")
     (tmp_path / "data").mkdir()
     for file in files:
         write_lines(tmp_path / file, [ROW])
@@ -200,9 +191,7 @@ def test_a_folder_of_splits_gives_the_one_that_is_wanted(tmp_path):
     assert names(tmp_path, tmp_path, split="val", held_out=True)[0] == ["data/validation-0.jsonl"]
     with pytest.raises(UserError, match="splits test, train, validation; name the one to use with 'split'"):
         find_files(str(tmp_path), held_out=True)
-    with pytest.raises(
-        UserError, match="no file of the split 'challenge'; there are test, train, validation"
-    ):
+    with pytest.raises(UserError, match="no file of the split 'challenge'; there are test, train, validation"):
         find_files(str(tmp_path), "challenge")
     assert names(tmp_path / "data" / "test*", tmp_path) == (["data/test-0.jsonl"], ())
 
@@ -241,9 +230,7 @@ def test_base64_is_read_in_all_its_forms(tmp_path, text):
     assert sample.unplaced[0].source == RED
 
 
-@pytest.mark.parametrize(
-    "value", [None, [], [None], [""], "", [{"bytes": None, "path": None}], {"bytes": None}]
-)
+@pytest.mark.parametrize("value", [None, [], [None], [""], "", [{"bytes": None, "path": None}], {"bytes": None}])
 def test_nothing_in_a_column_of_images_is_no_image(tmp_path, value):
     (sample,) = read_all(write_lines(tmp_path / "a.jsonl", [{**ROW, "images": value}]))
     assert sample.unplaced == ()

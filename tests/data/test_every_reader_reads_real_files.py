@@ -29,9 +29,7 @@ def test_parquet_chart_rows_become_conversations_with_an_image():
         sample, row = reader[index], rows[index]
         said = [(turn.role, turn.content) for turn in sample.turns]
         assert said == [
-            item
-            for pair in row["texts"]
-            for item in (("user", (pair["user"],)), ("assistant", (pair["assistant"],)))
+            item for pair in row["texts"] for item in (("user", (pair["user"],)), ("assistant", (pair["assistant"],)))
         ]
         assert [media.source for media in sample.unplaced] == [image["bytes"] for image in row["images"]]
     assert len({reader[index].id for index in range(len(reader))}) == len(reader)
@@ -71,9 +69,7 @@ def test_tar_shard_members_become_samples_with_source_prompt(folder, kind, field
 
 @pytest.mark.parametrize("folder", ["chartqa_mini", "coco_cc_mini", "fsdd_mini"])
 def test_sizes_from_headers_are_those_of_the_decoded_samples(folder):
-    reader = open_source(
-        DataSource(path=str(shared(f"data/{folder}", "sizes of real media")), prompt="What?")
-    )
+    reader = open_source(DataSource(path=str(shared(f"data/{folder}", "sizes of real media")), prompt="What?"))
     encoding = small_encoding()
     for index in range(0, len(reader), max(1, len(reader) // 30)):
         sample = reader[index]
@@ -84,9 +80,7 @@ def test_sizes_from_headers_are_those_of_the_decoded_samples(folder):
         rows = encoded.media["vision" if folder != "fsdd_mini" else "audio"]
         (array,) = rows.values()
         assert as_array(array).dtype == np.float32
-        assert len(array) * (4 if folder != "fsdd_mini" else 5) == max(
-            sizes.tokens["vision"], sizes.tokens["audio"]
-        )
+        assert len(array) * (4 if folder != "fsdd_mini" else 5) == max(sizes.tokens["vision"], sizes.tokens["audio"])
 
 
 def test_large_parquet_is_read_in_blocks_and_row_groups_once(monkeypatch):

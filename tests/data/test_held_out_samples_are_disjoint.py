@@ -32,9 +32,7 @@ def test_nothing_is_left_is_said() -> None:
         HeldOutSplit(5, 0, True).count(5)
 
 
-def test_a_source_read_in_blocks_is_split_within_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_read_in_blocks_is_split_within_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is still read once a pass: the sides' blocks are the source's, without the other side's samples."""
     monkeypatch.setattr(parquet_records, "CACHE_BYTES", 1)
     rows = [{"question": f"q{number}", "answer": f"a{number}"} for number in range(40)]

@@ -226,9 +226,7 @@ def test_a_sample_too_large_for_memory_is_a_sample_error():
     encoding = replace(ENCODING, units=(Greedy(),))
     picture = Media("image", image_bytes(), "x.png")
     sample = Sample("s:1", (Turn("user", (picture,)), Turn("assistant", ("a",))))
-    with pytest.raises(
-        SampleError, match=r"^s:1: the processor of 'vision' refuses image 'x.png': there is not"
-    ):
+    with pytest.raises(SampleError, match=r"^s:1: the processor of 'vision' refuses image 'x.png': there is not"):
         encode_prompt(sample, encoding)
 
 
@@ -285,10 +283,7 @@ TEXT = "{{ messages[0]['content'] }}"
 @pytest.mark.parametrize(
     ("template", "pattern"),
     [
-        (
-            "{% for a in range(90000) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + TEXT,
-            "takes more",
-        ),
+        ("{% for a in range(90000) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + TEXT, "takes more"),
         ("{{ 9 ** (9 ** 9) }}" + TEXT, "a value of more than"),
         ("{% set n = 3 %}{{ n ** (9 ** 9) }}" + TEXT, "a value of more than"),
         ("{{ 'a' * 3000000000 }}" + TEXT, "a value of more than"),

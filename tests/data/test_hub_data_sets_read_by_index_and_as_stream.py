@@ -45,16 +45,12 @@ def folder(tmp_path):
     ]
     (tmp_path / "hub").mkdir()
     # Written by hand: the library itself wants torchcodec to write sounds.
-    pq.write_table(
-        pa.Table.from_pylist(rows, schema=features.arrow_schema), tmp_path / "hub" / "train.parquet"
-    )
+    pq.write_table(pa.Table.from_pylist(rows, schema=features.arrow_schema), tmp_path / "hub" / "train.parquet")
     return str(tmp_path / "hub")
 
 
 def check_pictures(samples):
-    assert [sample.turns[1].content[0] for sample in samples] == [
-        ["cat", "dog", "bird"][n % 3] for n in range(10)
-    ]
+    assert [sample.turns[1].content[0] for sample in samples] == [["cat", "dog", "bird"][n % 3] for n in range(10)]
     assert all(sample.turns[0].content == ("What is it?",) for sample in samples)
     for number, sample in enumerate(samples):
         image, sound = sample.unplaced
@@ -107,9 +103,7 @@ def test_the_real_charts_read_alike_from_the_hub_and_from_files():
     assert len(local) == len(hub)
     for index in (0, 50, 125):
         assert local[index].turns == hub[index].turns
-        assert [media.source for media in local[index].unplaced] == [
-            media.source for media in hub[index].unplaced
-        ]
+        assert [media.source for media in local[index].unplaced] == [media.source for media in hub[index].unplaced]
 
 
 def read_first(source):
@@ -126,9 +120,7 @@ def test_a_hub_out_of_reach_is_one_clear_line(monkeypatch, streaming):
         raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(
-        UserError, match="'nobody/nothing' is on the hub, which this machine cannot reach"
-    ) as caught:
+    with pytest.raises(UserError, match="'nobody/nothing' is on the hub, which this machine cannot reach") as caught:
         read_first(DataSource(id="nobody/nothing", streaming=streaming))
     assert "\n" not in str(caught.value)
 

@@ -32,11 +32,7 @@ BROKEN = [
         "2 image markers in the text for 1 images",
         False,
     ),
-    (
-        {"question": "<image>", "answer": "a", "images": ["good.png"] * 2},
-        "1 image markers in the text for 2",
-        False,
-    ),
+    ({"question": "<image>", "answer": "a", "images": ["good.png"] * 2}, "1 image markers in the text for 2", False),
     ({"question": "long " * 40, "answer": "a"}, "more than the 100 allowed", False),
     ({"messages": [{"role": "user", "content": "q"}]}, "no assistant answer", False),
     ({"question": "q", "answer": ""}, "only empty answers", False),
@@ -67,9 +63,7 @@ ENCODING = replace(small_encoding(), max_length=100)
 @pytest.mark.parametrize("deep", [True, False])
 def test_every_broken_sample_is_found_and_no_other(blend, deep):
     problems = lint(blend, ENCODING, deep=deep)
-    expected = [
-        number + len(GOOD) for number, (_, _, only_deep) in enumerate(BROKEN) if deep or not only_deep
-    ]
+    expected = [number + len(GOOD) for number, (_, _, only_deep) in enumerate(BROKEN) if deep or not only_deep]
     assert [problem.index for problem in problems] == [*expected, len(blend) - 1]
     for problem in problems[:-1]:
         assert problem.sample == f"x.jsonl:{problem.index + 1}"
@@ -92,12 +86,7 @@ def test_all_that_is_wrong_with_one_sample_is_listed(tmp_path):
     (tmp_path / "cut.png").write_bytes(image_bytes(40, 30)[:-1500])
     record = {"question": "long " * 40, "answer": " ", "images": ["cut.png", "cut.png"]}
     blend = open_blend([DataSource(path=str(write_lines(tmp_path / "x.jsonl", [record])))])
-    assert [problem.problem.split()[0] for problem in lint(blend, ENCODING)] == [
-        "has",
-        "has",
-        "image",
-        "image",
-    ]
+    assert [problem.problem.split()[0] for problem in lint(blend, ENCODING)] == ["has", "has", "image", "image"]
 
 
 def test_workers_find_the_same(tmp_path):

@@ -102,8 +102,7 @@ def test_answers_and_their_end_carry_loss_and_nothing_else(turns, kind):
     expected = [lead + answer + end for _, answer in turns]
     if kind == "no_end":
         expected = [
-            answer + (end if answer_at == len(turns) - 1 else "")
-            for answer_at, (_, answer) in enumerate(turns)
+            answer + (end if answer_at == len(turns) - 1 else "") for answer_at, (_, answer) in enumerate(turns)
         ]
     assert written == expected
 
@@ -139,9 +138,7 @@ def test_a_template_may_hide_thoughts_and_add_empty_ones():
     messages = conversation(["a", "b"], ["<think>\nlong\n</think>\n\none", "two"])
     tokens = chat_tokenizer(tokenizer).tokens(messages)
     # The model is asked to write all that follows the generation prompt, the empty thought included.
-    assert (
-        tokenizer.decode(tokens.ids[tokens.answered]) == "one<|im_end|><think>\n\n</think>\n\ntwo<|im_end|>"
-    )
+    assert tokenizer.decode(tokens.ids[tokens.answered]) == "one<|im_end|><think>\n\n</think>\n\ntwo<|im_end|>"
 
 
 def test_a_template_for_typed_content_wraps_media_as_it_would():
@@ -154,9 +151,7 @@ def test_a_template_for_typed_content_wraps_media_as_it_would():
 
 def test_a_media_place_is_one_token_without_loss():
     chat = chat_tokenizer(byte_tokenizer())
-    tokens = chat.tokens(
-        [TemplateMessage("user", f"a{MEDIA}{MEDIA}b"), TemplateMessage("assistant", f"c{MEDIA}")]
-    )
+    tokens = chat.tokens([TemplateMessage("user", f"a{MEDIA}{MEDIA}b"), TemplateMessage("assistant", f"c{MEDIA}")])
     text = [256 + 1, ord("a"), -1, -1, ord("b"), ord("\n"), ord("c"), -1, 256 + 2]
     assert tokens.ids.tolist() == text
     assert tokens.answered.tolist() == [False] * 6 + [True, False, True]
@@ -165,16 +160,12 @@ def test_a_media_place_is_one_token_without_loss():
 def test_a_template_that_refuses_says_so():
     chat = chat_tokenizer(tokenizer_with(TURNS))
     with pytest.raises(UserError, match="System role not supported"):
-        chat.tokens(
-            [TemplateMessage("system", "x"), TemplateMessage("user", "a"), TemplateMessage("assistant", "b")]
-        )
+        chat.tokens([TemplateMessage("system", "x"), TemplateMessage("user", "a"), TemplateMessage("assistant", "b")])
     with pytest.raises(UserError, match="does not write the text of a user's turn"):
         chat_tokenizer(tokenizer_with("{{ 'constant' }}"))
     twice = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(UserError, match="does not write an assistant's turn once"):
-        chat_tokenizer(tokenizer_with(twice)).tokens(
-            [TemplateMessage("user", "a"), TemplateMessage("assistant", "b")]
-        )
+        chat_tokenizer(tokenizer_with(twice)).tokens([TemplateMessage("user", "a"), TemplateMessage("assistant", "b")])
 
 
 def test_a_template_may_come_from_a_file(tmp_path):
@@ -199,16 +190,10 @@ def test_the_users_tokenizer_is_left_as_it_is():
 @pytest.fixture(scope="module")
 def qwen():
     path = os.environ.get("DILATANT_QWEN_TOKENIZER")
-    file = (
-        Path(path)
-        if path
-        else shared("models/qwen_tokenizer/tokenizer.json", "ChatML on the Qwen vocabulary")
-    )
+    file = Path(path) if path else shared("models/qwen_tokenizer/tokenizer.json", "ChatML on the Qwen vocabulary")
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(file), eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHATML
     return tokenizer
 
@@ -228,18 +213,14 @@ def test_a_real_vocabulary_is_cut_between_prompt_and_answer(qwen, qwen_chat, ans
     assert tokens.ids[: len(prompt)].tolist() == prompt.tolist()
     assert tokens.answered.tolist() == [False] * len(prompt) + [True] * int(tokens.answered.sum()) + [False]
     if not answer.startswith("\n"):  # the whole text as one would join the line breaks of prompt and answer
-        rendered = qwen.apply_chat_template(
-            [{"role": m.role, "content": m.text} for m in messages], tokenize=False
-        )
+        rendered = qwen.apply_chat_template([{"role": m.role, "content": m.text} for m in messages], tokenize=False)
         assert tokens.ids.tolist() == qwen(rendered, add_special_tokens=False).input_ids
 
 
 def test_a_sentencepiece_vocabulary_keeps_its_word_starts():
     tokenizer = load_tokenizer(str(shared("models/stories260k", "a SentencePiece-like vocabulary")))
     chat = chat_tokenizer(tokenizer)
-    tokens = chat.tokens(
-        [TemplateMessage("user", f"Once {MEDIA} upon"), TemplateMessage("assistant", "a time")]
-    )
+    tokens = chat.tokens([TemplateMessage("user", f"Once {MEDIA} upon"), TemplateMessage("assistant", "a time")])
     assert tokenizer.decode(tokens.ids[tokens.answered], skip_special_tokens=True).strip() == "a time"
     assert tokens.ids[0] == tokenizer.bos_token_id
     assert tokens.ids[-1] == tokenizer.eos_token_id

@@ -137,9 +137,7 @@ def moving(form: str, duration: list[int], mode: str = "RGBA", **options: Any) -
         frames.append(frame.convert(mode))
     lossless = {"lossless": True} if form == "WEBP" else {}
     disposal = 1 if form == "PNG" else 2  # to the ground
-    return Media(
-        "video", encoded(frames, form, duration=duration, disposal=disposal, **lossless, **options), form
-    )
+    return Media("video", encoded(frames, form, duration=duration, disposal=disposal, **lossless, **options), form)
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])

@@ -39,9 +39,7 @@ def test_images_equal_those_of_the_familys_processor(family, shape):
     mine = image_processor(reference.to_dict(), height=224, width=224)
     assert isinstance(mine, PixelProcessor)
     pixels = picture(*shape)
-    expected = reference(images=pixels, return_tensors="np", input_data_format="channels_last")[
-        "pixel_values"
-    ]
+    expected = reference(images=pixels, return_tensors="np", input_data_format="channels_last")["pixel_values"]
     # Both round once in float32; values lie in [-3, 3].
     np.testing.assert_allclose(mine(pixels)["pixel_values"].normalized(), expected, atol=1e-6)
 
@@ -83,9 +81,7 @@ def test_other_families_run_transformers_own_processor(tmp_path):
     mine = image_processor(str(tmp_path), height=size, width=size)
     assert isinstance(mine, HuggingFaceImageProcessor)
     pixels = picture(300, 500)
-    expected = reference(images=pixels, return_tensors="np", input_data_format="channels_last")[
-        "pixel_values"
-    ]
+    expected = reference(images=pixels, return_tensors="np", input_data_format="channels_last")["pixel_values"]
     assert (mine(pixels)["pixel_values"] == expected).all()
 
 
@@ -103,9 +99,7 @@ def test_saved_image_processor_loads_here_and_in_transformers(tmp_path, processo
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor.settings))
     pixels = picture(30, 50)[:, :, : processor.channels]
     expected = processor(pixels)["pixel_values"].normalized()
-    again = image_processor(
-        str(tmp_path), height=processor.height, width=processor.width, channels=processor.channels
-    )
+    again = image_processor(str(tmp_path), height=processor.height, width=processor.width, channels=processor.channels)
     assert (again(pixels)["pixel_values"].normalized() == expected).all()
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     values = theirs(images=pixels, return_tensors="np", input_data_format="channels_last")["pixel_values"]
@@ -135,9 +129,7 @@ def test_combined_processor_file_loads_and_a_missing_one_raises(tmp_path):
         lambda: image_processor(str(tmp_path), height=8, width=8),
         lambda: audio_processor(str(tmp_path), frames=100, mel_bins=40),
     ):
-        with pytest.raises(
-            UserError, match=r"there is no processor in .*: put its preprocessor_config\.json there"
-        ):
+        with pytest.raises(UserError, match=r"there is no processor in .*: put its preprocessor_config\.json there"):
             read()
     pixels, sound = (
         PixelProcessor(8, 8, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7)),

@@ -27,9 +27,7 @@ def unit(**settings: object) -> NativeImageUnit:
 
 @pytest.mark.parametrize("limits", [{}, {"min_pixels": 3000, "max_pixels": 90_000}], ids=["own", "given"])
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_patches_are_those_of_transformers(
-    width: int, height: int, limits: dict[str, int], tmp_path: Path
-) -> None:
+def test_patches_are_those_of_transformers(width: int, height: int, limits: dict[str, int], tmp_path: Path) -> None:
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
     media = Media("image", tmp_path / "image.png", "image")

@@ -54,16 +54,9 @@ def samplers(draw):
         new_group = [0, *(draw(st.integers(0, 1)) for _ in runs[1:])]
         groups = draw(st.sampled_from([(), tuple(np.cumsum(new_group).tolist())]))
         blocks.append(draw(st.sampled_from([None, Blocks(runs, draw(st.integers(1, 4)), groups)])))
-    weights = draw(
-        st.lists(st.sampled_from([0.1, 1.0, 2.0, 7.0]), min_size=len(lengths), max_size=len(lengths))
-    )
+    weights = draw(st.lists(st.sampled_from([0.1, 1.0, 2.0, 7.0]), min_size=len(lengths), max_size=len(lengths)))
     return Sampler(
-        tuple(lengths),
-        tuple(weights),
-        draw(SEEDS),
-        draw(st.integers(1, 40)),
-        draw(st.booleans()),
-        tuple(blocks),
+        tuple(lengths), tuple(weights), draw(SEEDS), draw(st.integers(1, 40)), draw(st.booleans()), tuple(blocks)
     )
 
 
@@ -213,9 +206,7 @@ def numbers_in(batches):
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
-@given(
-    st.integers(1, 40), st.integers(1, 12), st.integers(1, 9), st.integers(0, 12), st.integers(0, 12), SEEDS
-)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 9), st.integers(0, 12), st.integers(0, 12), SEEDS)
 def test_a_stream_is_shuffled_in_blocks_and_resumed_exactly(length, block, batch, before, after, seed):
     sampler = StreamSampler((Numbers(length),), (1.0,), seed, batch, block)
     whole = list(islice(sampler.batches(sampler.start()), before + after))
@@ -224,10 +215,7 @@ def test_a_stream_is_shuffled_in_blocks_and_resumed_exactly(length, block, batch
         one_pass = taken[start : start + length]
         assert len(set(one_pass)) == len(one_pass)
         for at in range(0, len(one_pass) - block + 1, block):
-            assert (
-                sorted(one_pass[at : at + block])
-                == list(range(at, at + block))[: len(one_pass[at : at + block])]
-            )
+            assert sorted(one_pass[at : at + block]) == list(range(at, at + block))[: len(one_pass[at : at + block])]
     position = whole[before - 1][1] if before else sampler.start()
     rest = islice(sampler.batches(sampler.resume(SamplerState.from_json(position.to_json()))), after)
     assert numbers_in(rest) == numbers_in(whole[before:])

@@ -43,9 +43,7 @@ def test_notes_are_whole_while_their_writer_never_stops() -> None:
                 assert note.ticket >= newest
                 seen += note.ticket > newest
                 newest = note.ticket
-        assert (
-            unknown < READS / 100
-        )  # the writer is not faster eight times in a row, but for a pause of the reader
+        assert unknown < READS / 100  # the writer is not faster eight times in a row, but for a pause of the reader
     finally:
         writer.kill()
         writer.wait()

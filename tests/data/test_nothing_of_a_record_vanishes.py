@@ -124,10 +124,7 @@ def test_numbers_of_markers_are_places_in_a_list_of_images():
         return texts(sample)[0][1], [media.name for media in sample.unplaced]
 
     assert asked("<image2> or <image_1>?", "a.png", "b.png", "c.png") == ("<b.png> or <a.png>?", ["c.png"])
-    for words in (
-        "<image>\nIs <image1> red?",
-        "<image2>",
-    ):  # the plain marker counts; there is no second image
+    for words in ("<image>\nIs <image1> red?", "<image2>"):  # the plain marker counts; there is no second image
         assert asked(words, "a.png") == (words, ["a.png"])
     answer = sample_of(question="q", answer="In <image1>", images=["a.png"])
     assert texts(answer)[1] == ("assistant", "In <image1>")
@@ -156,9 +153,7 @@ def test_media_in_columns_of_other_names_are_media(column, kind):
 def test_a_file_name_is_a_medium_by_its_suffix(name, kind):
     assert [media.kind for media in sample_of(text="x", file_name=name).unplaced] == [kind]
     assert sample_of(text="x", file_name="0.doc").unused == ("file_name",)
-    assert sample_of(text="x", image="b.png", file_name=name).unused == (
-        ("file_name",) if kind == "image" else ()
-    )
+    assert sample_of(text="x", image="b.png", file_name=name).unused == (("file_name",) if kind == "image" else ())
 
 
 @pytest.mark.parametrize(
@@ -252,21 +247,13 @@ def test_keys_that_nobody_reads_are_unused(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "no", "yes"),
-    [
-        ("weight", 0, 1),
-        ("loss", False, True),
-        ("train", False, None),
-        ("trainable", 0.0, 1.0),
-        ("loss_mask", 0, 1),
-    ],
+    [("weight", 0, 1), ("loss", False, True), ("train", False, None), ("trainable", 0.0, 1.0), ("loss_mask", 0, 1)],
 )
 @pytest.mark.parametrize("tagged", [False, True])
 def test_turns_that_are_marked_carry_no_loss(tmp_path, key, no, yes, tagged):
     turns = [("user", "q1", no), ("assistant", "BAD", no), ("user", "q2", None), ("assistant", "good", yes)]
     for messages in (turns, [*turns[2:], *turns[:2]]):
-        sample = sample_of(
-            messages=[{"role": role, "content": text, key: mark} for role, text, mark in messages]
-        )
+        sample = sample_of(messages=[{"role": role, "content": text, key: mark} for role, text, mark in messages])
         (tmp_path / "t.jinja").write_text(ROLES)
         template = None if tagged else str(tmp_path / "t.jinja")
         assert learned(sample, template).replace("\n", "") == "good"
@@ -293,9 +280,7 @@ def test_marks_that_cannot_be_obeyed_are_refused():
 
 def test_message_keys_the_template_reads_carry_loss(tmp_path):
     (tmp_path / "t.jinja").write_text(ROLES)
-    sample = sample_of(
-        messages=[CHAT[0], {"role": "assistant", "reasoning_content": "two and two", "content": "4"}]
-    )
+    sample = sample_of(messages=[CHAT[0], {"role": "assistant", "reasoning_content": "two and two", "content": "4"}])
     assert learned(sample, str(tmp_path / "t.jinja")) == "<two and two>4"
     assert learned(sample).strip() == "4"
 
@@ -318,9 +303,7 @@ def test_a_list_of_frames_is_a_clip(tmp_path):
     assert isinstance(timed.source, Frames)
     assert (clip_size(timed).seconds, clip_size(timed).width) == (1.5, 8)
     sums = [int(frame.sum()) for frame in decode_clip(timed, [2, 0], lambda frame: frame)]
-    assert sums == [
-        int(decode_clip(clip(text="x", video=names), [at], lambda f: f)[0].sum()) for at in (2, 0)
-    ]
+    assert sums == [int(decode_clip(clip(text="x", video=names), [at], lambda f: f)[0].sum()) for at in (2, 0)]
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,7 @@ def test_every_form_of_a_pair_is_understood(fields: dict[str, Any], asked: list[
 
 
 def test_columns_of_a_pair_may_be_named() -> None:
-    sample = sample_of(
-        {"chosen": "best", "rejected": "worst"}, question="q", best="good", worst="bad", other=1
-    )
+    sample = sample_of({"chosen": "best", "rejected": "worst"}, question="q", best="good", worst="bad", other=1)
     assert (texts(sample.turns), texts(sample.rejected)) == (["q", "good"], ["q", "bad"])
     assert sample.unused == ("other",)
     assert sample_of({"answer": "chosen"}, question="q", chosen="good", rejected="bad").rejected == ()
@@ -103,9 +101,7 @@ def test_a_record_that_is_no_pair_is_refused(fields: dict[str, Any], pattern: st
     assert len(str(caught.value)) < 400
 
 
-def encoded_pair(
-    shares: bool, template: str = "auto", talk: list[Any] = ASKED
-) -> tuple[EncodedSample, list[Any]]:
+def encoded_pair(shares: bool, template: str = "auto", talk: list[Any] = ASKED) -> tuple[EncodedSample, list[Any]]:
     """Return a pair with two pictures, and both of its conversations encoded as samples of their own."""
     pictures = [{"bytes": image_bytes(seed=seed)} for seed in range(2)]
     fields = {"images": pictures, "chosen": [*talk, BETTER], "rejected": [*talk, WORSE]}
@@ -117,18 +113,13 @@ def encoded_pair(
     assert dict(sizes.tokens) == dict(encoded.sizes)
     assert (sizes.target_tokens, sizes.content) == (encoded.target_tokens, encoded.content_digest)
     assert not find_problems(sample, encoding, deep=True)
-    alone = [
-        encode_sample(Sample("x:1", turns, sample.unplaced), plain)
-        for turns in (sample.turns, sample.rejected)
-    ]
+    alone = [encode_sample(Sample("x:1", turns, sample.unplaced), plain) for turns in (sample.turns, sample.rejected)]
     return encoded, alone
 
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("talk", [ASKED, TALK], ids=["question", "talk"])
-def test_the_answers_of_a_pair_are_what_two_samples_would_be(
-    shares: bool, talk: list[Any], tmp_path: Path
-) -> None:
+def test_the_answers_of_a_pair_are_what_two_samples_would_be(shares: bool, talk: list[Any], tmp_path: Path) -> None:
     template = tmp_path / "roles.jinja"
     template.write_text(ROLES, encoding="utf-8")
     encoded, alone = encoded_pair(shares, str(template), talk)

@@ -101,12 +101,7 @@ def test_a_picture_in_a_question_needs_an_encoder() -> None:
 
 def test_a_text_that_holds_the_asking_token_itself_is_refused() -> None:
     target = image_target(
-        "image",
-        placeholder_id=ord("~"),
-        tokens_per_item=2,
-        start="<draw>",
-        marker="<image>",
-        pixels=(1, 4, 4),
+        "image", placeholder_id=ord("~"), tokens_per_item=2, start="<draw>", marker="<image>", pixels=(1, 4, 4)
     )
     encoding = small_encoding(units=(), targets=(target,))
     fine = Sample("s", (Turn("user", ("draw",)), Turn("assistant", (_image(),))))
@@ -145,11 +140,6 @@ def test_index_lint_and_statistics_know_targets(tmp_path: Path) -> None:
 
 def test_the_index_is_made_anew_for_another_number_of_places() -> None:
     other = image_target(
-        "image",
-        placeholder_id=DRAWN_ID,
-        tokens_per_item=5,
-        start="<draw>",
-        marker="<image>",
-        pixels=(1, 4, 4),
+        "image", placeholder_id=DRAWN_ID, tokens_per_item=5, start="<draw>", marker="<image>", pixels=(1, 4, 4)
     )
     assert _encoding().fingerprint != small_encoding(units=(READER,), targets=(other,)).fingerprint

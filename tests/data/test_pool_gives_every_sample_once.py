@@ -228,9 +228,7 @@ def test_slots_of_an_arena_never_overlap_and_all_room_comes_back(seed: int) -> N
     for _ in range(2000):
         if slots and draw.random() < 0.5:
             offset = draw.choice(list(slots))
-            assert bytes(arena.view(offset, slots[offset])) == offset.to_bytes(4, "big") * (
-                slots[offset] // 4
-            )
+            assert bytes(arena.view(offset, slots[offset])) == offset.to_bytes(4, "big") * (slots[offset] // 4)
             del slots[offset]
             arena.release(offset)
             continue

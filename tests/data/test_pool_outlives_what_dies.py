@@ -79,9 +79,7 @@ def test_a_hang_in_c_code_is_refused_and_other_samples_arrive(pool) -> None:
         sample = source.take("train", number + 100)
         if number == 5:
             assert isinstance(sample, SampleError)
-            assert str(sample).startswith(
-                "sample 5 of 'train' (counted from 0 through all sources): decoding took "
-            )
+            assert str(sample).startswith("sample 5 of 'train' (counted from 0 through all sources): decoding took ")
             assert "longer than 2 s; look at its media" in str(sample)
         else:
             assert sample.id == f"file:{number}"
@@ -93,9 +91,7 @@ def test_a_sample_that_kills_two_workers_is_a_named_error(pool, caplog) -> None:
     before = owner.pids
     source = join_pool()
     source.ask(requests([5]))
-    with pytest.raises(
-        WorkerError, match=r"sample 5 of 'train' .* has ended 2 data workers .* SIGKILL.*memory"
-    ):
+    with pytest.raises(WorkerError, match=r"sample 5 of 'train' .* has ended 2 data workers .* SIGKILL.*memory"):
         source.take("train", 105)
     assert not set(before) & set(owner.pids)
     assert caplog.text.count("another one takes its place") == 2
@@ -212,16 +208,12 @@ def test_a_paused_process_does_not_count_waiting_as_late() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_io_errors_are_retried_and_never_blamed_on_the_sample(pool, tmp_path, monkeypatch, workers) -> None:
     monkeypatch.setattr(pool_module, "IO_PAUSE_SECONDS", 0.001)  # only in this process
-    datasets = {
-        name: Numbered(log=tmp_path / name, fails=fails) for name, fails in (("twice", 2), ("more", 3))
-    }
+    datasets = {name: Numbered(log=tmp_path / name, fails=fails) for name, fails in (("twice", 2), ("more", 3))}
     source = pool(datasets, workers)[1]() if workers else InlineSource(datasets, ENCODING)
     for name in datasets:
         source.ask(requests([0], dataset=name))
     assert source.take("twice", 100).id == "file:0"
-    with pytest.raises(
-        UnreadableFileError, match=r"sample 0 of 'more' .* cannot be read, 3 times: .*Input/output"
-    ):
+    with pytest.raises(UnreadableFileError, match=r"sample 0 of 'more' .* cannot be read, 3 times: .*Input/output"):
         source.take("more", 100)
     for name in datasets:
         source.ask(requests([1], dataset=name))
@@ -292,9 +284,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """An idle worker and one that hangs in C code (until its deadline) both end, and their folders are removed."""
     (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 1.0)"))
     tests = str(Path(__file__).parents[1])
-    command = subprocess.Popen(
-        [sys.executable, tmp_path / "owner.py", tests], stdout=subprocess.PIPE, text=True
-    )
+    command = subprocess.Popen([sys.executable, tmp_path / "owner.py", tests], stdout=subprocess.PIPE, text=True)
     address, shared, *pids = command.stdout.readline().split()
     source = join(address, PLENTY)
     try:
@@ -304,9 +294,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
             join(str(tmp_path / "none"), PLENTY)
         command.kill()
         command.wait()
-        with pytest.raises(
-            WorkerError, match="no data workers any more: the process that started them has ended"
-        ):
+        with pytest.raises(WorkerError, match="no data workers any more: the process that started them has ended"):
             source.take("train", 105)
     finally:
         command.kill()

@@ -42,11 +42,7 @@ SIZE = {"height": 8, "width": 8}
 def llava(tokenizer: Any) -> Any:
     images = LlavaImageProcessorPil(size={"shortest_edge": 8}, crop_size=SIZE)
     return LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=2,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
+        images, tokenizer, patch_size=2, vision_feature_select_strategy="default", num_additional_image_tokens=1
     )
 
 
@@ -65,11 +61,7 @@ CASES = {
     "gemma3": (
         gemma3,
         "<start_of_image>",
-        {
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
     ),
     "idefics3": (
         idefics3,

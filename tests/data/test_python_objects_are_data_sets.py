@@ -125,12 +125,7 @@ def test_encoded_samples_are_reduced_to_parts(tmp_path: Path) -> None:
     whole = encode_sample(blend[0], encoding)
     assert whole.labels.tolist() == [-100, -100, 7, 8, -100, 6, 9, -100]
     assert whole.sizes == {"language": 8, "vision": 0, "audio": 0}
-    assert encode_sample(blend[0], encoding, frozenset({QUESTION})).labels.tolist() == [
-        *[-100] * 5,
-        6,
-        9,
-        -100,
-    ]
+    assert encode_sample(blend[0], encoding, frozenset({QUESTION})).labels.tolist() == [*[-100] * 5, 6, 9, -100]
     assert len(encode_sample(blend[0], encoding, frozenset({"vision"})).input_ids) == 0
     sizes = blend_sizes(blend, encoding, cache_dir=tmp_path, workers=0)
     assert (sizes.target_tokens.tolist(), sizes.tokens.tolist()) == ([4], [[8, 0, 0]])
@@ -145,10 +140,7 @@ def test_encoded_samples_are_reduced_to_parts(tmp_path: Path) -> None:
         (EncodedSample("", np.array([1, 2]), np.array([1])), r"input_ids int64\[2\] and labels int64\[1\]"),
         (EncodedSample("", np.array([1, 2]), np.array([1, -100])), "no label that carries loss"),
         (EncodedSample("", np.array([1, -2]), np.array([1, 2])), "has the token -2"),
-        (
-            EncodedSample("", np.array([1, 2]), np.array([1, 2]), {"sight": {}}),
-            "'sight', which is no encoder",
-        ),
+        (EncodedSample("", np.array([1, 2]), np.array([1, 2]), {"sight": {}}), "'sight', which is no encoder"),
         (EncodedSample("", np.array([1, 2]), np.array([1, 2]), {"vision": {}}), r"without sizes\['vision'\]"),
     ],
 )

@@ -117,9 +117,7 @@ class TestOnACluster:
         with pytest.raises(WorkerError, match=r"sample 3 of 'train'.* has ended 3 producers"):
             ours.take("train", 103)
 
-    def test_a_sample_that_hangs_is_refused_and_the_others_come(
-        self, source, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_sample_that_hangs_is_refused_and_the_others_come(self, source, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray_source, "LATE_SECONDS", 0.5)
         monkeypatch.setattr(ray_source.RaySource, "tries", 1)
         ours = source(Numbered(hangs=frozenset({1})), most=1, decode_seconds=1.0)

@@ -70,11 +70,7 @@ SOUND = base64.b64encode(wav_bytes()).decode()
             ["image"],
         ),
         (
-            {
-                "messages": messages(
-                    {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}, TEXT
-                )
-            },
+            {"messages": messages({"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}, TEXT)},
             ["audio"],
         ),
         ({"messages": messages({"type": "audio", "audio": "media/c.wav"}, TEXT)}, ["audio"]),
@@ -112,19 +108,12 @@ def test_typed_content_keeps_media_in_reading_order(folder, record, media):
     "record",
     [
         {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]},
-        {
-            "messages": json.dumps(
-                [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-            )
-        },
+        {"messages": json.dumps([{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}])},
         {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]},
         {"conversations": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]},
         {"texts": [{"user": QUESTION, "assistant": ANSWER}]},
         {"prompt": QUESTION, "completion": ANSWER},
-        {
-            "prompt": [{"role": "user", "content": QUESTION}],
-            "completion": [{"role": "assistant", "content": ANSWER}],
-        },
+        {"prompt": [{"role": "user", "content": QUESTION}], "completion": [{"role": "assistant", "content": ANSWER}]},
         {"question": QUESTION, "answer": ANSWER},
         {"query": QUESTION, "response": ANSWER, "unrelated": {"deep": [1]}},
         {"instruction": QUESTION, "output": ANSWER},
@@ -138,10 +127,7 @@ def test_every_record_form_gives_the_same_conversation(folder, record, listed):
 
 
 def test_a_system_text_beside_the_conversation_comes_first(folder):
-    record = {
-        "system": "Be brief.",
-        "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
-    }
+    record = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     (sample,) = read_all(write_lines(folder / "x.jsonl", [record]))
     assert turns(sample)[0] == ("system", ("Be brief.",))
 
@@ -173,27 +159,19 @@ def test_text_alone_is_what_the_assistant_writes(folder):
 
 def test_parquet_takes_the_same_records(folder):
     records = [
-        {
-            "messages": messages({"type": "image", "text": None}, {"type": "text", "text": QUESTION}),
-            "images": None,
-        }
+        {"messages": messages({"type": "image", "text": None}, {"type": "text", "text": QUESTION}), "images": None}
         for _ in range(3)
     ]
     for record in records:
         record["messages"] = [
-            {
-                "role": "user",
-                "content": [{"type": "image", "text": None}, {"type": "text", "text": QUESTION}],
-            },
+            {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": QUESTION}]},
             {"role": "assistant", "content": [{"type": "text", "text": ANSWER}]},
         ]
         record["images"] = [{"bytes": image_bytes(seed=1), "path": None}]
     pq.write_table(pa.Table.from_pylist(records), folder / "x.parquet", row_group_size=2)
     samples = read_all(folder / "x.parquet")
     assert [sample.id for sample in samples] == ["x.parquet:1", "x.parquet:2", "x.parquet:3"]
-    assert {turns(sample) for sample in samples} == {
-        (("user", ("image", QUESTION)), ("assistant", (ANSWER,)))
-    }
+    assert {turns(sample) for sample in samples} == {(("user", ("image", QUESTION)), ("assistant", (ANSWER,)))}
 
 
 def test_parquet_paths_are_relative_to_the_file(folder):
@@ -207,10 +185,7 @@ def test_parquet_paths_are_relative_to_the_file(folder):
 
 def test_a_tar_record_may_hold_a_whole_conversation(folder):
     conversation = {
-        "conversations": [
-            {"from": "human", "value": f"<image>\n{QUESTION}"},
-            {"from": "gpt", "value": ANSWER},
-        ]
+        "conversations": [{"from": "human", "value": f"<image>\n{QUESTION}"}, {"from": "gpt", "value": ANSWER}]
     }
     path = write_tar(
         folder / "x.tar",
@@ -254,9 +229,7 @@ JSON_VALUES = st.recursive(
     | st.integers(-5, 5)
     | st.text(CHARACTERS, max_size=6)
     | st.sampled_from(['"', '\\"', "\\\\", "}{", "]["]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(CHARACTERS, max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(CHARACTERS, max_size=3), inner, max_size=3),
     max_leaves=6,
 )
 
@@ -268,9 +241,7 @@ JSON_VALUES = st.recursive(
     ascii_only=st.booleans(),
     mark=st.booleans(),
 )
-def test_json_array_elements_are_found_for_any_string_content(
-    tmp_path_factory, extras, gaps, ascii_only, mark
-):
+def test_json_array_elements_are_found_for_any_string_content(tmp_path_factory, extras, gaps, ascii_only, mark):
     records = [{"x": extra, "question": "q", "answer": str(number)} for number, extra in enumerate(extras)]
     text = "".join(
         gaps[number % len(gaps)] * (number > 0) + json.dumps(record, ensure_ascii=ascii_only)
@@ -481,10 +452,7 @@ def test_damaged_files_are_named(tmp_path):
             '{"messages": [{"role": "user", "content": [{"type": "smell"}]}]}',
             "part 1 of message 1 is of the type 'smell'",
         ),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "name more images than the record holds",
-        ),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "name more images than the record holds"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image", "image": "http://a/b.png"}]}]}',
             "remote address",

@@ -69,9 +69,7 @@ def test_markers_take_the_media_beside_the_text_in_order():
     encoded = check_consistent(sample("<image>?<image><audio>", unplaced=[*pictures, sound()]), ENCODING)
     expected = [BOS, *[IMAGE_ID] * 4, *letters("?"), *[IMAGE_ID] * 4, *[AUDIO_ID] * 3, *letters("\nyes"), EOS]
     assert encoded.input_ids.tolist() == expected
-    alone = [
-        encode_sample(sample(each), ENCODING).media["vision"]["pixel_values"].values for each in pictures
-    ]
+    alone = [encode_sample(sample(each), ENCODING).media["vision"]["pixel_values"].values for each in pictures]
     assert (encoded.media["vision"]["pixel_values"].values == np.concatenate(alone)).all()
     assert not (alone[0] == alone[1]).all()
 
@@ -91,9 +89,7 @@ def test_a_sample_without_media_is_ordinary():
     assert encoded.media == {}
     assert dict(encoded.sizes) == {"language": len(encoded.input_ids), "vision": 0, "audio": 0}
     text_only = small_encoding(units=())
-    assert (
-        encode_sample(sample("a <image> tag"), text_only).input_ids[1:14] == letters("a <image> tag")
-    ).all()
+    assert (encode_sample(sample("a <image> tag"), text_only).input_ids[1:14] == letters("a <image> tag")).all()
 
 
 def test_media_of_a_unit_that_prepends_come_before_all_text():
@@ -123,19 +119,14 @@ def test_markers_separate_two_encoders_of_one_kind():
     encoding = replace(ENCODING, units=(vision, detail))
     encoded = encode_sample(sample("<detail><image>", image(3), unplaced=[image(1), image(2)]), encoding)
     assert encoded.input_ids[1:13].tolist() == [302] * 4 + [IMAGE_ID] * 8
-    assert {unit: len(inputs["pixel_values"]) for unit, inputs in encoded.media.items()} == {
-        "detail": 1,
-        "vision": 2,
-    }
+    assert {unit: len(inputs["pixel_values"]) for unit, inputs in encoded.media.items()} == {"detail": 1, "vision": 2}
 
 
 def test_loss_on_all_tokens_leaves_out_media_and_the_first():
     encoded = check_consistent(sample("a", image()), replace(ENCODING, train_on="all"))
     assert encoded.labels.tolist() == [-100, *letters("a"), *[-100] * 4, *letters("\nyes"), EOS]
     alone = Sample("s", (Turn("user", ("text only",)),))
-    assert (encode_sample(alone, replace(ENCODING, train_on="all")).labels != -100).sum() == len(
-        "text only\n"
-    )
+    assert (encode_sample(alone, replace(ENCODING, train_on="all")).labels != -100).sum() == len("text only\n")
 
 
 def test_a_prompt_is_what_training_saw_before_the_last_answer():
@@ -210,10 +201,7 @@ def test_a_word_is_never_the_token_that_it_spells():
     [
         (sample("<image><image>", unplaced=[image()]), "^s:1: 2 image markers in the text for 1 images"),
         (sample("<image>", unplaced=[image(), image()]), "1 image markers in the text for 2 images"),
-        (
-            sample("<image>\\<image>", unplaced=[image(), image()]),
-            "a backslash before a marker makes it a word",
-        ),
+        (sample("<image>\\<image>", unplaced=[image(), image()]), "a backslash before a marker makes it a word"),
         (sample("a" * 40), "has 46 tokens, more than the 45 allowed"),
         (Sample("s:1", (Turn("user", ("a",)),)), "has no assistant answer"),
         (sample("a", answer="  "), "only empty answers"),
@@ -224,10 +212,7 @@ def test_a_word_is_never_the_token_that_it_spells():
         (sample(Media("image", b"", "x.png")), "is no image"),
         (sample(Media("audio", b"not a sound", "x.wav")), "audio 'x.wav' cannot be read"),
         (sample(Media("audio", wav_bytes()[:-99], "x.wav")), "audio 'x.wav' is cut off"),
-        (
-            sample(Media("audio", wav_bytes(form="FLAC")[:-99], "x.flac")),
-            "audio 'x.flac' (is cut off|cannot be read)",
-        ),
+        (sample(Media("audio", wav_bytes(form="FLAC")[:-99], "x.flac")), "audio 'x.flac' (is cut off|cannot be read)"),
         (sample(Media("audio", wav_bytes(0), "x.wav")), "audio 'x.wav' is empty"),
     ],
 )
@@ -255,9 +240,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_media_of_a_kind_without_encoder_are_refused():
     vision, _ = ENCODING.units
-    with pytest.raises(
-        UserError, match=r"holds the audio 'sound of 0\.05', but the model has no audio encoder"
-    ):
+    with pytest.raises(UserError, match=r"holds the audio 'sound of 0\.05', but the model has no audio encoder"):
         encode_sample(sample(sound()), replace(ENCODING, units=(vision,)))
 
 

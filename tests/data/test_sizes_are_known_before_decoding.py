@@ -82,15 +82,7 @@ def with_template(folder):
         (parquet, with_template),
         (shards, with_template),
     ],
-    ids=[
-        "lines",
-        "array",
-        "parquet-all",
-        "shards-prepend",
-        "lines-prepend",
-        "parquet-template",
-        "shards-template",
-    ],
+    ids=["lines", "array", "parquet-all", "shards-prepend", "lines-prepend", "parquet-template", "shards-template"],
 )
 def test_the_index_holds_what_encoding_gives(tmp_path, write, make_encoding):
     encoding = make_encoding(tmp_path)
@@ -99,8 +91,7 @@ def test_the_index_holds_what_encoding_gives(tmp_path, write, make_encoding):
     (tmp_path / "data/b.wav").write_bytes(wav_bytes(0.25))
     media = [{}, {"image": "a.png"}, {"audio": "b.wav"}]
     records = [
-        {"question": "aé" * number, "answer": "b" * (number % 4 + 1), **media[number % 3]}
-        for number in range(12)
+        {"question": "aé" * number, "answer": "b" * (number % 4 + 1), **media[number % 3]} for number in range(12)
     ]
     write(tmp_path / "data", records)
     blend = open_blend([DataSource(path=str(tmp_path / "data"))])
@@ -256,9 +247,7 @@ def test_the_index_goes_to_the_users_cache(source, tmp_path, monkeypatch):
 
 
 def test_workers_measure_the_same(tmp_path):
-    path = write_lines(
-        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(400)]
-    )
+    path = write_lines(tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(400)])
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     together, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two", workers=2)
     assert same(alone, together)
@@ -269,9 +258,7 @@ def test_workers_measure_the_same(tmp_path):
 def test_slow_indexing_moves_to_all_cores_midway(tmp_path, monkeypatch):
     from dilatant.data import parallel_map as pieces
 
-    path = write_lines(
-        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
-    )
+    path = write_lines(tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)])
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(pieces, "WORTH_SECONDS", 0.0)

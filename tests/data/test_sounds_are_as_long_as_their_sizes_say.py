@@ -63,9 +63,7 @@ def test_an_mp3_with_a_header_is_as_long_as_that_says(reader: str) -> None:
         assert lengths(data) == pytest.approx((3.7, 3.7), abs=1 / RATE)
 
 
-@pytest.mark.parametrize(
-    "damage", ["none", "tag before", "tags behind", "garbage behind", "cut", "header of another"]
-)
+@pytest.mark.parametrize("damage", ["none", "tag before", "tags behind", "garbage behind", "cut", "header of another"])
 def test_an_mp3_is_as_long_as_the_frames_in_it(damage: str, reader: str) -> None:
     """Where it has no header, or one of a longer file: libsndfile, which reads no more than it reckons with, is not
     trusted then."""
@@ -107,8 +105,7 @@ def through_av(form: str, codec: str, seconds: float = 3.0, **options: Any) -> b
 
 
 @pytest.mark.parametrize(
-    ("form", "codec"),
-    [("ipod", "aac"), ("adts", "aac"), ("mp4", "aac"), ("matroska", "ac3"), ("mpegts", "aac")],
+    ("form", "codec"), [("ipod", "aac"), ("adts", "aac"), ("mp4", "aac"), ("matroska", "ac3"), ("mpegts", "aac")]
 )
 def test_what_libsndfile_does_not_know_is_read_by_pyav(form: str, codec: str) -> None:
     data = through_av(form, codec)

@@ -13,13 +13,7 @@ from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeat
 from dilatant.config.errors import UserError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media_units.audio_unit import LogMelProcessor
-from dilatant.data.media_units.sound_unit import (
-    FRAMES,
-    SoundUnit,
-    UsmMelProcessor,
-    UsmSoundUnit,
-    usm_processor,
-)
+from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit, UsmMelProcessor, UsmSoundUnit, usm_processor
 from dilatant.data.sample import Media, MediaSize
 
 
@@ -53,21 +47,14 @@ def test_header_refuses_a_sound_longer_than_the_encoder_limit() -> None:
 def test_gemma4s_frames_of_a_sound_are_those_of_its_extractor(tmp_path: Path, seconds: float) -> None:
     wave = np.random.default_rng(1).normal(0, 0.1, round(16000 * seconds)).astype(np.float32)
     soundfile.write(tmp_path / "a.wav", wave, 16000, subtype="FLOAT")
-    options = {
-        "preemphasis": 0.97,
-        "per_bin_mean": [0.1] * 16,
-        "per_bin_stddev": [2.0] * 16,
-        "feature_size": 16,
-    }
+    options = {"preemphasis": 0.97, "per_bin_mean": [0.1] * 16, "per_bin_stddev": [2.0] * 16, "feature_size": 16}
     for settings in ({"feature_size": 16}, options, {**options, "preemphasis_htk_flavor": False}):
         unit = UsmSoundUnit("audio", 9, usm_processor(settings, 16))
         made = unit.process(Media("audio", tmp_path / "a.wav", "a"))
         theirs = Gemma4AudioFeatureExtractor(**settings)([wave], return_tensors="np")
         there = theirs["input_features_mask"][0]
         # The same operations on frames that are cut otherwise.
-        np.testing.assert_allclose(
-            made["input_features"], theirs["input_features"][0][there], atol=1e-5, rtol=0
-        )
+        np.testing.assert_allclose(made["input_features"], theirs["input_features"][0][there], atol=1e-5, rtol=0)
         rows = unit.merged_tokens(MediaSize(seconds=seconds))
         assert rows == there[::2][::2].sum()
 

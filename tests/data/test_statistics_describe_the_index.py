@@ -16,9 +16,7 @@ from dilatant.data.index.stats import BlendSource, describe
 def made_index(**tokens):
     units = ("language", *(unit for unit in tokens if unit != "language"))
     language = np.asarray(tokens["language"])
-    return SizesIndex(
-        units, np.stack([tokens[unit] for unit in units], axis=1), language // 2, np.zeros_like(language)
-    )
+    return SizesIndex(units, np.stack([tokens[unit] for unit in units], axis=1), language // 2, np.zeros_like(language))
 
 
 def test_statistics_describe_the_index():
@@ -33,12 +31,7 @@ def test_statistics_describe_the_index():
     assert stats.target_tokens == (language // 2)[keep].sum()
     (text, seen) = stats.units
     some = vision[keep & (vision > 0)]
-    assert (seen.samples, seen.total, seen.minimum, seen.maximum) == (
-        len(some),
-        some.sum(),
-        some.min(),
-        some.max(),
-    )
+    assert (seen.samples, seen.total, seen.minimum, seen.maximum) == (len(some), some.sum(), some.min(), some.max())
     assert seen.percentiles[95] == np.percentile(some, 95)
     assert sum(seen.histogram.counts) == len(some)
     assert stats.mixes == {"vision + text": len(some), "text": 4999 - len(some)}

@@ -123,9 +123,7 @@ def test_media_with_texts_beside_them_are_samples(tmp_path):
     (tmp_path / "train" / "a test.png").write_bytes(image_bytes(seed=1))
     (tmp_path / "train" / "a test.txt").write_text("one\n")
     (tmp_path / "train" / "b.v2.PNG").write_bytes(image_bytes(seed=2))
-    (tmp_path / "train" / "b.v2.json").write_text(
-        json.dumps({"image": "b.png", "caption": "two", "by": "me"})
-    )
+    (tmp_path / "train" / "b.v2.json").write_text(json.dumps({"image": "b.png", "caption": "two", "by": "me"}))
     (tmp_path / "c.wav").write_bytes(wav_bytes())
     (tmp_path / "c.caption").write_text("three")
     (tmp_path / "test" / "d.png").write_bytes(image_bytes(seed=3))
@@ -219,11 +217,7 @@ QUESTIONS = {
 ANSWERS = {
     "data_subtype": "train2014",
     "annotations": [
-        {
-            "question_id": 42001,
-            "image_id": 42,
-            "answers": [{"answer": "b"}, {"answer": "c"}, {"answer": "c"}],
-        },
+        {"question_id": 42001, "image_id": 42, "answers": [{"answer": "b"}, {"answer": "c"}, {"answer": "c"}]},
         {"question_id": 25000, "image_id": 25, "multiple_choice_answer": "net", "answer_type": "other"},
     ],
 }
@@ -272,13 +266,8 @@ def test_new_forms_are_held_out_limited_and_blended_like_others(tmp_path):
     (tmp_path / "x.csv").write_text("question,answer\n" + "".join(f"q{n},a{n}\n" for n in range(20)))
     (tmp_path / "coco.json").write_text(json.dumps(COCO))
     blend = open_blend(
-        (
-            DataSource(path=str(tmp_path / "x.csv"), limit=10),
-            DataSource(path=str(tmp_path / "coco.json"), prompt="?"),
-        )
+        (DataSource(path=str(tmp_path / "x.csv"), limit=10), DataSource(path=str(tmp_path / "coco.json"), prompt="?"))
     )
     train, held_out = blend.split(0.2, seed=1)
     names = [part.name(number) for part in (train, held_out) for number in range(len(part))]
-    assert sorted(names) == sorted(
-        [*(f"x.csv:{n}" for n in range(1, 11)), *(f"coco.json:{n}" for n in range(1, 4))]
-    )
+    assert sorted(names) == sorted([*(f"x.csv:{n}" for n in range(1, 11)), *(f"coco.json:{n}" for n in range(1, 4))])

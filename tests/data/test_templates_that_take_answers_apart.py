@@ -69,9 +69,7 @@ def tokenizer_with(template, special=("<|im_start|>", "<|im_end|>"), plain=()):
 def as_messages(talk):
     extras = [{key: value for key, value in turn.items() if key not in ("role", "content")} for turn in talk]
     return [
-        TemplateMessage(
-            turn["role"], turn["content"], tuple((key, json.dumps(value)) for key, value in more.items())
-        )
+        TemplateMessage(turn["role"], turn["content"], tuple((key, json.dumps(value)) for key, value in more.items()))
         for turn, more in zip(talk, extras)
     ]
 
@@ -183,15 +181,9 @@ LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% en
     [
         (LOOPS, "takes more than"),
         ("{% for a in range(90) %}{{ 'a' * 900000 }}{% endfor %}", "makes more than"),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-            "takes more",
-        ),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "takes more"),
         ("{{ 'a' * (messages | length) ** 30 }}", "computes a value of more than"),
-        (
-            "{% for a in range(90000) %}{% set x = range(99999) | list | length %}{% endfor %}",
-            "computes for more",
-        ),
+        ("{% for a in range(90000) %}{% set x = range(99999) | list | length %}{% endfor %}", "computes for more"),
     ],
 )
 def test_an_endless_template_is_refused_at_its_conversation(monkeypatch, more, limit):

@@ -59,12 +59,7 @@ def opened(*sources):
 
 
 def values(index):
-    return (
-        index.tokens.tolist(),
-        index.target_tokens.tolist(),
-        index.content.tolist(),
-        dict(index.problems.items()),
-    )
+    return (index.tokens.tolist(), index.target_tokens.tolist(), index.content.tolist(), dict(index.problems.items()))
 
 
 def settle(cache):
@@ -290,9 +285,7 @@ def test_only_files_that_changed_are_scanned_again(tmp_path, monkeypatch):
         return [reader[at].turns[0].content[0] for at in range(len(reader))]
 
     find = json_records._record_spans
-    monkeypatch.setattr(
-        json_records, "_record_spans", lambda path, name: scanned.append(name) or find(path, name)
-    )
+    monkeypatch.setattr(json_records, "_record_spans", lambda path, name: scanned.append(name) or find(path, name))
     assert texts() == [f"{number} {line}" for number in range(3) for line in range(4)]
     assert scanned == ["0.jsonl", "1.jsonl", "2.jsonl"]
     scanned.clear()
@@ -361,9 +354,7 @@ def test_many_files_are_scanned_by_all_cores(tmp_path, monkeypatch):
     from dilatant.data import parallel_map as pieces
 
     for number in range(12):
-        write_tar(
-            tmp_path / f"{number:02}.tar", {f"{number}-{at}.txt": b"text" for at in range(number % 3 + 1)}
-        )
+        write_tar(tmp_path / f"{number:02}.tar", {f"{number}-{at}.txt": b"text" for at in range(number % 3 + 1)})
     names = [f"{number:02}.tar:{number}-{at}" for number in range(12) for at in range(number % 3 + 1)]
     monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(pieces, "WORTH_SECONDS", 0.0)

@@ -85,9 +85,7 @@ def sample_of(fields: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("fields", [OPENAI, COLUMNS, SHAREGPT], ids=["openai", "columns", "sharegpt"])
 @pytest.mark.parametrize(("family", "template"), [("qwen", QWEN), ("llama", LLAMA)])
-def test_tool_calls_match_template_text_and_carry_loss(
-    family: str, template: str, fields: dict[str, Any]
-) -> None:
+def test_tool_calls_match_template_text_and_carry_loss(family: str, template: str, fields: dict[str, Any]) -> None:
     tokenizer = tokenizer_with(template)
     encoded = encode_sample(sample_of(fields), Encoding(chat_tokenizer(tokenizer), ()))
     wanted = tokenizer.apply_chat_template(

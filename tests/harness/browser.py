@@ -38,9 +38,7 @@ def find_chromium() -> tuple[str, str] | None:
 class Browser:
     """One window; `close` ends the browser and its driver."""
 
-    def __init__(
-        self, programs: tuple[str, str], profile: Path, width: int = 1280, height: int = 900
-    ) -> None:
+    def __init__(self, programs: tuple[str, str], profile: Path, width: int = 1280, height: int = 900) -> None:
         browser, driver = programs
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -123,9 +121,7 @@ class Browser:
     def emulate(self, **features: str) -> None:
         """Set media features, for example `prefers_color_scheme="dark"`."""
         listed = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-        self._call(
-            "POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": {"features": listed}}
-        )
+        self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": {"features": listed}})
         self.settle()
 
     def picture(self, path: Path) -> None:

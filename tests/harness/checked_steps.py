@@ -132,16 +132,13 @@ def _steps(worker: Worker, case: Case, zero: Zero, nodes: int, shard: Mapping[st
         held = {runtime.boxes[name].key: p.detach().clone() for name, p in runtime.parameters.items()}
     updated = {key: master.detach().clone() for key, master in masters.items()}
     shared = {  # a generator is whole on each of them
-        p.unit
-        for p in case.plan.stages()
-        if p.stage.tp > 1 and comm.rank in p.stage.ranks and p.unit not in case.nets
+        p.unit for p in case.plan.stages() if p.stage.tp > 1 and comm.rank in p.stage.ranks and p.unit not in case.nets
     }
     foreign = [
         name
         for unit in runtime.model.units.values()
         for name, p in unit.named_logical_parameters()
-        if not p.is_meta
-        and (name not in runtime.parameters or (unit.unit in shared and name in _of_model(unit)))
+        if not p.is_meta and (name not in runtime.parameters or (unit.unit in shared and name in _of_model(unit)))
     ]
     runtime.close()
     comm.close()
@@ -186,8 +183,7 @@ def check_case(
             drawn = {name for name, *_ in case.generators}
             rounded = {name: 2 * abs(value - exact_parts[name]) for name, value in expected_parts.items()}
             limits = {
-                name: (allowed.drawn if name in drawn else allowed.relative) * (value + moved[name])
-                + rounded[name]
+                name: (allowed.drawn if name in drawn else allowed.relative) * (value + moved[name]) + rounded[name]
                 for name, value in expected_parts.items()
             }
             before = expected_loss, expected_parts
@@ -207,9 +203,7 @@ def check_case(
         assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
         for key, gradient in result["gradients"].items():
             expected_gradient = part_of(gradients, key)
-            assert_close(
-                gradient, expected_gradient, allowed.of(expected_gradient, largest), f"gradient of {key}"
-            )
+            assert_close(gradient, expected_gradient, allowed.of(expected_gradient, largest), f"gradient of {key}")
         seen |= result["parameters"].keys()
         # bf16 weights are rounded from masters; fp32 weights are what all holders have of them.
         compared = result["masters" if case.dtype == torch.bfloat16 else "parameters"]

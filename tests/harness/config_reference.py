@@ -79,9 +79,7 @@ def _values(annotation: Any) -> str:
         return f"list of {_values(arguments[0])}"
     if origin is dict:
         return "mapping"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "`true`, `false`"}[
-        annotation.__name__
-    ]
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "`true`, `false`"}[annotation.__name__]
 
 
 def _default(field: Any) -> str:

@@ -12,9 +12,7 @@ HANG_SECONDS = 600.0
 """What takes longer hangs."""
 
 
-def wait_until(
-    happened: Callable[[], object], said: Callable[[], object] = lambda: "nothing happened"
-) -> None:
+def wait_until(happened: Callable[[], object], said: Callable[[], object] = lambda: "nothing happened") -> None:
     """Return once `happened()` is true. said: what an error tells, after HANG_SECONDS."""
     deadline = time.monotonic() + HANG_SECONDS
     while not happened():

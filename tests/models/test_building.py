@@ -110,8 +110,7 @@ def compare_spread(plain: nn.Module, ours: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=pytest.mark.slow if n % 2 else ()) for n, name in enumerate(LANGUAGE_MODELS)],
+    "family", [pytest.param(name, marks=pytest.mark.slow if n % 2 else ()) for n, name in enumerate(LANGUAGE_MODELS)]
 )
 def test_a_process_that_holds_some_layers_draws_the_same_weights(family: str) -> None:
     whole = vision_language(family, seed=5)
@@ -154,12 +153,8 @@ def test_weights_that_a_family_does_not_draw_are_named() -> None:
             self.model.layers[1].mlp.register_parameter("gate", nn.Parameter(torch.ones(config.hidden_size)))
 
     with torch.device("meta"):
-        unit = MultimodalModel(
-            {}, Gated(parse_config(LANGUAGE_MODELS["llama"], "config")), device="meta"
-        ).language
-    with pytest.raises(
-        UserError, match=r"does not initialise language.layers.1: .*gate, so it cannot be trained"
-    ):
+        unit = MultimodalModel({}, Gated(parse_config(LANGUAGE_MODELS["llama"], "config")), device="meta").language
+    with pytest.raises(UserError, match=r"does not initialise language.layers.1: .*gate, so it cannot be trained"):
         materialize(unit, 0, len(unit.layers), seed=5)
 
 
@@ -167,9 +162,7 @@ def test_constants_of_constructors_and_weights_made_on_no_device_are_drawn() -> 
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
     apertus = {"model_type": "apertus", "hidden_size": 16, "intermediate_size": 24, **sizes}
     drawn = MultimodalModel({}, apertus, seed=5).language.model.state_dict()
-    built = AutoModelForCausalLM.from_config(
-        parse_config(apertus, "config"), dtype=torch.float32
-    ).state_dict()
+    built = AutoModelForCausalLM.from_config(parse_config(apertus, "config"), dtype=torch.float32).state_dict()
     constants = [name for name in built if "act_fn" in name]
     assert constants
     assert all(torch.equal(drawn[name], built[name]) for name in constants)
@@ -227,8 +220,7 @@ def test_the_tower_of_a_composite_model_is_taken_alone(tmp_path: Path) -> None:
     speech = WhisperModel(WhisperConfig(**audio))
     speech.save_pretrained(tmp_path / "whisper")
     mllm = MultimodalModel(
-        {"vision": Encoder(str(tmp_path / "clip")), "audio": Encoder(tmp_path / "whisper")},
-        LANGUAGE_MODELS["llama"],
+        {"vision": Encoder(str(tmp_path / "clip")), "audio": Encoder(tmp_path / "whisper")}, LANGUAGE_MODELS["llama"]
     )
     for unit, source in ((mllm["vision"], whole.vision_model), (mllm["audio"], speech.encoder)):
         given, expected = unit.model.state_dict(), source.state_dict()
@@ -253,10 +245,7 @@ MISTAKES = {
         {"language_model__config__hidden_size": 30},
         "model.language_model: llama refuses these settings: .*30.*",
     ),
-    "encoder sizes that do not divide": (
-        {"encoders__vision__config__hidden_size": 30},
-        "model.encoders.vision: .*30",
-    ),
+    "encoder sizes that do not divide": ({"encoders__vision__config__hidden_size": 30}, "model.encoders.vision: .*30"),
     "a language model as encoder": (
         {"encoders__vision__config": {"model_type": "llama"}},
         "model.encoders.vision: LlamaModel reads 'input_ids', so it is not an encoder",
@@ -277,10 +266,7 @@ MISTAKES = {
         {"encoders__vision__config__patch_size": 16},
         "8x8 is smaller than patch_size 16x16",
     ),
-    "an unknown name to freeze": (
-        {"freeze": ("visoin",)},
-        "'visoin' names no weight; did you mean 'vision'?",
-    ),
+    "an unknown name to freeze": ({"freeze": ("visoin",)}, "'visoin' names no weight; did you mean 'vision'?"),
     "a folder that is no model": (
         {"language_model": {"id": str(Path(__file__).parent)}},
         "model.language_model: folder .* has no config.json",
@@ -344,9 +330,6 @@ def test_too_many_blocks_are_refused_before_building_any(tmp_path: Path, outer: 
     endless = {"num_hidden_layers": 10**9}
     settings = {"model_type": "siglip", outer: endless} if outer else {"model_type": "qwen2", **endless}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    for read in (
-        lambda: parse_config(settings, "here"),
-        lambda: load_pretrained_config(str(tmp_path), "here"),
-    ):
+    for read in (lambda: parse_config(settings, "here"), lambda: load_pretrained_config(str(tmp_path), "here")):
         with pytest.raises(UserError, match="here: num_hidden_layers is 1,000,000,000"):
             read()

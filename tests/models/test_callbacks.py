@@ -27,9 +27,7 @@ def test_large_images_are_split_for_an_unchanged_encoder() -> None:
     ids = torch.cat([tokens(1, 2), placeholder, tokens(1, 2, seed=1), placeholder], dim=1)
     rows = mllm.encode({"vision": {"pixel_values": pictures}})["vision"]
     for index, picture in enumerate(pictures):
-        parts = [functional.avg_pool2d(picture, 2)] + [
-            picture[:, y : y + 8, x : x + 8] for y in (0, 8) for x in (0, 8)
-        ]
+        parts = [functional.avg_pool2d(picture, 2)] + [picture[:, y : y + 8, x : x + 8] for y in (0, 8) for x in (0, 8)]
         expected = torch.cat([plain["vision"]({"pixel_values": part[None]})[0] for part in parts])
         # Rows of a batch of ten or of one: matrix products may round differently.
         torch.testing.assert_close(rows[index * 80 : (index + 1) * 80], expected, rtol=0, atol=1e-6)
@@ -72,11 +70,7 @@ def test_callbacks_run_in_the_paper_order_with_their_inputs() -> None:
         seed=0,
     )
     ids = torch.full((1, 32), 64)
-    mllm(
-        ids,
-        encoder_inputs={"vision": {"pixel_values": images(2, channels=3)}},
-        attention_mask=torch.ones_like(ids),
-    )
+    mllm(ids, encoder_inputs={"vision": {"pixel_values": images(2, channels=3)}}, attention_mask=torch.ones_like(ids))
     assert calls == [
         ("before_encoder", (2, 3, 8, 8)),
         ("after_encoder", (2, 3, 8, 8), (2, 16, 24)),
@@ -85,9 +79,7 @@ def test_callbacks_run_in_the_paper_order_with_their_inputs() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "key", ["before_encoder", "after_encoder", "after_projector", "before_language_model"]
-)
+@pytest.mark.parametrize("key", ["before_encoder", "after_encoder", "after_projector", "before_language_model"])
 def test_a_wrong_callback_signature_is_refused_at_build_time(key: str) -> None:
     takes = "inputs" if key == "before_encoder" else "(rows|inputs), (hidden|inputs)"
     given = {key: lambda a, b, c: a}
@@ -103,10 +95,7 @@ def test_a_callback_may_merge_by_itself() -> None:
         return {**inputs, "inputs_embeds": embeddings + rows["vision"].mean(dim=0)}
 
     mllm = MultimodalModel(
-        {"vision": Encoder(ENCODERS["siglip"])},
-        LANGUAGE_MODELS["llama"],
-        before_language_model=add_mean,
-        seed=0,
+        {"vision": Encoder(ENCODERS["siglip"])}, LANGUAGE_MODELS["llama"], before_language_model=add_mean, seed=0
     )
     ids = tokens(1, 5)
     inputs = {"vision": {"pixel_values": images(1)}}

@@ -43,9 +43,7 @@ def test_chunks_give_the_loss_and_the_gradients_of_transformers(family: str) -> 
     gradients = {name: p.grad for name, p in mllm.named_parameters() if p.grad is not None}
     mllm.zero_grad()
     mllm.language.loss_chunk = 4
-    loss = mllm(
-        ids, position_ids=positions(23), labels=labels, loss_denominator=10.0, return_logits=False
-    ).loss
+    loss = mllm(ids, position_ids=positions(23), labels=labels, loss_denominator=10.0, return_logits=False).loss
     loss.backward()
     # fp32: sums of some hundred terms in another order
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -58,8 +56,7 @@ def test_chunks_give_the_loss_and_the_gradients_of_transformers(family: str) -> 
 
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize(
-    ("tied", "frozen"),
-    [(True, None), (False, None), (False, "language.head"), (False, "language.layers")],
+    ("tied", "frozen"), [(True, None), (False, None), (False, "language.head"), (False, "language.layers")]
 )
 def test_chunks_work_with_split_backward(tied: bool, defer: bool, frozen: str | None) -> None:
     results = []
@@ -92,12 +89,7 @@ def test_a_chunk_bounds_what_the_loss_takes(dtype: torch.dtype, defer: bool) -> 
     """8k targets and a vocabulary of 152k in chunks of 1,024, scaled down: 8 bytes per logit of one chunk (logits and
     their gradient, with bf16 both once more in fp32), 10 with bf16 on a CPU, whose products are in fp32."""
     vocabulary, width, count, chunk = 9_504, 16, 512, 64
-    settings = {
-        **LANGUAGE_MODELS["llama"],
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "num_hidden_layers": 1,
-    }
+    settings = {**LANGUAGE_MODELS["llama"], "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": 1}
     mllm = MultimodalModel({}, settings, seed=0)
     for parameter in mllm.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -24,13 +24,7 @@ from dilatant.models.families.pretrained import PretrainedModel, load_pretrained
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 
-TINY = {
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-}
+TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -77,9 +71,7 @@ def test_a_tied_head_loads_and_a_missing_pooler_only_warns(tmp_path: Path) -> No
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / WEIGHTS)
     load_language_model(str(tmp_path / "tied"))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4), add_pooling_layer=False).save_pretrained(
-        tmp_path
-    )
+    ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4), add_pooling_layer=False).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"lacks 2 weights of its encoder \(pooler\.dense\.bias"):
         load_encoder(str(tmp_path))
 
@@ -155,7 +147,5 @@ def test_layers_beyond_any_memory() -> None:
     config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
     settings = {**config, "vocab_size": 32, "intermediate_size": 10**13}
     unit = MultimodalModel({}, settings, device="meta").language
-    with pytest.raises(
-        UserError, match=r"language\.layers\.0 needs another [\d,]+ GiB of this machine's memory"
-    ):
+    with pytest.raises(UserError, match=r"language\.layers\.0 needs another [\d,]+ GiB of this machine's memory"):
         materialize(unit, 0, len(unit.layers), 0)

@@ -18,14 +18,7 @@ from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.materialize import materialize
 from dilatant.models.generators.denoiser_source import read_source, scheduler_settings
 from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
-from dilatant.models.generators.diffusion import (
-    Diffusion,
-    SamplingSettings,
-    add_noise,
-    alphas,
-    draw,
-    draw_noise,
-)
+from dilatant.models.generators.diffusion import Diffusion, SamplingSettings, add_noise, alphas, draw, draw_noise
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
@@ -50,9 +43,7 @@ def _unit(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 0
 @pytest.mark.parametrize("objective", ["epsilon", "velocity"])
 def test_noisy_pictures_and_targets_are_those_of_diffusers(objective: Any) -> None:
     scheduler = diffusers.DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
-    torch.testing.assert_close(
-        torch.tensor(alphas()), scheduler.alphas_cumprod.double(), rtol=1e-4, atol=1e-7
-    )
+    torch.testing.assert_close(torch.tensor(alphas()), scheduler.alphas_cumprod.double(), rtol=1e-4, atol=1e-7)
     picture, noise, moments = torch.randn(5, 1, 4, 4), torch.randn(5, 1, 4, 4), torch.randn(5)
     mixed = add_noise(objective, picture, noise, moments)
     steps = mixed.times.long()
@@ -101,9 +92,7 @@ def test_drawing_takes_the_steps_of_diffusers(objective: Any, guidance: float) -
             told, untold = say(rows), say(torch.zeros_like(rows))
             seen = scheduler.step(untold + guidance * (told - untold), t, seen, return_dict=False)[0]
     drawn = draw(net, rows, noise, SamplingSettings(10, guidance))
-    torch.testing.assert_close(
-        drawn, seen.clamp(-1, 1), rtol=1e-3, atol=1e-3
-    )  # its table of noise is float32
+    torch.testing.assert_close(drawn, seen.clamp(-1, 1), rtol=1e-3, atol=1e-3)  # its table of noise is float32
 
 
 def test_frozen_encoder_patches_are_generated_without_clipping() -> None:
@@ -129,10 +118,7 @@ def test_noise_hangs_on_seed_key_and_place_alone() -> None:
         alone = draw_noise(3, [keys[number]], (1, 4, 4), 0.25, "image", latent=True)
         for name in ("values", "moments", "kept", "latent"):
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[number])
-    for other in (
-        draw_noise(4, keys, (1, 4, 4), 0.25, "image"),
-        draw_noise(3, keys, (1, 4, 4), 0.25, "photo"),
-    ):
+    for other in (draw_noise(4, keys, (1, 4, 4), 0.25, "image"), draw_noise(3, keys, (1, 4, 4), 0.25, "photo")):
         # Correlations of 6,400 independent numbers lie within 5 of their deviations.
         both = torch.stack([together.values.flatten(), other.values.flatten()])
         assert abs(torch.corrcoef(both)[0, 1].item()) < 5 / 80
@@ -152,8 +138,7 @@ def test_every_family_learns_in_any_split_of_a_batch(family: str) -> None:
     together = net(rows, pixel_values=pixels, seed=1, keys=keys, place="image")
     assert together.shape == (3,)
     alone = [
-        net(rows[i : i + 1], pixel_values=pixels[i : i + 1], seed=1, keys=[keys[i]], place="image")
-        for i in range(3)
+        net(rows[i : i + 1], pixel_values=pixels[i : i + 1], seed=1, keys=[keys[i]], place="image") for i in range(3)
     ]
     torch.testing.assert_close(together, torch.cat(alone), **EXACT)
     together.sum().backward()
@@ -200,13 +185,7 @@ def test_a_hollow_generator_allocates_only_when_materialized() -> None:
     seen = inspect_denoiser(read_source("net", None, SD3, None), "net")
     module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
     generator = Generator(module, None, 12, "linear", 2)
-    model = MultimodalModel(
-        {},
-        LANGUAGE,
-        seed=0,
-        device="meta",
-        generators={"image": generator},
-    )
+    model = MultimodalModel({}, LANGUAGE, seed=0, device="meta", generators={"image": generator})
     assert all(p.is_meta for p in model.parameters())
     unit = model["image"]
     materialize(unit, 0, 3, 0)
@@ -244,9 +223,7 @@ def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
                 assert flowing.dtype == dtype
                 assert flowing.shape == (3 * unit.rows_between, unit.boundary(end, "image").width)
         flowing.sum().backward()
-        gradients = {
-            name: p.grad.clone() for name, p in unit.named_logical_parameters() if p.grad is not None
-        }
+        gradients = {name: p.grad.clone() for name, p in unit.named_logical_parameters() if p.grad is not None}
         return flowing.detach(), gradients | {"rows": value.grad}, held
 
     whole, expected, names = losses([1, count])
@@ -291,9 +268,7 @@ def test_without_diffusers_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch
 
 def test_a_target_of_another_size_names_both() -> None:
     with pytest.raises(UserError, match="it draws 1 x 4 x 4 numbers, but the target has 1 x 8 x 8"):
-        _built(SD3)(
-            torch.randn(1, 2, 12), pixel_values=torch.randn(1, 1, 8, 8), seed=0, keys=["a"], place="x"
-        )
+        _built(SD3)(torch.randn(1, 2, 12), pixel_values=torch.randn(1, 1, 8, 8), seed=0, keys=["a"], place="x")
 
 
 @pytest.mark.parametrize(

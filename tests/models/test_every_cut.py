@@ -51,15 +51,10 @@ def model_of(family: str) -> MultimodalModel:
 def texts(model: MultimodalModel) -> list[EncodedSample]:
     """Return two samples of text."""
     ids = [np.random.default_rng(length).integers(3, 60, length) for length in (9, 14)]
-    return [
-        EncodedSample(f"{len(own)}", own, np.append(-100, own[1:]), sizes={"language": len(own)})
-        for own in ids
-    ]
+    return [EncodedSample(f"{len(own)}", own, np.append(-100, own[1:]), sizes={"language": len(own)}) for own in ids]
 
 
-def loss_of(
-    model: MultimodalModel, samples: list[EncodedSample], borders: dict[str, list[int]]
-) -> torch.Tensor:
+def loss_of(model: MultimodalModel, samples: list[EncodedSample], borders: dict[str, list[int]]) -> torch.Tensor:
     """Return the loss of the samples, each a microbatch, through stages between these layers of each unit."""
     data = StepData.of(samples, model.graph.losses)
     total = torch.zeros(())
@@ -107,18 +102,14 @@ def test_any_cut_trains_like_the_whole(family: str, cuts: int) -> None:
     model = model_of(family)
     samples = samples_of(model)[:2] if family.startswith("whole ") else texts(model)
     random = np.random.default_rng([cuts, *family.encode()])
-    whole, expected = results_of(
-        model, samples, {unit: [0, len(each.layers)] for unit, each in model.units.items()}
-    )
+    whole, expected = results_of(model, samples, {unit: [0, len(each.layers)] for unit, each in model.units.items()})
     for borders in (drawn_cuts(model, random) for _ in range(cuts)):
         cut, found = results_of(model, samples, borders)
         torch.testing.assert_close(cut, whole, rtol=1e-6, atol=0)
         assert found.keys() == expected.keys()
         for key, gradient in found.items():
             # Products are the same and in the same order, but autograd may add branches in another order.
-            torch.testing.assert_close(
-                gradient, expected[key], rtol=1e-4, atol=1e-6, msg=f"{key} under {borders}"
-            )
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-6, msg=f"{key} under {borders}")
     # Without its encoder, Qwen2-Audio's forward accepts only embeddings, so the proof on a small copy cannot run.
     if family.startswith("whole ") and family != "whole qwen2_audio":
         proof = model.language.proof

@@ -77,9 +77,7 @@ def besides(family: str) -> str:
         "windows": "sliding_attention" in kinds,
         "state": "linear_attention" in kinds,
         "experts": bool(getattr(text, "num_experts", None)),
-        "inputs of each layer, shared keys and values": bool(
-            getattr(text, "hidden_size_per_layer_input", None)
-        ),
+        "inputs of each layer, shared keys and values": bool(getattr(text, "hidden_size_per_layer_input", None)),
         "cross attention": bool(getattr(text, "cross_attention_layers", None)),
     }
     return ", ".join(word for word, is_so in said.items() if is_so)

@@ -20,12 +20,7 @@ def train_step(mllm: MultimodalModel) -> None:
 
 
 def trained(mllm: MultimodalModel) -> set[str]:
-    return {
-        name
-        for unit in mllm.units.values()
-        for name, p in unit.named_logical_parameters()
-        if p.grad is not None
-    }
+    return {name for unit in mllm.units.values() for name, p in unit.named_logical_parameters() if p.grad is not None}
 
 
 PATTERNS = {

@@ -167,12 +167,7 @@ def test_a_forward_that_needs_images_is_proven_without_texts_alone() -> None:
 def test_adapters_leave_layers_that_peft_reads_as_experts() -> None:
     pytest.importorskip("peft")
     config = CONFIG_MAPPING["glm4v_moe"](
-        text_config={
-            "num_hidden_layers": 2,
-            "n_routed_experts": 4,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-        }
+        text_config={"num_hidden_layers": 2, "n_routed_experts": 4, "hidden_size": 64, "num_attention_heads": 4}
     )
     with on_meta():
         model = auto_class(config).from_config(config)

@@ -17,19 +17,13 @@ EXTRA = {
     "not square": {**ENCODERS["siglip"], "image_size": 8, "patch_size": 4},
     "deit": {**ENCODERS["dinov2"], "model_type": "deit", "intermediate_size": 48},
     "beit, not in the table": {**ENCODERS["dinov2"], "model_type": "beit", "intermediate_size": 48},
-    "aimv2, not in the table": {
-        **ENCODERS["dinov2"],
-        "model_type": "aimv2_vision_model",
-        "intermediate_size": 48,
-    },
+    "aimv2, not in the table": {**ENCODERS["dinov2"], "model_type": "aimv2_vision_model", "intermediate_size": 48},
 }
 
 
 @pytest.mark.parametrize("features", ["all", "patch"])
 @pytest.mark.parametrize("family", [*ENCODERS, *EXTRA])
-def test_geometry_is_what_the_forward_gives(
-    family: str, features: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_geometry_is_what_the_forward_gives(family: str, features: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENCODERS, family, ENCODERS.get(family) or EXTRA[family])
     unit = vision_language(encoder=family, features=features)["vision"]
     geometry = encoder_geometry(unit.model.config, features)

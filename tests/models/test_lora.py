@@ -64,9 +64,7 @@ def test_an_adapter_of_peft_fits_the_only_part_that_has_adapters(tmp_path):
     weights = {weight.name: weight for weight in model.language.weights if is_adapter(weight.name)}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.language.named_logical_parameters()}
     found = read_adapters(model, config, {name: Box.of(name, shapes[name]) for name in weights})
-    saved = {
-        key.replace(".default", ""): tensor for key, tensor in theirs.state_dict().items() if "lora_" in key
-    }
+    saved = {key.replace(".default", ""): tensor for key, tensor in theirs.state_dict().items() if "lora_" in key}
     assert len(found) == len(saved) == 2
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[f"base_model.model.{weights[name].key}".replace(".default", "")])

@@ -16,9 +16,7 @@ def test_loss_of_a_batch_is_that_of_transformers(family: str) -> None:
     labels = ids.clone()
     labels[:, :4] = -100
     expected = mllm.language.model(input_ids=ids, labels=labels).loss
-    assert mllm(ids, labels=labels).loss.item() == pytest.approx(
-        expected.item(), rel=1e-6
-    )  # fp32, other sum order
+    assert mllm(ids, labels=labels).loss.item() == pytest.approx(expected.item(), rel=1e-6)  # fp32, other sum order
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
@@ -42,9 +40,7 @@ def test_leaving_out_logits_leaves_loss_and_gradients(family: str) -> None:
 def test_the_head_runs_only_where_there_are_targets() -> None:
     mllm = language_only()
     seen = []
-    mllm.language.model.lm_head.register_forward_hook(
-        lambda module, args, output: seen.append(args[0].shape[1])
-    )
+    mllm.language.model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1]))
     labels = torch.full((1, 12), -100)
     labels[0, [5, 6, 11]] = 3
     mllm(tokens(1, 12), labels=labels, return_logits=False)
@@ -64,15 +60,11 @@ def test_losses_of_rows_over_a_common_denominator_add_up() -> None:
     samples = [tokens(1, length, seed=length) for length in lengths]
     denominator = sum(lengths) - len(lengths)
     together = torch.cat(samples, dim=1)
-    whole = mllm(
-        together, position_ids=positions(*lengths), labels=together, loss_denominator=denominator
-    ).loss
+    whole = mllm(together, position_ids=positions(*lengths), labels=together, loss_denominator=denominator).loss
     parts = [mllm(sample, labels=sample, loss_denominator=denominator).loss for sample in samples]
     # fp32 sums of 18 terms of order 4
     assert whole.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
-    assert whole.item() == pytest.approx(
-        mllm(together, position_ids=positions(*lengths), labels=together).loss.item()
-    )
+    assert whole.item() == pytest.approx(mllm(together, position_ids=positions(*lengths), labels=together).loss.item())
 
 
 def test_no_sample_predicts_the_first_token_of_the_next() -> None:
@@ -92,9 +84,7 @@ def test_padding_predicts_nothing() -> None:
     labels = ids.where(mask.bool(), -100)  # the first real token has a label, and padding before it
     alone = mllm(ids[:, 3:], labels=ids[:, 3:], position_ids=positions(5)).loss
     padded = mllm(ids, labels=labels, attention_mask=mask, loss_denominator=4).loss
-    assert padded.item() == pytest.approx(
-        alone.item(), rel=1e-5
-    )  # rotary positions are shifted by the padding
+    assert padded.item() == pytest.approx(alone.item(), rel=1e-5)  # rotary positions are shifted by the padding
 
 
 @pytest.mark.parametrize("return_logits", [True, False])

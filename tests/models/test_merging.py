@@ -60,9 +60,7 @@ def test_text_without_images_trains_whatever_is_frozen(frozen: str) -> None:
 
 
 def test_a_placeholder_may_be_a_token_of_the_vocabulary() -> None:
-    mllm = MultimodalModel(
-        {"vision": Encoder(ENCODERS["siglip"], placeholder_id=7)}, LANGUAGE_MODELS["llama"], seed=0
-    )
+    mllm = MultimodalModel({"vision": Encoder(ENCODERS["siglip"], placeholder_id=7)}, LANGUAGE_MODELS["llama"], seed=0)
     virtual = vision_language()
     ids = torch.cat([tokens(1, 4) % 7, torch.full((1, 16), 7)], dim=1)
     inputs = {"vision": {"pixel_values": images(1)}}
@@ -74,10 +72,7 @@ def test_a_placeholder_may_be_a_token_of_the_vocabulary() -> None:
 
 
 def test_two_encoders_fill_their_own_places() -> None:
-    encoders = {
-        "vision": Encoder(ENCODERS["siglip"]),
-        "audio": Encoder(ENCODERS["whisper"], projector="linear"),
-    }
+    encoders = {"vision": Encoder(ENCODERS["siglip"]), "audio": Encoder(ENCODERS["whisper"], projector="linear")}
     mllm = MultimodalModel(encoders, LANGUAGE_MODELS["llama"], seed=0)
     assert mllm.placeholder_ids == {"vision": 64, "audio": 65}
     inputs = {"vision": {"pixel_values": images(1)}, "audio": {"input_features": torch.randn(1, 8, 20)}}
@@ -99,15 +94,11 @@ def test_a_count_mismatch_names_the_sample_and_both_counts() -> None:
         UserError, match=r"vision: 31 placeholders in the text, 32 tokens.*'first' \(16\).*'second' \(15\)"
     ):
         mllm(ids, encoder_inputs={"vision": {"pixel_values": images(2)}}, **names)
-    with pytest.raises(
-        UserError, match=r"31 placeholders in the text, 16 tokens.*'second' needs 15 and only 0"
-    ):
+    with pytest.raises(UserError, match=r"31 placeholders in the text, 16 tokens.*'second' needs 15 and only 0"):
         mllm(ids, encoder_inputs={"vision": {"pixel_values": images(1)}}, **names)
     with pytest.raises(UserError, match=r"31 placeholders in the text, 0 tokens.*'first' needs 16"):
         mllm(ids, **names)
-    with pytest.raises(
-        UserError, match=r"0 placeholders in the text, 16 tokens.*no placeholder in sample number 0"
-    ):
+    with pytest.raises(UserError, match=r"0 placeholders in the text, 16 tokens.*no placeholder in sample number 0"):
         mllm(tokens(1, 4), encoder_inputs={"vision": {"pixel_values": images(1)}})
 
 
@@ -124,15 +115,11 @@ def test_prepended_rows_stand_in_front_of_every_text() -> None:
     written = torch.cat([placeholder, ids], dim=1)
     assert torch.equal(mllm(ids, encoder_inputs=inputs).logits, mllm(written, encoder_inputs=inputs).logits)
     implied = mllm(ids, encoder_inputs=inputs, labels=ids).loss
-    assert torch.equal(
-        implied, mllm(written, encoder_inputs=inputs, labels=written.where(written < 64, -100)).loss
-    )
+    assert torch.equal(implied, mllm(written, encoder_inputs=inputs, labels=written.where(written < 64, -100)).loss)
     # Padding on the left stays on the left.
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    written = torch.stack(
-        [torch.cat([ids[0, :2], placeholder[0], ids[0, 2:]]), torch.cat([placeholder[1], ids[1]])]
-    )
+    written = torch.stack([torch.cat([ids[0, :2], placeholder[0], ids[0, 2:]]), torch.cat([placeholder[1], ids[1]])])
     wide = torch.ones_like(written)
     wide[0, :2] = 0
     given = mllm(ids, encoder_inputs=inputs, attention_mask=mask).logits
@@ -144,6 +131,4 @@ def test_rows_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(UserError, match="48 encoder tokens cannot be shared out in front of 5 texts"):
         mllm(tokens(5, 4), encoder_inputs={"vision": {"pixel_values": images(3)}})
     with pytest.raises(UserError, match="packed row"):
-        mllm(
-            tokens(1, 4), position_ids=positions(2, 2), encoder_inputs={"vision": {"pixel_values": images(2)}}
-        )
+        mllm(tokens(1, 4), position_ids=positions(2, 2), encoder_inputs={"vision": {"pixel_values": images(2)}})

@@ -31,9 +31,7 @@ def test_frame_groups_give_the_same_rows_and_gradients(family: str) -> None:
         stage.zero_grad()
         rows.square().sum().backward()
         found.append([rows.detach(), *(p.grad.clone() for p in stage.parameters() if p.grad is not None)])
-        assert max(seen) == (
-            sample.sizes["vision"] if most == 10**6 else 48
-        )  # the first image alone has more than 40
+        assert max(seen) == (sample.sizes["vision"] if most == 10**6 else 48)  # the first image alone has more than 40
     for whole, grouped in zip(*found, strict=True):
         torch.testing.assert_close(grouped, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
 
@@ -46,8 +44,7 @@ def test_every_frame_is_in_one_group_and_groups_are_full(most: int) -> None:
     assert frames == [(rows, columns) for count, rows, columns in grids for _ in range(count)]
     sizes = [sum(count * rows * columns for count, rows, columns in group) for group in groups]
     assert all(
-        size <= most or sum(count for count, *_ in group) == 1
-        for size, group in zip(sizes, groups, strict=True)
+        size <= most or sum(count for count, *_ in group) == 1 for size, group in zip(sizes, groups, strict=True)
     )
     for size, after in zip(sizes, groups[1:], strict=False):
         assert size + after[0][1] * after[0][2] > most

@@ -27,9 +27,7 @@ STATED: dict[str, Any] = {"kind": "image", "row_shape": (1, 8, 8), "width": 12, 
 
 
 def build(**encoder: Any) -> MultimodalModel:
-    return MultimodalModel(
-        {"vision": Encoder(Tower(), **{**STATED, **encoder})}, LANGUAGE_MODELS["llama"], seed=0
-    )
+    return MultimodalModel({"vision": Encoder(Tower(), **{**STATED, **encoder})}, LANGUAGE_MODELS["llama"], seed=0)
 
 
 def test_a_module_of_one_s_own_is_an_encoder_of_one_layer() -> None:
@@ -43,9 +41,7 @@ def test_a_module_of_one_s_own_is_an_encoder_of_one_layer() -> None:
     assert torch.equal(unit.stage(1, 2)(None, hidden).flatten(0, 1), rows)
     mllm.freeze(["vision.encoder"])
     ids = torch.cat([torch.full((1, 8), mllm.placeholder_ids["vision"]), tokens(1, 3)], dim=1)
-    mllm(
-        ids, encoder_inputs={"vision": {"pixel_values": picture}}, labels=ids.where(ids < 64, -100)
-    ).loss.backward()
+    mllm(ids, encoder_inputs={"vision": {"pixel_values": picture}}, labels=ids.where(ids < 64, -100)).loss.backward()
     assert unit.model.patches.weight.grad is None
     assert unit.projector[0].weight.grad is not None
 
@@ -53,11 +49,7 @@ def test_a_module_of_one_s_own_is_an_encoder_of_one_layer() -> None:
 def test_what_is_not_stated_of_a_module_is_listed() -> None:
     with pytest.raises(UserError) as error:
         build(row_shape=None, width=None, features="patch")
-    for problem in (
-        "row_shape is missing",
-        "width is missing",
-        "features 'patch' is for transformers encoders",
-    ):
+    for problem in ("row_shape is missing", "width is missing", "features 'patch' is for transformers encoders"):
         assert problem in str(error.value)
     with pytest.raises(UserError, match="rows of kind 'audio' have 2 dimensions"):
         build(kind="audio")
@@ -93,10 +85,7 @@ def test_rows_of_any_kind_are_told_by_an_example_and_held_to_it() -> None:
     with pytest.raises(UserError, match="rows of 'weights' are missing"):
         mllm.encode({"vision": {"names": inputs["names"]}})
     for change, message in (
-        (
-            {"example": {"names": torch.zeros(2, 4)}},
-            r"the example of 'names' is no tensor of one row: \[1, ...\]",
-        ),
+        ({"example": {"names": torch.zeros(2, 4)}}, r"the example of 'names' is no tensor of one row: \[1, ...\]"),
         ({"example": example, "row_shape": (4,)}, "row_shape and input_name are told by the example"),
         ({"row_shape": (4,)}, "input_name is missing; the keyword of its forward"),
         ({"example": {}}, "input_name is missing"),
@@ -183,9 +172,7 @@ def test_a_module_of_one_s_own_is_cut_where_an_adapter_runs_its_parts() -> None:
     with torch.device("meta"):
         meta = Deep()
     with pytest.raises(UserError, match="places is on the meta device, outside of a module that draws it"):
-        MultimodalModel(
-            {"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"]
-        )
+        MultimodalModel({"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"])
     meta.places = nn.Parameter(torch.zeros(4, 12))
     drawn = MultimodalModel(
         {"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"], seed=0
@@ -219,14 +206,8 @@ def test_units_that_do_not_fit_together_are_listed() -> None:
         "paint": Generator(nn.Linear(8, 1), token_id=3, width=8),
     }
     with pytest.raises(UserError) as error:
-        MultimodalModel(
-            {"vision": Encoder(Tower(), **STATED)}, LANGUAGE_MODELS["llama"], generators=generators
-        )
-    for problem in (
-        "'vision' is an encoder and a generator",
-        "token_id 99 is not in the",
-        "share a token_id",
-    ):
+        MultimodalModel({"vision": Encoder(Tower(), **STATED)}, LANGUAGE_MODELS["llama"], generators=generators)
+    for problem in ("'vision' is an encoder and a generator", "token_id 99 is not in the", "share a token_id"):
         assert problem in str(error.value)
 
 
@@ -253,9 +234,7 @@ def test_unknown_keywords_are_refused_with_the_right_one() -> None:
 
 
 def test_rows_of_another_shape_are_refused_by_the_encoder_s_name() -> None:
-    with pytest.raises(
-        UserError, match=r"vision: rows of 'pixel_values' .* \[1, 9, 8\], .* takes \[1, 8, 8\]"
-    ):
+    with pytest.raises(UserError, match=r"vision: rows of 'pixel_values' .* \[1, 9, 8\], .* takes \[1, 8, 8\]"):
         build().encode({"vision": {"pixel_values": torch.zeros(2, 1, 9, 8)}})
 
 

@@ -69,9 +69,7 @@ def _alone(family: str, grids: Grids, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize(("family", "row", "dtype", "tolerance"), CASES)
-def test_items_in_a_row_equal_each_item_alone(
-    family: str, row: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_items_in_a_row_equal_each_item_alone(family: str, row: str, dtype: torch.dtype, tolerance: float) -> None:
     grids = ROWS[row]
     expected, wanted = _alone(family, grids, dtype)
     stage = _stage(family).to(dtype)

@@ -17,9 +17,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-6}
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        pytest.param(
-            family, attention, marks=() if attention == usual or family == "llama" else pytest.mark.slow
-        )
+        pytest.param(family, attention, marks=() if attention == usual or family == "llama" else pytest.mark.slow)
         for family in LANGUAGE_MODELS
         for usual in ["eager" if family == "gemma2" else "sdpa"]
         for attention in ("sdpa", "eager")
@@ -87,11 +85,7 @@ def test_attention_keywords_reach_the_attention_function() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register("recording", lambda *args, **kwargs: None)
     mllm = language_only()
     mllm.language.model.set_attn_implementation("recording")
-    mllm(
-        tokens(1, 4),
-        position_ids=positions(3, 1),
-        attention_kwargs={"sample_of_token": torch.tensor([0, 0, 0, 1])},
-    )
+    mllm(tokens(1, 4), position_ids=positions(3, 1), attention_kwargs={"sample_of_token": torch.tensor([0, 0, 0, 1])})
     assert seen == [(None, [0, 0, 0, 1])] * 5
 
 

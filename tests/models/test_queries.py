@@ -22,9 +22,7 @@ def test_who_has_the_tied_head_alone_has_no_memory_for_queries() -> None:
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
-    unit = MultimodalModel({}, config, generators={"x": Generator(Nothing(), None, 8)}, device="meta")[
-        "language"
-    ]
+    unit = MultimodalModel({}, config, generators={"x": Generator(Nothing(), None, 8)}, device="meta")["language"]
     materialize(unit, 2, 3, seed=0)
     real = {name for name, parameter in unit.named_logical_parameters() if not parameter.is_meta}
     assert real == {"language.embedding.embed_tokens.weight", "language.head.norm.weight"}

@@ -80,9 +80,7 @@ def test_recomputation_changes_neither_dropout_nor_gradients(frozen: str, trains
         mllm.zero_grad()
         loss = mllm(ids, encoder_inputs=given, labels=ids.where(ids < 64, -100)).loss
         loss.backward()
-        return loss.item(), {
-            name: p.grad.clone() for name, p in mllm.named_parameters() if p.grad is not None
-        }
+        return loss.item(), {name: p.grad.clone() for name, p in mllm.named_parameters() if p.grad is not None}
 
     mllm.train()
     kept = [step(seed) for seed in (1, 2)]
@@ -135,8 +133,7 @@ def test_kept_attention_runs_once_through_torch(how: Any, runs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3", "phi3"))],
+    "family", ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3", "phi3"))]
 )
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("media", ["causal", "embedded"])

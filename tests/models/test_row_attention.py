@@ -46,9 +46,7 @@ def make_samples(model: MultimodalModel, encoder: str) -> list[EncodedSample]:
         labels = [token if token < VOCABULARY else -100 for token in ids]
         labels[0] = -100
         items = parts.count("item")
-        media = (
-            {"vision": {name: random.standard_normal((items, *shape)).astype(np.float32)}} if items else {}
-        )
+        media = {"vision": {name: random.standard_normal((items, *shape)).astype(np.float32)}} if items else {}
         samples.append(EncodedSample(f"{number}", np.array(ids), np.array(labels), media=media))
     return samples
 
@@ -173,8 +171,7 @@ def test_what_is_generated_is_what_the_training_mask_predicts(language: str, med
         )
         with torch.no_grad():
             logits = model(
-                **packed_inputs([answered]),
-                attention_kwargs=model.language.attention_of([answered.input_ids]),
+                **packed_inputs([answered]), attention_kwargs=model.language.attention_of([answered.input_ids])
             ).logits
         assert logits[0, -5:-1].argmax(-1).tolist() == answer
 
@@ -186,9 +183,7 @@ def test_placeholders_count_items_even_when_nested() -> None:
     row = attention.layout([np.array([5, 90, 91, 91, 90, 90, 90, 7])])
     assert np.repeat(row.modality, row.length).tolist() == [0, 1, 2, 2, 1, 1, 1, 0]
     assert np.repeat(row.instance, row.length).tolist() == [0, 1, 3, 3, 1, 2, 2, 0]
-    with pytest.raises(
-        UserError, match="sample number 1 of a row has 3 placeholders of a, which are no whole items"
-    ):
+    with pytest.raises(UserError, match="sample number 1 of a row has 3 placeholders of a, which are no whole items"):
         attention.layout([np.array([5]), np.array([90, 90, 90])])
 
 
@@ -280,9 +275,7 @@ def test_invalid_media_attention_is_refused_at_build_time() -> None:
     encoders = {name: Encoder(ENCODERS["siglip"]) for name in ("vision", "depth")}
 
     def build(said: Any) -> Any:
-        return MultimodalModel(
-            encoders, LANGUAGE_MODELS["llama"], seed=0, media_attention=said
-        ).media_attention
+        return MultimodalModel(encoders, LANGUAGE_MODELS["llama"], seed=0, media_attention=said).media_attention
 
     assert build({"vision": "embedded"}) == {"vision": "embedded", "depth": "causal"}
     assert build({"vision": "causal"}) == "causal"
@@ -312,9 +305,7 @@ def test_generation_refuses_a_mask_that_hides_earlier_tokens() -> None:
     use_row_attention(model)
     sample = make_samples(model, "siglip")[0]
     given = {
-        "encoder_inputs": {
-            "vision": {"pixel_values": torch.as_tensor(sample.media["vision"]["pixel_values"])}
-        },
+        "encoder_inputs": {"vision": {"pixel_values": torch.as_tensor(sample.media["vision"]["pixel_values"])}},
         "max_new_tokens": 2,
         "do_sample": False,
         "pad_token_id": 0,

@@ -33,9 +33,7 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
         for dtype, often in ((torch.float32, n % 2), (torch.bfloat16, not n % 2))
     ],
 )
-def test_language_models_round_trip_and_load_in_transformers(
-    language: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_language_models_round_trip_and_load_in_transformers(language: str, dtype: torch.dtype, tmp_path: Path) -> None:
     mllm = vision_language(language).to(dtype)
     mllm.save_pretrained(tmp_path)
     assert same_weights(MultimodalModel.from_pretrained(tmp_path), mllm)
@@ -83,11 +81,7 @@ def test_processor_and_tokenizer_travel_along(tmp_path: Path) -> None:
 
     words = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     mllm = MultimodalModel(
-        {
-            "vision": Encoder(
-                ENCODERS["siglip"], processor=SiglipImageProcessor(size={"height": 8, "width": 8})
-            )
-        },
+        {"vision": Encoder(ENCODERS["siglip"], processor=SiglipImageProcessor(size={"height": 8, "width": 8}))},
         LANGUAGE_MODELS["llama"],
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?"),
         seed=0,
@@ -107,9 +101,7 @@ def test_code_is_named_and_must_be_given_again(tmp_path: Path) -> None:
         MultimodalModel.from_pretrained(tmp_path)
     assert "vision: after_projector is code" in str(error.value)
     assert "vision: projector is code" in str(error.value)
-    code = {
-        "vision": {"projector": nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 32)), "after_projector": double}
-    }
+    code = {"vision": {"projector": nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 32)), "after_projector": double}}
     loaded = MultimodalModel.from_pretrained(tmp_path, code=code)
     inputs = {"pixel_values": images(1)}
     assert torch.equal(loaded["vision"](inputs), mllm["vision"](inputs))
@@ -174,9 +166,7 @@ def test_a_saved_model_generates_the_same(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_damaged_manifest_is_refused_before_opening_files(
-    change: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_damaged_manifest_is_refused_before_opening_files(change: dict[str, object], tmp_path: Path) -> None:
     manifest = {"format": 1, "encoders": {"vision": ENTRY}, "generators": {}, "code": [], **change}
     (tmp_path / "multimodal.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"multimodal.json' is damaged: "):

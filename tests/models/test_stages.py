@@ -11,15 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.tiny_models import (
-    ENCODERS,
-    LANGUAGE_MODELS,
-    gradients,
-    language_only,
-    positions,
-    tokens,
-    vision_language,
-)
+from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
 from dilatant.models.core.geometry import encoder_geometry
 from dilatant.models.core.slicing import ShapePlaceholder, SkippedBlock, run_slice
 from dilatant.models.encoders.encoder import EncoderUnit
@@ -90,9 +82,7 @@ def test_encoder_stages_chain_to_the_whole(family: str, data: st.DataObject) -> 
     unit = built(encoder=family)["vision"]
     geometry = encoder_geometry(unit.model.config)
     spans = data.draw(cuts(len(unit.layers)))
-    inputs = {
-        geometry.input_name: torch.randn(3, *geometry.row_shape, generator=torch.Generator().manual_seed(1))
-    }
+    inputs = {geometry.input_name: torch.randn(3, *geometry.row_shape, generator=torch.Generator().manual_seed(1))}
     weights = torch.randn(geometry.tokens_per_row, 32, generator=torch.Generator().manual_seed(2))
     whole = unit(inputs)
     (whole * weights).sum().backward()
@@ -168,11 +158,7 @@ def test_names_say_unit_layer_and_weight() -> None:
         "vision.norm",
         "vision.projector",
     )
-    assert mllm.language.layers == (
-        "language.embedding",
-        *(f"language.layers.{i}" for i in range(5)),
-        "language.head",
-    )
+    assert mllm.language.layers == ("language.embedding", *(f"language.layers.{i}" for i in range(5)), "language.head")
     keys = {weight.name: weight.key for weight in (*mllm["vision"].weights, *mllm.language.weights)}
     assert keys["vision.layers.2.mlp.fc1.weight"] == "encoder.layers.2.mlp.fc1.weight"
     assert keys["vision.projector.0.bias"] == "0.bias"

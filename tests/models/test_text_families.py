@@ -81,9 +81,7 @@ def row(family: str) -> str:
     try:
         language = opened(family, **LACKING.get(family, {})).language
     except Exception as error:  # a default config may contradict itself
-        reason = " ".join(
-            str(error).removeprefix(f"model.language_model: {family} cannot be trained: ").split()
-        )
+        reason = " ".join(str(error).removeprefix(f"model.language_model: {family} cannot be trained: ").split())
         reason = reason[:160].replace("|", "/")
         kind = "refused" if isinstance(error, UserError) else "its default config does not build"
         return f"| `{family}` | | | | {kind}: {reason} |\n"
@@ -103,9 +101,7 @@ def table(families: Iterable[str]) -> str:
         print(rows[-1], end="", file=sys.stderr, flush=True)
     packed, cut = (sum(each.split("|")[place].strip() == "right" for each in rows) for place in (2, 3))
     ran = sum(bool(each.split("|")[2].strip()) for each in rows)
-    head = (
-        f"Of {ran} families whose default config builds, {packed} are packed and {cut} cut into stages.\n\n"
-    )
+    head = f"Of {ran} families whose default config builds, {packed} are packed and {cut} cut into stages.\n\n"
     return head + HEAD + "".join(rows)
 
 
@@ -129,8 +125,7 @@ def test_a_family_with_a_loss_of_its_routers_is_proven_by_its_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["bert", pytest.param("falcon_h1", marks=pytest.mark.slow), "gemma3n_text", "prophetnet", "xlnet"],
+    "family", ["bert", pytest.param("falcon_h1", marks=pytest.mark.slow), "gemma3n_text", "prophetnet", "xlnet"]
 )
 def test_a_family_whose_samples_are_wrong_even_alone_is_refused(family: str) -> None:
     with pytest.raises(UserError, match=r"cannot be trained: even one sample alone|share a logical name"):
@@ -138,9 +133,7 @@ def test_a_family_whose_samples_are_wrong_even_alone_is_refused(family: str) -> 
 
 
 def test_a_family_of_which_nothing_can_be_proven_is_refused_with_the_reason() -> None:
-    with pytest.raises(
-        UserError, match=r"cannot be trained: a small copy .*TypeError: topk.*; mend its config"
-    ):
+    with pytest.raises(UserError, match=r"cannot be trained: a small copy .*TypeError: topk.*; mend its config"):
         opened("deepseek_v2")  # its default config leaves out how many experts a token has
 
 

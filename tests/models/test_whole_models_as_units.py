@@ -22,8 +22,7 @@ from dilatant.runtime.layouts import context_problems
 
 DEFAULT = ("gemma3", "gemma4", "mllama", "qwen2_5_vl", "qwen2_5_omni_thinker")
 families = pytest.mark.parametrize(
-    "family",
-    [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES],
+    "family", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES]
 )
 
 
@@ -115,12 +114,7 @@ def test_layers_are_named_as_those_of_other_models():
         "vision.projector",
     )  # the fourth block is behind the layer that LLaVA looks at
     model.freeze(["vision.encoder", "language.layers.0"])
-    trains = {
-        name
-        for unit in model.units.values()
-        for name, p in unit.named_logical_parameters()
-        if p.requires_grad
-    }
+    trains = {name for unit in model.units.values() for name, p in unit.named_logical_parameters() if p.requires_grad}
     assert not any(name.startswith(("vision.layers", "language.layers.0")) for name in trains)
     assert any(name.startswith("vision.projector") for name in trains)
     assert np.all([name.count("language_model") == 0 for name in trains])

@@ -15,9 +15,7 @@ from dilatant.models.row_attention import choose_attention
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no NVIDIA GPU: whole models were not run on one"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU: whole models were not run on one"),
 ]
 
 LOSS, GRADIENT = 1e-4, 2e-3

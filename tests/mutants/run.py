@@ -136,16 +136,7 @@ def try_change(place: Place, folder: Path, tests: Sequence[str], seconds: float)
 def _first_failure(folder: Path, tests: Sequence[str], seconds: float, kernels: str | Path) -> str | None:
     """The first test that fails, "" for none; None where they do not end in time. Raises RuntimeError where pytest runs
     no tests."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-        f"--timeout={TEST_SECONDS}",
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "-rfE", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
     environment["NUMBA_CACHE_DIR"] = str(kernels)
     process = subprocess.Popen(
@@ -168,10 +159,7 @@ def _first_failure(folder: Path, tests: Sequence[str], seconds: float, kernels: 
 
 def table(places: Iterable[Place], results: Mapping[str, Result]) -> str:
     """Places with their results, in Markdown."""
-    rows = [
-        "| change | place | breaks | verdict | noticed by | seconds | date |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = ["| change | place | breaks | verdict | noticed by | seconds | date |", "|---|---|---|---|---|---|---|"]
     for place in places:
         found = results.get(place.name)
         shown = ("not run", "", "", "") if found is None else (
@@ -196,20 +184,14 @@ def _save(path: Path, results: Mapping[str, Result]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns how many changes nobody noticed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="", help="only places with this in their name or file, and again")
     parser.add_argument("--set", choices=("fresh", "known"), help="only places of this set")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--whole", action="store_true", help="survivors, by the whole default run")
     parser.add_argument("--jobs", type=int, default=2, help="changes at once")
-    parser.add_argument(
-        "--seconds", type=float, default=600.0, help="longest that the tests of a change may take"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="also write the table into this file, as README.md beside this one"
-    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="longest that the tests of a change may take")
+    parser.add_argument("--page", type=Path, help="also write the table into this file, as README.md beside this one")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json")
     options = parser.parse_args(arguments)
     everything = places = read_places()
@@ -217,9 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return len(problems)
-    places = tuple(
-        p for p in places if options.set in (None, p.set) and options.match in f"{p.name} {p.file}"
-    )
+    places = tuple(p for p in places if options.set in (None, p.set) and options.match in f"{p.name} {p.file}")
     results = _load(options.results)
     again = options.again or bool(options.match)
     todo = [p for p in places if again or p.name not in results]

@@ -102,10 +102,7 @@ def bidirectional_instances(across: bool, window: int | None = None) -> Rule:
 def matrix(tokens: Sequence[Token], rule: Rule) -> np.ndarray:
     """Return `[tokens, tokens]` booleans; padding sees no token and is seen by none."""
     return np.array(
-        [
-            [q.modality != "padding" and k.modality != "padding" and rule(q, k) for k in tokens]
-            for q in tokens
-        ],
+        [[q.modality != "padding" and k.modality != "padding" and rule(q, k) for k in tokens] for q in tokens],
         dtype=bool,
     ).reshape(len(tokens), len(tokens))
 

@@ -40,10 +40,7 @@ def expected(
     model = build_model(case, plain=True)
     samples = build_samples(case)
     units = model.units
-    encoders = {
-        name: (units[name].model, units[name].projector, units[name].skip_tokens)
-        for name, *_ in case.encoders
-    }
+    encoders = {name: (units[name].model, units[name].projector, units[name].skip_tokens) for name, *_ in case.encoders}
     key = ""
 
     def net(name: str) -> Any:
@@ -65,18 +62,13 @@ def expected(
         if asks(case, name)
     }
     router = (LANGUAGE | MORE_LANGUAGES)[case.language].get("router_aux_loss_coef", 0.0)
-    weights = {
-        "language": 1.0,
-        "language.router": router,
-        **{name: weight for name, _, _, weight in case.generators},
-    }
+    weights = {"language": 1.0, "language.router": router, **{name: weight for name, _, _, weight in case.generators}}
     parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
     for parameter in parameters.values():
         parameter.data = parameter.data.to(case.dtype)
         parameter.grad_dtype = torch.float32
     masters = {
-        name: torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
-        for name, p in parameters.items()
+        name: torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for name, p in parameters.items()
     }
     optimizer = build_optimizer(masters)
     losses, gradients = [], {}

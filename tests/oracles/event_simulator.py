@@ -49,11 +49,7 @@ def needs(plan: Plan, assignment: Assignment, actions: list[Action]) -> dict[Act
     found: dict[Action, list[Action]] = {action: [] for action in actions}
     for below in placed:
         for above in placed:
-            inside = (above.unit, above.replica, above.position) == (
-                below.unit,
-                below.replica,
-                below.position + 1,
-            )
+            inside = (above.unit, above.replica, above.position) == (below.unit, below.replica, below.position + 1)
             across = below.is_last and above.is_first and above.unit in plan.unit(below.unit).feeds
             if not (inside or across):
                 continue

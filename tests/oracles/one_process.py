@@ -45,8 +45,7 @@ def losses_of_batch(
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     generators = generators or {}
     items = {
-        name: sum(len(next(iter(s.media[name].values()))) for s in samples if s.media.get(name))
-        for name in generators
+        name: sum(len(next(iter(s.media[name].values()))) for s in samples if s.media.get(name)) for name in generators
     }
     losses = {"language": torch.zeros(()), **{name: torch.zeros(()) for name in generators}}
     for number, sample in enumerate(samples):
@@ -88,9 +87,7 @@ def losses_of_batch(
         ]
         # Its own loss of routers would take a mask for one of padding.
         given = {"output_router_logits": False} if len(listeners) > 1 else {}
-        logits = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False, **given).logits[
-            0
-        ]
+        logits = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False, **given).logits[0]
         for listener in listeners:
             listener.remove()
         for chosen in routed:

@@ -65,10 +65,7 @@ def best_on(vision, language, degrees, devices, batch, sizes, fits, by_items=Fal
             llm = language(tp, samples)
             for pp in range(1, len(llm) + 1):
                 rest = budget - tp * pp
-                options = [
-                    (stage_sums(llm, cut), held("language", tp, cut, len(llm), 0))
-                    for cut in cuts(len(llm), pp)
-                ]
+                options = [(stage_sums(llm, cut), held("language", tp, cut, len(llm), 0)) for cut in cuts(len(llm), pp)]
                 for shared in (tp, -tp) if by_items and tp > 1 else (tp,):
                     if rest:
                         break

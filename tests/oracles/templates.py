@@ -48,11 +48,7 @@ def fits(split, cuts, num_microbatches: int, memory) -> bool:
 
 
 def best_pipeline(
-    layer_seconds: Mapping[int, Sequence[Fraction | int]],
-    nodes: int,
-    node: int,
-    num_microbatches: int,
-    memory=None,
+    layer_seconds: Mapping[int, Sequence[Fraction | int]], nodes: int, node: int, num_microbatches: int, memory=None
 ) -> Fraction | int | None:
     """The least time over all pipelines on `nodes` nodes (that fit `memory`), None if there is none."""
     layers = len(next(iter(layer_seconds.values())))

@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 
 from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from dilatant.plan.boxes import Box, BoxIntervals, atoms, parse_key
-from dilatant.plan.buckets import (
-    Bucket,
-    Format,
-    HeldWeight,
-    Holding,
-    cut_shards,
-    holdings,
-    make_buckets,
-    shard_of,
-)
+from dilatant.plan.buckets import Bucket, Format, HeldWeight, Holding, cut_shards, holdings, make_buckets, shard_of
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
 FP32 = Format("float32", 4)
@@ -54,9 +45,7 @@ def test_atoms_cover_each_number_once_with_its_exact_ranks(held: list[Box]) -> N
             assert point not in seen
             seen[point] = atom.ranks
     everything = set().union(*map(points, held))
-    assert seen == {
-        point: tuple(rank for rank, box in boxes.items() if point in points(box)) for point in everything
-    }
+    assert seen == {point: tuple(rank for rank, box in boxes.items() if point in points(box)) for point in everything}
 
 
 @given(boxes_of_one_weight())
@@ -150,17 +139,8 @@ def test_a_tied_weight_with_unlike_boxes_on_a_rank_is_refused() -> None:
 @given(st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=5), st.integers(1, 7))
 def test_shares_are_consecutive_and_off_by_less_than_a_row(shapes: list[list[int]], count: int) -> None:
     boxes = [Box.of(f"w{i}", shape) for i, shape in enumerate(shapes)]
-    order = {
-        (box.name, point): (i, n)
-        for i, box in enumerate(boxes)
-        for n, point in enumerate(sorted(points(box)))
-    }
-    flat = [
-        (box.name, point)
-        for share in cut_shards(boxes, count)
-        for box in share
-        for point in sorted(points(box))
-    ]
+    order = {(box.name, point): (i, n) for i, box in enumerate(boxes) for n, point in enumerate(sorted(points(box)))}
+    flat = [(box.name, point) for share in cut_shards(boxes, count) for box in share for point in sorted(points(box))]
     assert flat == sorted(order, key=lambda entry: order[entry])
     total, longest_row = len(flat), max(box.size // (box.shape[0] if box.whole else 1) for box in boxes)
     for share in cut_shards(boxes, count):

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilatant.plan import (
-    BatchError,
-    PlanError,
-    Template,
-    TooFewDevicesError,
-    compose_pipelines,
-    share_microbatches,
-)
+from dilatant.plan import BatchError, PlanError, Template, TooFewDevicesError, compose_pipelines, share_microbatches
 from dilatant.plan.templates.templates import most_nodes
 from oracles.compose import best_composition, slowest
 
@@ -127,8 +120,6 @@ def test_every_cluster_down_to_the_guarantee_has_a_composition(num_nodes):
 def test_no_more_nodes_can_be_used_than_are(sizes, nodes, pipelines):
     reached = {(0, 0)}  # nodes and pipelines
     for _ in range(nodes):
-        reached |= {
-            (used + size, count + 1) for used, count in reached for size in sizes if used + size <= nodes
-        }
+        reached |= {(used + size, count + 1) for used, count in reached for size in sizes if used + size <= nodes}
     expected = max((used for used, count in reached if count >= max(1, pipelines)), default=0)
     assert most_nodes(sizes, nodes, pipelines) == expected

@@ -30,9 +30,7 @@ def test_layers_survive_any_loss_of_fewer_nodes_than_copies(seed: int) -> None:
     draw = random.Random(seed)
     specs = {
         "vision": ParallelSpec(replicas=draw.choice((1, 2, 4)), pp=draw.choice((1, 2))),
-        "language": ParallelSpec(
-            replicas=draw.choice((2, 4)), pp=draw.choice((1, 2)), tp=draw.choice((1, 2))
-        ),
+        "language": ParallelSpec(replicas=draw.choice((2, 4)), pp=draw.choice((1, 2)), tp=draw.choice((1, 2))),
     }
     plan = plan_from_specs(LAYERS, specs, {"vision": ("language",), "language": ()})
     per_node = draw.choice((1, 2, 3, 4))
@@ -40,9 +38,7 @@ def test_layers_survive_any_loss_of_fewer_nodes_than_copies(seed: int) -> None:
     copies = min(copies_on_nodes(plan, per_node).values())
     for lost in itertools.combinations(nodes, copies - 1):
         assert survives(plan, lost, per_node)
-    one_node_stages = all(
-        len({rank // per_node for rank in placed.stage.ranks}) == 1 for placed in plan.stages()
-    )
+    one_node_stages = all(len({rank // per_node for rank in placed.stage.ranks}) == 1 for placed in plan.stages())
     if one_node_stages:
         assert not all(survives(plan, lost, per_node) for lost in itertools.combinations(nodes, copies))
 
@@ -65,13 +61,7 @@ def test_copies_are_counted_on_nodes_of_unlike_sizes() -> None:
     ("copies", "before", "wanted", "has_sunk", "says"),
     [
         (2, 3, 2, False, ""),
-        (
-            1,
-            2,
-            2,
-            True,
-            "1 copy of layers of b left of the 2 that .*fault_tolerance 1 asks for; the loss of one node",
-        ),
+        (1, 2, 2, True, "1 copy of layers of b left of the 2 that .*fault_tolerance 1 asks for; the loss of one node"),
         (2, 3, 4, True, "2 copies of layers of b left of the 4 .* the loss of 2 nodes at once may send"),
         (1, 1, 2, False, "1 copy"),  # too few, as before
         (2, 1, 3, False, "2 copies"),  # more than before

@@ -81,9 +81,7 @@ def test_only_candidates_bounded_above_the_limit_are_skipped(cases):
             assert all(shape(one) in known or one.estimate * ROUNDING >= limit for one in found)
             alike = [one for one in every if len(set(one.counts)) == 1]  # others must promise less still
             for one in alike:
-                assert shape(one) in shapes or (
-                    one.bound * ROUNDING >= limit and one.estimate * ROUNDING >= limit
-                )
+                assert shape(one) in shapes or (one.bound * ROUNDING >= limit and one.estimate * ROUNDING >= limit)
 
     check()
 
@@ -100,16 +98,13 @@ def test_ways_to_run_units_are_left_out_only_beside_better_ones():
             for gpus, slowest, more in draw.integers(1, 9, (60, 3))
         ]
         few = [
-            JointLayout((), (), *(draw.integers(1, 9, 3) / 4), 0.0, tuple(draw.integers(4, 9, 2)))
-            for _ in range(40)
+            JointLayout((), (), *(draw.integers(1, 9, 3) / 4), 0.0, tuple(draw.integers(4, 9, 2))) for _ in range(40)
         ]
         every = [row.beside(way, 1, encoder) for row in few for way in own if way.devices <= row.left[1]]
         kept = joined(few, own, 1, encoder, True, last)
 
         def worth(row, last=last):
-            return np.array(
-                [row.slowest, row.before, row.after, *(() if last else (-free for free in row.left))]
-            )
+            return np.array([row.slowest, row.before, row.after, *(() if last else (-free for free in row.left))])
 
         found = {tuple(worth(row)) for row in kept}
         best = {
@@ -136,9 +131,7 @@ def test_slow_plans_are_searched_where_no_other_fits():
 
     found = search(spec, costs, cluster, workload, 160, scorer, rules=RULES)
     assert len(found.winner.plan.ranks) < 20 < max(asked)
-    assert found.candidates >= len(
-        enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES))
-    )
+    assert found.candidates >= len(enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES)))
 
 
 def test_skipped_candidates_do_not_enter_the_proven_bound():

@@ -13,9 +13,7 @@ def pipelines(recompute=()) -> Plan:
     replicas = tuple(
         Replica(
             tuple(
-                Stage(
-                    2 * number, 2 * number + 2, (first + 2 * (number % 2), first + 2 * (number % 2) + 1), tp=2
-                )
+                Stage(2 * number, 2 * number + 2, (first + 2 * (number % 2), first + 2 * (number % 2) + 1), tp=2)
                 for number in range(4)
             )
         )

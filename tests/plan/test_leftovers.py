@@ -28,9 +28,7 @@ def searched(seed, devices, fills_idle, all_devices=False):
     )
     costs = cost_model({"vision": 0.5, "language": 1.0}, degrees=((1, 1), (2, 1)), output=0.0)
     machine = cluster(1, devices)
-    tokens = {
-        name: np.array([float(draw.randint(1, 9)) for _ in range(BATCH)]) for name in ("vision", "language")
-    }
+    tokens = {name: np.array([float(draw.randint(1, 9)) for _ in range(BATCH)]) for name in ("vision", "language")}
     workload = Workload(tokens)
     scorer = PlanSimulator(spec, costs, machine, workload, BATCH, rules=RULES)
     found = search(

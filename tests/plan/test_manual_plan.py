@@ -16,20 +16,12 @@ FEEDS = {"vision": ("language",), "audio": ("language",)}
 
 
 def test_parallel_units_have_ranks_of_their_own() -> None:
-    specs = {
-        "vision": ParallelSpec(replicas=2),
-        "audio": ParallelSpec(pp=2),
-        "language": ParallelSpec(pp=3, tp=2),
-    }
+    specs = {"vision": ParallelSpec(replicas=2), "audio": ParallelSpec(pp=2), "language": ParallelSpec(pp=3, tp=2)}
     plan = plan_from_specs(LAYERS, specs, FEEDS)
     assert Plan.from_json(plan.to_json()) == plan
     ranks = [placed.stage.ranks for placed in plan.stages()]
     assert ranks == [(0,), (1,), (2,), (3,), (4, 5), (6, 7), (8, 9)]
-    assert [(p.stage.first, p.stage.end) for p in plan.stages() if p.unit == "language"] == [
-        (0, 3),
-        (3, 6),
-        (6, 10),
-    ]
+    assert [(p.stage.first, p.stage.end) for p in plan.stages() if p.unit == "language"] == [(0, 3), (3, 6), (6, 10)]
     assert plan.unit("vision").feeds == ("language",)
 
 
@@ -54,12 +46,7 @@ def test_chunks_cycle_over_replica_ranks_and_guests_stay_there() -> None:
     chains = {u.name: [[s.ranks for s in replica.stages] for replica in u.replicas] for u in plan.units}
     assert chains["audio"] == [[(2,), (3,), (2,), (3,)]]
     assert chains["language"] == [[(4, 5), (6, 7)] * 3, [(8, 9), (10, 11)] * 3]
-    assert [(s.first, s.end) for s in plan.unit("audio").replicas[0].stages] == [
-        (0, 1),
-        (1, 2),
-        (2, 3),
-        (3, 4),
-    ]
+    assert [(s.first, s.end) for s in plan.unit("audio").replicas[0].stages] == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
     specs["vision"] = ParallelSpec(replicas=2, pp=2, chunks=2, tp=2)
     plan = plan_from_specs(LAYERS, specs, FEEDS, {"vision": "language"})

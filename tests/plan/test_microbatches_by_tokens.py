@@ -33,9 +33,7 @@ def dense_rows(draw):
 def case(draw):
     """Draw a small vision-language model, costs with square and fixed parts, and samples, some in dense rows."""
     spec = model(unit("vision", draw.randint(1, 2), ("language",)), unit("language", draw.randint(1, 3)))
-    costs = cost_model(
-        {"vision": draw.random() + 0.1, "language": draw.random() + 0.1}, call=draw.choice([0.0, 2.0])
-    )
+    costs = cost_model({"vision": draw.random() + 0.1, "language": draw.random() + 0.1}, call=draw.choice([0.0, 2.0]))
     curved = {
         kind: {
             degree: replace(cost, forward=Quadratic(0.1 * draw.random(), cost.forward.b, cost.forward.c))
@@ -58,9 +56,7 @@ def test_no_plan_beats_the_bound_of_its_candidate(seed):
     draw = random.Random(seed)
     spec, costs, workload, batch = case(draw)
     machine, budget = cluster(1, draw.randint(2, 4)), draw.randint(3, 40)
-    space = open_space(
-        spec, costs, machine, workload, batch, RULES, row_tokens=(budget,), microbatch_sizes=(1, 2)
-    )
+    space = open_space(spec, costs, machine, workload, batch, RULES, row_tokens=(budget,), microbatch_sizes=(1, 2))
     candidates = enumerate_candidates(space)
     finals = Finals(space, PlanSimulator(spec, costs, machine, workload, batch, rules=RULES))
     by_tokens = [one for one in candidates if one.row_tokens is not None]
@@ -78,9 +74,7 @@ def test_no_plan_beats_its_candidate_bound_under_a_row_limit(seed):
     workload = replace(workload, dense={"language": dense_rows(draw)})
     machine, limit = cluster(1, draw.randint(1, 3)), draw.randint(3, 40)
     scorer = PlanSimulator(spec, costs, machine, workload, batch, rules=RULES, row_tokens=limit)
-    space = open_space(
-        spec, costs, machine, workload, batch, RULES, row_limit=limit, microbatch_sizes=(1, 2, 3)
-    )
+    space = open_space(spec, costs, machine, workload, batch, RULES, row_limit=limit, microbatch_sizes=(1, 2, 3))
     finals = Finals(space, scorer)
     for one in enumerate_candidates(space):
         finals.simulate(one)
@@ -106,14 +100,7 @@ def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
     draw = random.Random(seed)
     spec, costs, workload, batch = case(draw)
     machine, budget = cluster(1, draw.randint(2, 4)), draw.randint(3, 40)
-    known = (
-        spec,
-        costs,
-        machine,
-        workload,
-        batch,
-        PlanSimulator(spec, costs, machine, workload, batch, rules=RULES),
-    )
+    known = (spec, costs, machine, workload, batch, PlanSimulator(spec, costs, machine, workload, batch, rules=RULES))
     narrow, wide = (search(*known, (1, 2), RULES, 10_000, row_tokens=tokens) for tokens in ((), (budget,)))
     assert wide.seconds <= narrow.seconds * ROUNDING
 
@@ -129,9 +116,7 @@ def test_three_devices_share_a_batch_not_divisible_by_three():
     assert (winner.replicas, winner.idle_devices, winner.row_tokens) == (3, 0, 15)
     assert found.seconds < without.seconds
     for tokens, seconds in (((), None), ((15,), winner.score.seconds)):
-        space = open_space(
-            spec, costs, machine, workload, 8, RULES, row_tokens=tokens, microbatch_sizes=(1, 2)
-        )
+        space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=tokens, microbatch_sizes=(1, 2))
         asked = parse_asked_layout("language: {replicas: 3}", ["language"])
         answer = why_not([space], machine, asked, found, scorer)
         if seconds is None:
@@ -170,13 +155,9 @@ def test_bounds_count_on_no_number_of_dense_rows():
     spec, costs = model(unit("language", 1)), cost_model({"language": 1.0})
     square = Quadratic(a=1.0)
     curves = dict.fromkeys(("forward", "input_gradient", "weight_gradient", "first_trainable"), square)
-    layers = {
-        "language": {degree: replace(cost, **curves) for degree, cost in costs.layers["language"].items()}
-    }
+    layers = {"language": {degree: replace(cost, **curves) for degree, cost in costs.layers["language"].items()}}
     costs, machine = replace(costs, layers=layers), cluster(1, 1)
-    workload = Workload(
-        {"language": np.array([1.0] * 12 + [5.0] * 12)}, {}, {"language": DenseRows.always(0.4)}
-    )
+    workload = Workload({"language": np.array([1.0] * 12 + [5.0] * 12)}, {}, {"language": DenseRows.always(0.4)})
     space = open_space(spec, costs, machine, workload, 12, RULES, row_tokens=(10,), microbatch_sizes=(1, 2))
     finals = Finals(space, PlanSimulator(spec, costs, machine, workload, 12, rules=RULES))
     (one,) = (each for each in enumerate_candidates(space) if each.row_tokens)

@@ -21,9 +21,7 @@ def write(tmp_path, text, name="trace.csv"):
 
 
 def test_named_events_become_one_event_a_moment(tmp_path):
-    trace = load_node_trace(
-        write(tmp_path, "0,add,a\n0,add,b\n0,add,c\n9000,remove,b\n9000,remove,a\n9000,add,d\n")
-    )
+    trace = load_node_trace(write(tmp_path, "0,add,a\n0,add,b\n0,add,c\n9000,remove,b\n9000,remove,a\n9000,add,d\n"))
     assert trace.events == (NodeEvent(0.0, (0, 1, 2), ()), NodeEvent(9.0, (3,), (0, 1)))
     assert trace.counts() == ((0.0, 3), (9.0, 2))
 
@@ -68,11 +66,7 @@ def test_dated_sampled_and_json_line_formats(tmp_path):
     document = {"metadata": {"gap_seconds": 300}, "data": [0, 2, 2, 1]}
     sampled = load_node_trace(write(tmp_path, json.dumps(document), "s.json"))
     assert sampled.counts() == ((300.0, 2), (900.0, 1))
-    lines = [
-        [0, "add", {"nodes": ["x", "y"]}],
-        [1000, "no-op", {"nodes": []}],
-        [2000, "remove", {"nodes": ["x"]}],
-    ]
+    lines = [[0, "add", {"nodes": ["x", "y"]}], [1000, "no-op", {"nodes": []}], [2000, "remove", {"nodes": ["x"]}]]
     listed = load_node_trace(write(tmp_path, "\n".join(map(json.dumps, lines)), "l.txt"))
     assert listed.events == (NodeEvent(0.0, (0, 1), ()), NodeEvent(2.0, (), (0,)))
 
@@ -123,9 +117,7 @@ def test_a_window_begins_with_the_nodes_alive_then(tmp_path):
     assert part.seconds == 10.0
 
 
-@pytest.mark.skipif(
-    not SHARED.exists(), reason="the public traces are absent: their statistics were not checked"
-)
+@pytest.mark.skipif(not SHARED.exists(), reason="the public traces are absent: their statistics were not checked")
 @pytest.mark.parametrize(
     ("path", "losses", "lost", "most", "mean"),
     [
@@ -135,13 +127,7 @@ def test_a_window_begins_with_the_nodes_alive_then(tmp_path):
         ("oobleck/6h.csv", 15, 15, 30, 23.0),
         ("parcae/p3.csv", 79, 167, 32, 24.0),
         ("parcae/gpt-6.7b/trace_hh_55_65.txt", 9, 19, 32, 27.5),
-        (
-            "skypilot-spot-traces/availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json",
-            136,
-            910,
-            16,
-            8.8,
-        ),
+        ("skypilot-spot-traces/availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 136, 910, 16, 8.8),
     ],
 )
 def test_public_traces_have_their_published_statistics(path, losses, lost, most, mean):

@@ -49,6 +49,4 @@ def test_gradients_summed_with_other_ranks_are_kept_once_more(replicas, zero, ke
     found = stage_costs(plan, model, costs, replace(rules, keeps_gradients=True))
     assert found.own_gradient_bytes.tolist() == [4 * count for count in kept]
     document = StepCosts(found).to_document()
-    assert StepCosts.from_document(document, plan).stages.own_gradient_bytes.tolist() == [
-        4 * count for count in kept
-    ]
+    assert StepCosts.from_document(document, plan).stages.own_gradient_bytes.tolist() == [4 * count for count in kept]

@@ -64,9 +64,7 @@ def test_expert_gradients_are_summed_among_holders_of_the_same() -> None:
     apart = sync_seconds(_plan(Stage(0, 1, (0, 1), cp=2, ep=2)), MODEL, machine, RULES)
     assert apart.beside == {0: 2000 / 2, 1: 2000 / 2}
     assert apart.after == apart.beside
-    two = sync_seconds(
-        _plan(Stage(0, 1, (0, 1), cp=2, ep=2), Stage(0, 1, (2, 3), cp=2, ep=2)), MODEL, machine, RULES
-    )
+    two = sync_seconds(_plan(Stage(0, 1, (0, 1), cp=2, ep=2), Stage(0, 1, (2, 3), cp=2, ep=2)), MODEL, machine, RULES)
     assert two.of(0) == pytest.approx(2 * 3 / 4 * 2000 + 2 * 1 / 2 * 4000)
 
 
@@ -74,15 +72,11 @@ def test_tokens_pay_for_their_way_once_a_pass() -> None:
     one = Quadratic(b=1.0)
     cost = LayerCost(one, one, one, one, recompute=one, expert_exchange=Quadratic(b=0.8, c=0.1))
     wide = with_experts_on_ranks(cost, 4)
-    assert [getattr(wide, name) for name in ("forward", "input_gradient", "recompute")] == [
-        Quadratic(b=1.6, c=0.1)
-    ] * 3
+    assert [getattr(wide, name) for name in ("forward", "input_gradient", "recompute")] == [Quadratic(b=1.6, c=0.1)] * 3
     assert wide.weight_gradient == one
 
 
-@pytest.mark.parametrize(
-    ("capacity", "exchange", "ep"), [(26_000, 0.05, 2), (1e9, 0.05, 1)], ids=["short", "plenty"]
-)
+@pytest.mark.parametrize(("capacity", "exchange", "ep"), [(26_000, 0.05, 2), (1e9, 0.05, 1)], ids=["short", "plenty"])
 def test_experts_are_divided_where_memory_asks_for_it(capacity: float, exchange: float, ep: int) -> None:
     """One layer, which only context parallelism divides: 40,000 bytes with all experts, 24,000 with half of them."""
     costs = _without_tp(exchange)

@@ -53,10 +53,7 @@ def test_the_stages_of_a_pipeline_lie_side_by_side():
     chains = [Chain(2, Degrees(1, 1), {"vision": (0,)}), Chain(2, Degrees(1, 1), {"language": (0, 3)})]
     plan = map_ranks(chains, LAYERS, FEEDS, cluster(2, 3))
     for replica in range(2):
-        ranks = [
-            *plan.unit("vision").replicas[replica].stages,
-            *plan.unit("language").replicas[replica].stages,
-        ]
+        ranks = [*plan.unit("vision").replicas[replica].stages, *plan.unit("language").replicas[replica].stages]
         assert {stage.ranks[0] // 3 for stage in ranks} == {replica}
 
 

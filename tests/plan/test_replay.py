@@ -27,11 +27,7 @@ from dilatant.plan.replay.replay import (
     replay,
 )
 from dilatant.plan.templates.templates import plan_templates
-from dilatant.planning.failures import (
-    compare_recovery,
-    restart_from_checkpoint,
-    without_cost,
-)
+from dilatant.planning.failures import compare_recovery, restart_from_checkpoint, without_cost
 from oracles.stepwise_replay import stepwise_replay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,13 +90,9 @@ def test_replay_equals_one_step_after_the_other(changes, tail, costs):
     found = replay("x", trace, scripted(layouts), 1.0, costs)
     steps, rolled, lost = stepwise_replay(times, now + tail, layouts, costs)
     assert found.samples == pytest.approx(steps, abs=1e-6)
-    assert sum(segment.samples for segment in found.segments) - found.samples == pytest.approx(
-        rolled, abs=1e-6
-    )
+    assert sum(segment.samples for segment in found.segments) - found.samples == pytest.approx(rolled, abs=1e-6)
     recovery = sum(found.lost.get(cause, 0.0) for cause in (RECONFIGURING, COPYING, RESTARTING, SAVING))
-    assert recovery == pytest.approx(
-        lost["recovery"] + lost["saving"], abs=1e-6
-    )  # saving ahead of a restart is both
+    assert recovery == pytest.approx(lost["recovery"] + lost["saving"], abs=1e-6)  # saving ahead of a restart is both
     assert found.lost.get(UNFINISHED, 0.0) == pytest.approx(lost["unfinished"], abs=1e-6)
     assert found.lost.get(ROLLED_BACK, 0.0) == pytest.approx(lost["rolled back"], abs=1e-6)
     assert found.lost.get(TOO_FEW, 0.0) == pytest.approx(lost["stopped"], abs=1e-6)
@@ -124,9 +116,7 @@ def test_what_pipelines_without_a_loss_had_done_is_kept():
     shrinking = {3: three, 2: RunningPipelines(((1,), (2,)), 100.0), 1: RunningPipelines(((2,),), 100.0)}
     events = (NodeEvent(0.0, (0, 1, 2), ()), NodeEvent(250.0, (), (0,)), NodeEvent(275.0, (), (1,)))
     costs = RecoveryCosts(0.0, math.inf, checkpoint_steps=1000, keeps_pipelines=True)
-    found = replay(
-        "x", NodeTrace("t", events, 1000.0), lambda before, alive: shrinking[len(alive)], 1.0, costs
-    )
+    found = replay("x", NodeTrace("t", events, 1000.0), lambda before, alive: shrinking[len(alive)], 1.0, costs)
     lost = 50.0 / 3 + (100.0 / 3 + 25.0) / 2
     assert found.lost[UNFINISHED] == pytest.approx(lost, rel=1e-6)  # a step's end has a tolerance of 1e-9
     assert found.samples == int((1000.0 - lost) / 100.0)
@@ -165,9 +155,7 @@ def test_up_to_f_losses_at_a_time_never_roll_back(templates):
             alive = [node for node in alive if node not in lost]
             events.append(NodeEvent(500.0 * len(events), (), tuple(sorted(lost))))
         trace = NodeTrace("f", tuple(events), 500.0 * len(events))
-        found = replay(
-            "x", trace, from_templates(templates, tolerance, 24), 24.0, RecoveryCosts(), tolerance + 1
-        )
+        found = replay("x", trace, from_templates(templates, tolerance, 24), 24.0, RecoveryCosts(), tolerance + 1)
         assert found.changes == len(events) - 1 > 0
         assert found.rollbacks == 0, seed
         assert found.exposed_seconds == 0.0, seed
@@ -189,9 +177,7 @@ def test_templates_use_every_node_and_the_grid_does_not(templates):
     for count in range(4, 13):
         running = reaction(None, frozenset(range(count)))
         assert sorted(node for nodes in running.pipelines for node in nodes) == list(range(count))
-        assert running.step_seconds <= grid(None, frozenset(range(count))).step_seconds * (
-            1 + 1e-9
-        )  # same arithmetic
+        assert running.step_seconds <= grid(None, frozenset(range(count))).step_seconds * (1 + 1e-9)  # same arithmetic
 
 
 def test_nodes_without_a_microbatch_stay_idle(templates):
@@ -207,9 +193,7 @@ def test_training_halts_below_one_replica_then_resumes(templates):
         NodeEvent(1000.0, (), (0, 1, 2)),
         NodeEvent(1500.0, (10, 11, 12), ()),
     )
-    found = replay(
-        "x", NodeTrace("t", events, 3000.0), from_templates(templates, 1, 24), 24.0, RecoveryCosts(), 2
-    )
+    found = replay("x", NodeTrace("t", events, 3000.0), from_templates(templates, 1, 24), 24.0, RecoveryCosts(), 2)
     assert found.lost[TOO_FEW] == pytest.approx(500.0)
     assert found.lost[RESTARTING] == 60.0
     assert found.rollbacks == 1
@@ -254,9 +238,7 @@ def test_recovery_costs_that_cannot_be_are_refused():
         RecoveryCosts(restart_seconds=-1, checkpoint_steps=0)
 
 
-@pytest.mark.skipif(
-    not SHARED.exists(), reason="the public traces are absent: published averages were not reproduced"
-)
+@pytest.mark.skipif(not SHARED.exists(), reason="the public traces are absent: published averages were not reproduced")
 @pytest.mark.parametrize(
     ("model", "ec2", "gcp"),
     [
@@ -269,9 +251,7 @@ def test_recovery_costs_that_cannot_be_are_refused():
 )
 def test_measured_rates_at_no_cost_give_the_published_ceilings(model, ec2, gcp):
     """Time averages of Oobleck's throughput by nodes over its two spot traces; tiny steps leave nothing unfinished."""
-    table = json.loads((SHARED / "oobleck/throughput_by_nodes.json").read_text())["throughput_by_nodes"][
-        model
-    ]
+    table = json.loads((SHARED / "oobleck/throughput_by_nodes.json").read_text())["throughput_by_nodes"][model]
     rates = {int(nodes): rate for nodes, rate in table.items()}
 
     def step_seconds(nodes):

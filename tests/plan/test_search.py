@@ -148,9 +148,7 @@ def test_freezing_moves_devices_from_the_encoder():
 
 
 def test_two_encoders_run_side_by_side_or_together():
-    spec = model(
-        unit("vision", 2, ("language",)), unit("audio", 2, ("language",), kind="vision"), unit("language", 4)
-    )
+    spec = model(unit("vision", 2, ("language",)), unit("audio", 2, ("language",), kind="vision"), unit("language", 4))
     workload = Workload({name: np.full(24, 8.0) for name in ("vision", "audio", "language")})
     slow = PlanScore(1e9, 0.0, 0.0, {}, ())  # no plan can be ruled out, so all are tried
     found = search(
@@ -174,9 +172,7 @@ def test_two_encoders_run_side_by_side_or_together():
 
 
 def test_a_generator_follows_the_language_model():
-    spec = model(
-        unit("vision", 2, ("language",)), unit("language", 4, ("image",)), unit("image", 2, kind="vision")
-    )
+    spec = model(unit("vision", 2, ("language",)), unit("language", 4, ("image",)), unit("image", 2, kind="vision"))
     found = find(spec, COSTS, {"vision": 4, "language": 8, "image": 4}, 5, 20)
     check_plan(found.winner.plan, {"vision": 2, "language": 4, "image": 2}, 5)
     assert found.winner.idle_devices == 0
@@ -198,14 +194,9 @@ def test_plans_stay_inside_memory_and_pay_for_it():
 
 def test_stages_are_cut_by_memory_where_the_even_cut_overflows():
     kind = type(VLM.units[1].layers[0])
-    heavy = [
-        kind(f"language.{k}", "language", parameters, True)
-        for k, parameters in enumerate([900, 100, 100, 100])
-    ]
+    heavy = [kind(f"language.{k}", "language", parameters, True) for k, parameters in enumerate([900, 100, 100, 100])]
     spec = model(type(VLM.units[1])("language", tuple(heavy)))
-    machine = cluster(
-        1, 2, 4 * 900.0 + 2 * 200
-    )  # the first layer at 4 bytes a parameter, and some activations
+    machine = cluster(1, 2, 4 * 900.0 + 2 * 200)  # the first layer at 4 bytes a parameter, and some activations
     found = find(
         spec,
         cost_model({"language": 1.0}, ((1, 1),), activation=20.0),
@@ -317,9 +308,7 @@ def test_candidates_that_were_skipped_weaken_the_proof():
     assert not partial.proven
 
 
-@pytest.mark.parametrize(
-    ("zero", "nodes", "replicas"), [("none", 1, 1), ("node", 1, 2), ("node", 2, 1), ("all", 2, 2)]
-)
+@pytest.mark.parametrize(("zero", "nodes", "replicas"), [("none", 1, 1), ("node", 1, 2), ("node", 2, 1), ("all", 2, 2)])
 def test_replicas_that_fit_only_with_sharded_state_are_found(zero, nodes, replicas):
     """A replica takes 4 layers of 1000 parameters at 1 + 1 + 2 bytes; two that shard state, at 1 + 1 + 1 each."""
     spec, costs = model(unit("language", 4)), cost_model({"language": 1.0}, degrees=((1, 1),))

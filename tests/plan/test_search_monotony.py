@@ -153,14 +153,10 @@ def test_no_simulated_plan_beats_the_bound_of_a_stopped_search(cases):
         draw = random.Random(seed)
         spec, costs, _ = drawn(draw, parameters=draw.choice([0, 400_000_000]))
         costs = replace(
-            costs,
-            layers={kind: {d: _squared(c, draw) for d, c in by.items()} for kind, by in costs.layers.items()},
+            costs, layers={kind: {d: _squared(c, draw) for d, c in by.items()} for kind, by in costs.layers.items()}
         )
         devices, batch = draw.choice([2, 3, 4]), draw.choice([4, 8])
-        tokens = {
-            name: np.array([float(draw.randint(1, 9)) for _ in range(batch)])
-            for name in ("vision", "language")
-        }
+        tokens = {name: np.array([float(draw.randint(1, 9)) for _ in range(batch)]) for name in ("vision", "language")}
         by_length = DenseRows((4.0, 12.0, 30.0), (1.0, draw.choice([1.0, 1.4]), 2.0))
         dense = {"language": draw.choice([DenseRows.always(1.0), DenseRows.always(2.0), by_length])}
         workload = Workload(tokens, {}, dense if draw.random() < 0.7 else {})

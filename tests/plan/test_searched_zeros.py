@@ -43,10 +43,7 @@ def test_no_plan_is_faster_whoever_shares_state(seed):
     nodes = draw.choice([1, devices])
     degrees = (1, 2) if nodes == 1 else (1,)
     costs = cost_model(
-        {name: draw.random() + 0.1 for name in sizes},
-        tuple((tp, 1) for tp in degrees),
-        activation=2.0,
-        output=0.0,
+        {name: draw.random() + 0.1 for name in sizes}, tuple((tp, 1) for tp in degrees), activation=2.0, output=0.0
     )
     tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}
     zeros = dear(draw)
@@ -145,9 +142,7 @@ def test_more_devices_never_hurt(cases):
         draw = random.Random(seed)
         spec, costs, tokens = drawn(draw)
         devices, batch, zeros = draw.randint(2, 9), draw.choice([4, 12]), dear(draw)
-        fewer, more = (
-            find(spec, costs, tokens, count, batch, zeros=zeros).seconds for count in (devices, devices + 1)
-        )
+        fewer, more = (find(spec, costs, tokens, count, batch, zeros=zeros).seconds for count in (devices, devices + 1))
         assert more <= fewer * ROUNDING
 
     check(cases, one)
@@ -162,10 +157,7 @@ def test_no_simulated_plan_beats_the_bound_whoever_shares_state(cases):
         draw = random.Random(seed)
         spec, costs, _ = drawn(draw, parameters=draw.choice([0, 400_000_000]), free=draw.random() < 0.5)
         per_node, batch = draw.choice([1, 2]), draw.choice([4, 8])
-        tokens = {
-            name: np.array([float(draw.randint(1, 9)) for _ in range(batch)])
-            for name in ("vision", "language")
-        }
+        tokens = {name: np.array([float(draw.randint(1, 9)) for _ in range(batch)]) for name in ("vision", "language")}
         workload, machine = Workload(tokens), cluster(2, per_node, draw.choice([1e9, 3e9, float("inf")]))
         zeros = draw.sample(EVERY, 3)
 

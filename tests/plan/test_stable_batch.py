@@ -26,10 +26,7 @@ def lognormal_work(count=20_000, seed=0, language=1.0):
 
 def asked_for(means, allocations):
     """What a batch of these mean works asks for, written out."""
-    return min(
-        allocations,
-        key=lambda allocation: max(mean / devices for mean, devices in zip(means, allocation)),
-    )
+    return min(allocations, key=lambda allocation: max(mean / devices for mean, devices in zip(means, allocation)))
 
 
 @pytest.mark.parametrize(("tp", "language"), [(1, 1.0), (1, 3.0), (2, 1.0), (2, 2.0)])
@@ -40,8 +37,7 @@ def test_delta_method_batches_disagree_at_the_promised_rate(tp, language):
     draw = np.random.default_rng(1)
     trials = 600
     differing = sum(
-        asked_for(work[draw.integers(len(work), size=found.batch)].mean(axis=0), allocations)
-        != found.allocation
+        asked_for(work[draw.integers(len(work), size=found.batch)].mean(axis=0), allocations) != found.allocation
         for _ in range(trials)
     )
     # 5 % promised; the bound adds up rivals and leans on the central limit theorem under heavy tails, and
@@ -68,8 +64,7 @@ def test_three_units_are_judged_together():
     draw = np.random.default_rng(2)
     differing = np.mean(
         [
-            asked_for(work[draw.integers(len(work), size=found.batch)].mean(axis=0), allocations)
-            != found.allocation
+            asked_for(work[draw.integers(len(work), size=found.batch)].mean(axis=0), allocations) != found.allocation
             for _ in range(300)
         ]
     )
@@ -99,9 +94,7 @@ def test_a_ratio_on_a_breakpoint_does_not_run_for_ever():
 def test_the_work_of_samples_follows_the_frozen_rule():
     spec = model(unit("vision", 3, ("language",), trainable=False), unit("language", 2))
     costs = cost_model({"vision": 1.0, "language": 1.0}, degrees=((2, 1),), overhead=0.0, call=1.0)
-    work = sample_work(
-        spec, costs, Workload({"vision": np.array([4.0, 0.0]), "language": np.array([5.0, 3.0])})
-    )
+    work = sample_work(spec, costs, Workload({"vision": np.array([4.0, 0.0]), "language": np.array([5.0, 3.0])}))
     # Forward only in the encoder, no call for a sample without image; the language model's first layer has no
     # input gradient to send. Two devices take half the seconds per token, and the whole call each.
     assert work.tolist() == [[3 * (4 + 2), (2 + 3) * (5 + 2)], [0.0, (2 + 3) * (3 + 2)]]

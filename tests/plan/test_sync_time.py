@@ -110,8 +110,7 @@ def test_rings_played_message_by_message_take_as_long(seed):
         return
     sizes = [draw.randint(1, 9) * 1_000_000 for _ in groups]
     units = tuple(
-        UnitPlan(f"u{n}", tuple(Replica((Stage(0, 1, (rank,)),)) for rank in ranks))
-        for n, ranks in enumerate(groups)
+        UnitPlan(f"u{n}", tuple(Replica((Stage(0, 1, (rank,)),)) for rank in ranks)) for n, ranks in enumerate(groups)
     )
     spec = model(*(unit(f"u{n}", 1, parameters=size) for n, size in enumerate(sizes)))
     found = sync_seconds(Plan(units), spec, cluster, RULES).longest

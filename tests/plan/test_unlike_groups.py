@@ -29,9 +29,7 @@ ROUNDING = 1 + 1e-9
 
 def often(test):
     """Run a test with one seed by default and with 60 as a slow test."""
-    return pytest.mark.parametrize(
-        "cases", [1, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"]
-    )(test)
+    return pytest.mark.parametrize("cases", [1, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"])(test)
 
 
 def check(cases, one):
@@ -53,10 +51,7 @@ class Case:
         self.spec = model(
             *(
                 replace(
-                    one,
-                    layers=tuple(
-                        replace(layer, parameters=draw.randint(0, parameters)) for layer in one.layers
-                    ),
+                    one, layers=tuple(replace(layer, parameters=draw.randint(0, parameters)) for layer in one.layers)
                 )
                 for one in spec.units
             )
@@ -64,10 +59,7 @@ class Case:
         call, square = draw.choice([0.0, 0.5]), draw.choice([0.0, 0.0, 0.2])
         by_group = {
             name: cost_model(
-                {
-                    unit: draw.choice([0.2, 1.0, 3.0]) * (draw.random() + 0.2)
-                    for unit in ("vision", "language")
-                },
+                {unit: draw.choice([0.2, 1.0, 3.0]) * (draw.random() + 0.2) for unit in ("vision", "language")},
                 degrees,
                 output=0.0,
                 call=call,
@@ -77,15 +69,11 @@ class Case:
         }
         self.costs = replace(by_group["fast"], groups=by_group)
         self.batch = draw.choice([4, 8])
-        tokens = {
-            name: [float(draw.randint(1, 9)) for _ in range(self.batch)] for name in ("vision", "language")
-        }
+        tokens = {name: [float(draw.randint(1, 9)) for _ in range(self.batch)] for name in ("vision", "language")}
         self.row_tokens = draw.choice([(), (draw.randint(4, 30),)])
         dense = {}
         if draw.random() < 0.3:
-            dense["language"] = DenseRows(
-                (8.0, 16.0), (draw.choice([0.5, 1.0, 1.2]), draw.choice([1.2, 2.0]))
-            )
+            dense["language"] = DenseRows((8.0, 16.0), (draw.choice([0.5, 1.0, 1.2]), draw.choice([1.2, 2.0])))
         self.workload = Workload({name: np.array(own) for name, own in tokens.items()}, {}, dense)
 
     def scorer(self, cluster, costs=None):
@@ -220,9 +208,7 @@ def every_plan(layers, ranks):
         return Plan(
             tuple(
                 UnitPlan(
-                    name,
-                    tuple(Replica(tuple(Stage(a, b, (rank,)) for a, b, rank in own)) for own in replicas),
-                    feeds,
+                    name, tuple(Replica(tuple(Stage(a, b, (rank,)) for a, b, rank in own)) for own in replicas), feeds
                 )
                 for name, replicas, feeds in units
             )
@@ -299,9 +285,7 @@ def test_every_rank_stays_inside_the_memory_of_its_own_group(cases):
 
 
 def test_units_and_samples_follow_the_speed_of_each_group():
-    spec = model(
-        unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 4, parameters=0)
-    )
+    spec = model(unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 4, parameters=0))
     fast = cost_model({"vision": 1.0, "language": 0.5}, ((1, 1),), output=0.0)
     slow = cost_model({"vision": 1.0, "language": 5.0}, ((1, 1),), output=0.0)
     costs = replace(fast, groups={"fast": fast, "slow": slow})
@@ -330,9 +314,7 @@ def test_units_and_samples_follow_the_speed_of_each_group():
 
 def test_token_microbatches_let_any_pipeline_count_share_a_batch():
     """Seven samples do not divide among three pipelines; the encoder is on the other group."""
-    spec = model(
-        unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 1, parameters=0)
-    )
+    spec = model(unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 1, parameters=0))
     fast = cost_model({"vision": 2.0, "language": 1.0}, ((1, 1),), output=0.0)
     slow = cost_model({"vision": 0.5, "language": 9.0}, ((1, 1),), output=0.0)
     costs = replace(fast, groups={"fast": fast, "slow": slow})
@@ -381,9 +363,7 @@ def test_a_plan_reports_encoder_placement_or_mixed_pipelines():
         for one in (found.winner, *found.runners_up):
             language = {stage.ranks for own in one.plan.unit("language").replicas for stage in own.stages}
             together = {own.stages[0].ranks in language for own in one.plan.unit("vision").replicas}
-            wanted = {(True,): "in-language", (False,): "parallel", (False, True): "mixed"}[
-                (*sorted(together),)
-            ]
+            wanted = {(True,): "in-language", (False,): "parallel", (False, True): "mixed"}[(*sorted(together),)]
             assert one.encoders_at == wanted
             seen.add(wanted)
     assert seen == {"in-language", "parallel", "mixed"}

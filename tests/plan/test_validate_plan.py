@@ -49,9 +49,7 @@ def example() -> Plan:
     return Plan(
         (
             UnitPlan("vision", (Replica((Stage(0, 4, (0,)),)), Replica((Stage(0, 4, (3,)),))), ("language",)),
-            UnitPlan(
-                "language", (Replica((Stage(0, 3, (1,)), Stage(3, 6, (2,)))), Replica((Stage(0, 6, (4,)),)))
-            ),
+            UnitPlan("language", (Replica((Stage(0, 3, (1,)), Stage(3, 6, (2,)))), Replica((Stage(0, 6, (4,)),)))),
         )
     )
 
@@ -73,18 +71,10 @@ def test_the_worked_example_is_valid():
 def test_colocated_units_and_several_stages_per_rank_are_valid():
     together = Plan(
         (
-            UnitPlan(
-                "vision", (Replica((Stage(0, 2, (0, 1), tp=2), Stage(2, 4, (2, 3), tp=2))),), ("language",)
-            ),
+            UnitPlan("vision", (Replica((Stage(0, 2, (0, 1), tp=2), Stage(2, 4, (2, 3), tp=2))),), ("language",)),
             UnitPlan(
                 "language",
-                (
-                    Replica(
-                        tuple(
-                            Stage(i, i + 1 if i < 3 else 6, ((0, 1), (2, 3))[i % 2], tp=2) for i in range(4)
-                        )
-                    ),
-                ),
+                (Replica(tuple(Stage(i, i + 1 if i < 3 else 6, ((0, 1), (2, 3))[i % 2], tp=2) for i in range(4))),),
             ),
         )
     )
@@ -97,14 +87,8 @@ def test_colocated_units_and_several_stages_per_rank_are_valid():
 @pytest.mark.parametrize(
     ("plan", "complaint"),
     [
-        (
-            change("language", 0, (Stage(0, 3, (1,)), Stage(2, 6, (2,)))),
-            "language replica 0 holds layer l2 twice",
-        ),
-        (
-            change("language", 0, (Stage(0, 2, (1,)), Stage(4, 6, (2,)))),
-            "language replica 0 lacks layers l2 to l3",
-        ),
+        (change("language", 0, (Stage(0, 3, (1,)), Stage(2, 6, (2,)))), "language replica 0 holds layer l2 twice"),
+        (change("language", 0, (Stage(0, 2, (1,)), Stage(4, 6, (2,)))), "language replica 0 lacks layers l2 to l3"),
         (change("vision", 1, (Stage(1, 3, (3,)),)), "vision replica 1 lacks layers v0, v3"),
         (change("vision", 0, (Stage(0, 9, (0,)),)), "holds layers 0 to 9, but vision has layers 0 to 4"),
         (change("vision", 0, (Stage(0, 4, (0,)), Stage(4, 4, (5,)))), "stage 1 holds no layer"),
@@ -141,9 +125,7 @@ def test_each_mistake_is_named(plan, complaint):
 
 
 def test_all_mistakes_are_listed_at_once():
-    plan = change(
-        "vision", 0, (Stage(0, 3, (9,)),), change("language", 0, (Stage(0, 6, (3, 4, 5, 6), tp=2, cp=2),))
-    )
+    plan = change("vision", 0, (Stage(0, 3, (9,)),), change("language", 0, (Stage(0, 6, (3, 4, 5, 6), tp=2, cp=2),)))
     with pytest.raises(InvalidPlanError) as raised:
         validate(plan, model(), cluster())
     text = str(raised.value)

@@ -28,20 +28,12 @@ from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem import planned_hardware
 from dilatant.planning.problem.dense_rows import dense_rows, is_assumed
-from dilatant.planning.problem.describe_model import (
-    BLOCK,
-    HEAD,
-    ModelDescription,
-    build_meta_model,
-    describe_model,
-)
+from dilatant.planning.problem.describe_model import BLOCK, HEAD, ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_hardware import is_same_hardware, plan_target, rules_of
 from oracles import dense_mask as oracle
 
 
-def config(
-    tmp_path: Any, language: dict[str, Any] = LLAMA, freeze: tuple[str, ...] = (), **encoders: Any
-) -> Config:
+def config(tmp_path: Any, language: dict[str, Any] = LLAMA, freeze: tuple[str, ...] = (), **encoders: Any) -> Config:
     encoders = encoders or {
         "vision": {"kind": "image", "config": SIGLIP, "projector": "mlp"},
         "audio": {"kind": "audio", "config": WHISPER, "projector": "linear"},
@@ -170,10 +162,7 @@ def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_
     given = given.model_copy(update={"model": given.model.model_copy(update={"language_model": language})})
     found = described(given)
     measured = measure_layers(found, plan_target(given.cluster), (8, 16, 32), repeats=1)
-    lengths = {
-        kind: [length for length, _ in degrees[ONE].dense_seconds]
-        for kind, degrees in measured.layers.items()
-    }
+    lengths = {kind: [length for length, _ in degrees[ONE].dense_seconds] for kind, degrees in measured.layers.items()}
     blocks = [kind for kind in found.kinds(BLOCK) if "llama" in kind]
     assert {kind: own for kind, own in lengths.items() if own} == (
         {kind: [8, 16, 32, 64] for kind in blocks} if is_measured else {}
@@ -181,8 +170,7 @@ def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_
     # So few tokens are fitted without a square now and then, of which nothing is left to count.
     squared = {
         kind: {
-            degree: replace(cost, forward=msgspec.structs.replace(cost.forward, a=1e-9))
-            for degree, cost in own.items()
+            degree: replace(cost, forward=msgspec.structs.replace(cost.forward, a=1e-9)) for degree, cost in own.items()
         }
         for kind, own in measured.layers.items()
     }
@@ -203,9 +191,7 @@ def test_a_dense_unit_row_costs_what_its_blocks_measured(tmp_path):
     """Rows have the measured lengths. Besides blocks of two kinds, the head's fit has a square part."""
     given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
     language = given.model.text.model_copy(update={"attn_implementation": "sdpa"})
-    found = described(
-        given.model_copy(update={"model": given.model.model_copy(update={"language_model": language})})
-    )
+    found = described(given.model_copy(update={"model": given.model.model_copy(update={"language_model": language})}))
     draw = np.random.default_rng(4)
     more = {64: 0.1, 128: 0.9, 512: 40.0}
 
@@ -216,9 +202,7 @@ def test_a_dense_unit_row_costs_what_its_blocks_measured(tmp_path):
             dense_seconds=tuple(more.items()) if block else (),
         )
 
-    costs = CostModel(
-        "CPU", "measured", "float32", {entry.kind: {ONE: cost(entry.kind)} for entry in found.types}
-    )
+    costs = CostModel("CPU", "measured", "float32", {entry.kind: {ONE: cost(entry.kind)} for entry in found.types})
     rows = dense_rows(found, costs)["language"]
     layers = found.spec.unit("language").layers
     for length, seconds in more.items():
@@ -275,9 +259,7 @@ def test_only_weight_gradients_of_linear_layers_are_put_off(tmp_path):
     """Gradients that the runtime computes in the first half of a split backward must not be planned for the second."""
     for language in (LLAMA, MIXTRAL):
         found = described(config(tmp_path, language))
-        used = costs_in_use(
-            analytic_costs(layer_shapes(found), load_hardware("A100")), found, 1.0, 2048, None
-        )
+        used = costs_in_use(analytic_costs(layer_shapes(found), load_hardware("A100")), found, 1.0, 2048, None)
         splits = {entry.kind: used.layer(entry.kind).splits for entry in found.types}
         assert {entry.role for entry in found.types if splits[entry.kind]} == {BLOCK, "projector"}
 
@@ -287,12 +269,7 @@ def test_a_head_runs_in_chunks_for_more_targets_than_one_chunk(tmp_path):
     found = described(config(tmp_path))
     whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
     (head,) = found.kinds(HEAD)
-    for share, row, chunked in (
-        (0.25, 2048, False),
-        (0.5, 2048, False),
-        (0.5, 2049, True),
-        (1.0, 512, False),
-    ):
+    for share, row, chunked in ((0.25, 2048, False), (0.5, 2048, False), (0.5, 2049, True), (1.0, 512, False)):
         assert costs_in_use(whole, found, share, row, chunk=1024).layer(head).in_chunks == chunked
 
 
@@ -318,10 +295,7 @@ def test_a_head_in_chunks_holds_one_chunk_and_its_input(tmp_path):
     chunked = frozen_work(costs_in_use(whole, found, 0.5, row=2050, chunk=1024).layer(head), True, True)
     cost = whole.layer(head)
     norm, all_norm = cost.row_bytes(2048), cost.row_working_bytes(2048)
-    logits, working = (
-        cost.activation_bytes(1024) - norm / 2,
-        cost.working_bytes(1024) - all_norm / 2,
-    )
+    logits, working = (cost.activation_bytes(1024) - norm / 2, cost.working_bytes(1024) - all_norm / 2)
     assert plain.kept_bytes(2048) == pytest.approx(logits + norm)
     assert plain.transient_bytes(2048) == pytest.approx(working + all_norm)
     assert chunked.transient_bytes(4096) == pytest.approx(logits + working)  # 2,048 targets
@@ -340,9 +314,7 @@ def test_names_of_hardware():
     assert not is_same_hardware("NVIDIA A100-SXM4-80GB", "A10")
 
 
-def test_local_gpu_plan_reserves_memory_for_non_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_local_gpu_plan_reserves_memory_for_non_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

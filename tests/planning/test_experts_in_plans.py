@@ -37,14 +37,7 @@ def test_a_mixture_is_planned_on_the_ranks_its_experts_need(capacity: float, ep:
     costs = analytic_costs(layer_shapes(found), machine, [Degrees(), Degrees(cp=2)])
     cluster = Cluster(1, 2, capacity, machine.inside, machine.between)
     workload = Workload({"language": np.full(4, 16.0)})
-    result = search(
-        found.spec,
-        costs,
-        cluster,
-        workload,
-        4,
-        PlanSimulator(found.spec, costs, cluster, workload, 4),
-    )
+    result = search(found.spec, costs, cluster, workload, 4, PlanSimulator(found.spec, costs, cluster, workload, 4))
     plan = result.winner.plan
     stages = [stage for replica in plan.unit("language").replicas for stage in replica.stages]
     assert max(stage.ep for stage in stages) == ep

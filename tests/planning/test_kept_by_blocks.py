@@ -16,13 +16,7 @@ WIDTH, INNER, HEADS, KEY_VALUE_HEADS, SIZE, TOKENS = 256, 688, 8, 2, 32, 256
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        ("llama", "Llama"),
-        ("qwen2", "Qwen2"),
-        ("qwen3", "Qwen3"),
-        ("gemma3_text", "Gemma3"),
-        ("olmo2", "Olmo2"),
-    ],
+    [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("gemma3_text", "Gemma3"), ("olmo2", "Olmo2")],
 )
 def test_modelled_activations_are_those_that_autograd_keeps(family, name):
     config = AutoConfig.for_model(

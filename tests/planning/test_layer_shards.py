@@ -43,9 +43,7 @@ BLOCKS = {
 """Parameters of one of two ranks, counted from the configs."""
 
 
-def configured(
-    tmp_path: Any, language: dict[str, Any] = LLAMA, vision: dict[str, Any] = SIGLIP, **rest: Any
-) -> Any:
+def configured(tmp_path: Any, language: dict[str, Any] = LLAMA, vision: dict[str, Any] = SIGLIP, **rest: Any) -> Any:
     return parse_config(
         {
             "model": {
@@ -62,9 +60,7 @@ def configured(
     )
 
 
-def described(
-    tmp_path: Any, language: dict[str, Any] = LLAMA, vision: dict[str, Any] = SIGLIP
-) -> ModelDescription:
+def described(tmp_path: Any, language: dict[str, Any] = LLAMA, vision: dict[str, Any] = SIGLIP) -> ModelDescription:
     return describe_model(build_meta_model(configured(tmp_path, language, vision), 65))
 
 
@@ -98,9 +94,7 @@ def test_a_rank_holds_its_share_of_heads_mlp_and_vocabulary(tmp_path):
 )  # fmt: skip
 def test_families_with_other_heads_and_experts_run_as_shards(tmp_path, language, products):
     (block,) = (
-        entry
-        for entry in described(tmp_path, language).types
-        if entry.role == "block" and entry.geometry is None
+        entry for entry in described(tmp_path, language).types if entry.role == "block" and entry.geometry is None
     )
     shard = replace(block, unit=tensor_shard(block.unit, 2))
     probe = layer_probe(shard, torch.device("cpu"), torch.float32)
@@ -153,9 +147,7 @@ def test_all_degrees_are_measured_saved_and_note_modelled_parts(tmp_path):
         degrees = costs.layers[kind]
         assert degrees[Degrees(2, 1)].parameters == degrees[Degrees(2, 2)].parameters == parameters
         assert degrees[Degrees(2, 1)].activation_bytes(48) < degrees[Degrees(1, 1)].activation_bytes(48)
-        assert (
-            degrees[Degrees(2, 1)].output_bytes == degrees[Degrees(1, 1)].output_bytes
-        )  # all-reduced: whole
+        assert degrees[Degrees(2, 1)].output_bytes == degrees[Degrees(1, 1)].output_bytes  # all-reduced: whole
         assert degrees[Degrees(1, 2)].weight_gradient.b == pytest.approx(
             degrees[Degrees(1, 1)].weight_gradient.b / 2, rel=1e-5
         )  # rounded

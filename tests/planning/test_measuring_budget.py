@@ -52,9 +52,7 @@ def test_only_missing_costs_are_measured_and_others_stay(model, known):
         },
     )
     said: list[str] = []
-    found = measure_layers(
-        model, target(), (4, 8), 1, said.append, DEGREES, seconds=600.0, known=lacking, again=False
-    )
+    found = measure_layers(model, target(), (4, 8), 1, said.append, DEGREES, seconds=600.0, known=lacking, again=False)
     assert sorted(text.partition(", ")[2] for text in said) == [
         f"{block} at tp 2, cp 1",
         f"{head} at tp 1, cp 1",
@@ -98,6 +96,4 @@ def test_modelled_shards_include_analytic_collective_time(model):
     found = layer_costs(asked, model, target())
     expected = analytic_costs(layer_shapes(model), target().hardware, [Degrees(2)], target().dtype)
     for kind, own in expected.layers.items():
-        assert found.layers[kind][Degrees(2)].forward(8) == pytest.approx(
-            own[Degrees(2)].forward(8), rel=1e-3
-        ), kind
+        assert found.layers[kind][Degrees(2)].forward(8) == pytest.approx(own[Degrees(2)].forward(8), rel=1e-3), kind

@@ -85,14 +85,10 @@ def test_a_connector_with_attention_costs_its_real_operations() -> None:
 def test_an_autoencoder_costs_the_forward_alone() -> None:
     settings, vae = NETS["pixart"]
     seen = inspect_denoiser(read_source("x", None, settings, vae), "x")
-    shape = denoiser_layer_shape(
-        _unit(build_diffusion(seen, "x", "flow", 0.1, hollow=True), seen.width, 2), 1
-    )
+    shape = denoiser_layer_shape(_unit(build_diffusion(seen, "x", "flow", 0.1, hollow=True), seen.width, 2), 1)
     assert shape.forward_only > 1000
     hardware = load_hardware("H100")
     whole, without = analytic_cost(shape, hardware), analytic_cost(replace(shape, forward_only=0), hardware)
     more = 2 * shape.forward_only / hardware.flops("bfloat16")
-    assert whole.forward.b - without.forward.b == pytest.approx(
-        more, rel=1e-3
-    )  # costs are rounded to six digits
+    assert whole.forward.b - without.forward.b == pytest.approx(more, rel=1e-3)  # costs are rounded to six digits
     assert (whole.input_gradient, whole.weight_gradient) == (without.input_gradient, without.weight_gradient)

@@ -12,9 +12,7 @@ from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.planning.problem.searched_settings import ZeroVariants, zero_variants
 
 TWO_NODES = {"hardware": "H100", "nodes": 2, "gpus_per_node": 4}
-GROUPS = {
-    "groups": [{"name": name, "hardware": name, "nodes": 1, "gpus_per_node": 4} for name in ("H100", "A40")]
-}
+GROUPS = {"groups": [{"name": name, "hardware": name, "nodes": 1, "gpus_per_node": 4} for name in ("H100", "A40")]}
 MANY = {**TWO_NODES, "nodes": 5}
 MANY_GROUPS = {"groups": [{**group, "nodes": 3} for group in GROUPS["groups"]]}
 ALL = ("node", "none", "all")

@@ -42,9 +42,7 @@ def test_a_gpu_gets_rows_that_hold_a_whole_step(tmp_path: Path) -> None:
     assert winner.row_tokens == 4096  # a step has some 700 tokens, so 8,192 would change nothing
     assert winner.microbatches[0] == 1
     assert winner.score.seconds < searched.result.winner.score.seconds
-    assert planned.rows[0].startswith(
-        "Rows hold up to 4,096 tokens (train.row_tokens is open): the longest of 128 and"
-    )
+    assert planned.rows[0].startswith("Rows hold up to 4,096 tokens (train.row_tokens is open): the longest of 128 and")
     assert planned.rows[0] in plan_report(planned, "test").reasons
     timed = time_plan(problem, winner.plan, winner.num_microbatches, winner.row_tokens)
     assert timed.result.winner.score.seconds == pytest.approx(winner.score.seconds)
@@ -96,16 +94,12 @@ def test_pipelines_keep_their_microbatches(tmp_path: Path) -> None:
     result = plan_run(problem).result
     ranked = [one.plan for one in (result.winner, *result.runners_up)]
     pipelines = [plan for plan in ranked if len({*(placed.stage.ranks for placed in plan.stages())}) > 1]
-    staged = [
-        plan for plan in pipelines if any(len(r.stages) > 1 for unit in plan.units for r in unit.replicas)
-    ]
+    staged = [plan for plan in pipelines if any(len(r.stages) > 1 for unit in plan.units for r in unit.replicas)]
     assert staged
     assert all(row_length(problem, plan) is None for plan in staged)
 
 
-def test_a_run_in_one_process_chooses_as_its_plan_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_one_process_chooses_as_its_plan_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a plan file or a search, a run on the GPU that this machine seems to have chooses the same rows."""
     gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
     monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))

@@ -15,16 +15,12 @@ PLAN = Plan(
     (
         UnitPlan("vision", (Replica((Stage(0, 4, (0,)),)), Replica((Stage(0, 4, (3,)),))), ("language",)),
         UnitPlan(
-            "language",
-            (Replica((Stage(0, 3, (1, 5), tp=2), Stage(3, 6, (2, 6), tp=2))), Replica((Stage(0, 6, (4,)),))),
+            "language", (Replica((Stage(0, 3, (1, 5), tp=2), Stage(3, 6, (2, 6), tp=2))), Replica((Stage(0, 6, (4,)),)))
         ),
     )
 )
 ASSIGNMENT = Assignment(
-    {
-        "vision": (((0, 1), (2, 3), (5,)), ((6, 7),)),
-        "language": (((0, 4), (1, 2), (3, 5)), ((6,), (7,))),
-    }
+    {"vision": (((0, 1), (2, 3), (5,)), ((6, 7),)), "language": (((0, 4), (1, 2), (3, 5)), ((6,), (7,)))}
 )
 
 
@@ -78,9 +74,7 @@ def as_measured(timeline, epoch=1.7e9):
     for message, (source, target) in enumerate(timeline.arrows.tolist()):
         made.setdefault(target, []).append((timeline.end[source], source, message))
     rank_of_row = [
-        rank
-        for i, rank in enumerate(timeline.ranks)
-        for _ in range(timeline.offsets[i], timeline.offsets[i + 1])
+        rank for i, rank in enumerate(timeline.ranks) for _ in range(timeline.offsets[i], timeline.offsets[i + 1])
     ]
     found = []
     for index, rank in enumerate(timeline.ranks):
@@ -90,21 +84,12 @@ def as_measured(timeline, epoch=1.7e9):
             latest = max(made.get(row, []), default=None)
             samples = (
                 action.samples
-                or ASSIGNMENT.microbatches[placed[action.stage].unit][placed[action.stage].replica][
-                    action.microbatch
-                ]
+                or ASSIGNMENT.microbatches[placed[action.stage].unit][placed[action.stage].replica][action.microbatch]
             )
             maker = None if latest is None else rank_of_row[latest[1]]
             found.append(
                 MeasuredAction(
-                    rank,
-                    placed[action.stage].unit,
-                    action,
-                    samples,
-                    epoch + turned,
-                    start - turned,
-                    maker,
-                    end - start,
+                    rank, placed[action.stage].unit, action, samples, epoch + turned, start - turned, maker, end - start
                 )
             )
             before = end

@@ -26,9 +26,7 @@ MEASURED = (
 ARROWS = ((ENCODE, READ), (LEARN, LEARN_VISION))
 
 
-def test_actions_become_slices_and_messages_become_arrows(
-    tmp_path: Path,
-) -> None:
+def test_actions_become_slices_and_messages_become_arrows(tmp_path: Path) -> None:
     write_timeline(tmp_path / "timeline.json", MEASURED, PLAN, ARROWS)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X" and e["cat"] != "wait"]
@@ -55,9 +53,7 @@ def test_data_wait_is_a_slice_naming_the_slowest_samples() -> None:
     (found,) = (e for e in events if e["name"] == "waiting for data")
     assert (found["tid"], found["ts"], found["dur"]) == (1, 0.0, 1.5e6)
     assert found["args"] == {"slowest samples": {"big.png": 1.2, "b.png": 0.3}}
-    assert (
-        min(e["ts"] for e in events if e.get("cat") == "vision") == 2e6
-    )  # times count from the wait's start
+    assert min(e["ts"] for e in events if e.get("cat") == "vision") == 2e6  # times count from the wait's start
 
 
 def test_an_arrow_without_its_actions_is_left_out() -> None:

@@ -14,8 +14,7 @@ from harness.browser import Browser, find_chromium
 
 PROGRAMS = find_chromium()
 pytestmark = pytest.mark.skipif(
-    PROGRAMS is None,
-    reason="chromium and chromedriver are not installed: the plan page was not tried in a browser",
+    PROGRAMS is None, reason="chromium and chromedriver are not installed: the plan page was not tried in a browser"
 )
 
 
@@ -40,9 +39,7 @@ def pages(tmp_path_factory, small):
         "hostile": write_plan_page(
             small_report("</script><img src=x onerror=document.title='owned'>"), folder / "hostile.html"
         ),
-        "measured": write_plan_page(
-            dataclasses.replace(small, measured=small.timeline), folder / "measured.html"
-        ),
+        "measured": write_plan_page(dataclasses.replace(small, measured=small.timeline), folder / "measured.html"),
     }
 
 
@@ -64,21 +61,16 @@ def place_of(browser, report, row):
     )
     rank = report.timeline.lanes[row.lane].ranks[0]
     _, top, height = next(entry for entry in label if entry[0].endswith(f"rank {rank}"))
-    box = browser.run(
-        "const b = document.querySelector('.chart').getBoundingClientRect(); return [b.x, b.y, b.width]"
-    )
+    box = browser.run("const b = document.querySelector('.chart').getBoundingClientRect(); return [b.x, b.y, b.width]")
     start, end = view(browser)
     gutter, margin = 208, 8
     middle = row.start + row.seconds / 2
-    return box[0] + gutter + (middle - start) / (end - start) * (box[2] - gutter - margin), box[
-        1
-    ] + top + height / 2
+    return box[0] + gutter + (middle - start) / (end - start) * (box[2] - gutter - margin), box[1] + top + height / 2
 
 
 def view(browser):
     return tuple(
-        float(browser.run(f"return document.querySelector('.timeline').dataset.{end}"))
-        for end in ("from", "to")
+        float(browser.run(f"return document.querySelector('.timeline').dataset.{end}")) for end in ("from", "to")
     )
 
 
@@ -119,9 +111,7 @@ def test_facts_are_on_the_page(open_page, small):
     assert "25.0 GiB" in text
     assert "Does not fit: 120 %" in text
     assert "from 512 samples" in text
-    stages = browser.run(
-        "return [...document.querySelectorAll('.stage title')].map(title => title.textContent)"
-    )
+    stages = browser.run("return [...document.querySelectorAll('.stage title')].map(title => title.textContent)")
     assert len(stages) == 4
     assert any("language stage 1: layers 3–5, rank" in title for title in stages)
 
@@ -190,9 +180,7 @@ def test_keys_buttons_wheel_and_drag_move_the_view(open_page, small):
     zoomed = view(browser)
     assert zoomed[1] - zoomed[0] < 0.9 * small.step_seconds
     quarter = small.step_seconds / 4  # what lies under the mouse stays there
-    assert (quarter - zoomed[0]) / (zoomed[1] - zoomed[0]) == pytest.approx(
-        0.25, abs=0.01
-    )  # mouse moves in pixels
+    assert (quarter - zoomed[0]) / (zoomed[1] - zoomed[0]) == pytest.approx(0.25, abs=0.01)  # mouse moves in pixels
     browser.drag((x, y), (x - 60, y))
     assert view(browser)[0] > zoomed[0]
     browser.click("[data-tool=fit]")
@@ -231,9 +219,7 @@ def test_thousand_ranks_start_grouped_and_groups_toggle(open_page):
     browser = open_page("large")
     count = "return document.querySelectorAll('.timeline .labels > *').length"
     assert 8 <= browser.run(count) <= 26
-    names = browser.run(
-        "return [...document.querySelectorAll('.labels button')].map(label => label.textContent)"
-    )
+    names = browser.run("return [...document.querySelectorAll('.labels button')].map(label => label.textContent)")
     assert "vision (128 replicas)" in names
     assert "language (128 replicas)" in names
     before = browser.run(count)
@@ -257,9 +243,7 @@ def test_a_group_shows_what_part_of_its_lanes_is_busy(open_page, small):
         "const l = document.querySelector('.labels button'); return [l.textContent, l.offsetTop, l.offsetHeight]"
     )
     assert label[0] == "vision (2 replicas)"
-    box = browser.run(
-        "const b = document.querySelector('.chart').getBoundingClientRect(); return [b.x, b.y, b.width]"
-    )
+    box = browser.run("const b = document.querySelector('.chart').getBoundingClientRect(); return [b.x, b.y, b.width]")
     vision = [row for row in small.timeline.rows if small.plan.stages()[row.stage].unit == "vision"]
     idle = colour(browser, *place_of(browser, small, _gap(small)))
     for moment in (0.1, 0.3, 0.45, 0.8):
@@ -326,10 +310,7 @@ def test_hostile_names_stay_text(open_page):
 def test_measured_timeline_is_drawn_by_the_same_code(open_page):
     browser = open_page("measured")
     assert browser.run("return document.querySelectorAll('.timeline').length") == 2
-    assert (
-        browser.run("return [...document.querySelectorAll('.timeline')].map(t => t.dataset.to)")[0]
-        is not None
-    )
+    assert browser.run("return [...document.querySelectorAll('.timeline')].map(t => t.dataset.to)")[0] is not None
 
 
 def test_narrow_windows_do_not_scroll_sideways(browser, open_page):
@@ -347,9 +328,7 @@ def test_every_control_and_picture_has_a_name(open_page):
         .map(e => e.outerHTML)"""
     )
     assert nameless == []
-    headings = browser.run(
-        "return [...document.querySelectorAll('h1, h2, h3')].map(h => Number(h.tagName[1]))"
-    )
+    headings = browser.run("return [...document.querySelectorAll('h1, h2, h3')].map(h => Number(h.tagName[1]))")
     assert headings[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(headings))
 

@@ -107,9 +107,7 @@ def test_explanations_follow_the_figures():
 def test_computing_forwards_again_is_said_of_plans_and_rivals():
     plan = small_report().plan
     how = ("block", "block_keep_attention", "none", "block")
-    units = [
-        dataclasses.replace(unit, recompute=how if unit.name == "language" else ()) for unit in plan.units
-    ]
+    units = [dataclasses.replace(unit, recompute=how if unit.name == "language" else ()) for unit in plan.units]
     text = recomputation_text(dataclasses.replace(plan, units=tuple(units)))
     assert text.startswith("language 2 of 4 layers")
     assert "1 of 4 layers" in text
@@ -142,9 +140,7 @@ def test_page_escapes_what_users_write():
         for unit in units
     ]
     report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, units=tuple(renamed)))
-    report = dataclasses.replace(
-        report, ratio=None, sizes=(dataclasses.replace(report.sizes[0], unit=HOSTILE),)
-    )
+    report = dataclasses.replace(report, ratio=None, sizes=(dataclasses.replace(report.sizes[0], unit=HOSTILE),))
     found = []
 
     class Tags(html.parser.HTMLParser):
@@ -205,9 +201,7 @@ def test_measured_step_reports_where_the_prediction_erred(factor, words):
     """Actions of a lane count once for each of its ranks."""
     report = small_report()
     lane = next(i for i, stage in enumerate(report.plan.stages()) if stage.unit == "language")
-    rows = tuple(
-        row._replace(seconds=row.seconds * (3.0 if row.lane == lane else 1.0)) for row in report.timeline.rows
-    )
+    rows = tuple(row._replace(seconds=row.seconds * (3.0 if row.lane == lane else 1.0)) for row in report.timeline.rows)
     lanes = list(report.timeline.lanes)
     lanes[lane] = dataclasses.replace(lanes[lane], ranks=(1, 7, 8, 9))
     timeline = dataclasses.replace(report.timeline, lanes=tuple(lanes))
@@ -251,18 +245,14 @@ def test_a_cause_of_idle_time_has_one_colour_on_every_page():
     # And no page or script has colours of its own: all are classes of the one style.
     assets = Path(page.__file__).parent / "assets"
     for asset in assets.iterdir():
-        literals = re.findall(
-            r"#[0-9a-f]{3,8}\b|\b(?:rgb|hsl|oklch)\(", asset.read_text(encoding="utf-8"), re.I
-        )
+        literals = re.findall(r"#[0-9a-f]{3,8}\b|\b(?:rgb|hsl|oklch)\(", asset.read_text(encoding="utf-8"), re.I)
         assert asset.name == "page.css" or not literals, (asset.name, literals)
 
 
 def test_markup_in_what_users_write_is_shown_and_not_read():
     name = "[red]a[/]"
     report = small_report(name)
-    units = tuple(
-        dataclasses.replace(unit, name=f"{name}{unit.name}", feeds=()) for unit in report.plan.units
-    )
+    units = tuple(dataclasses.replace(unit, name=f"{name}{unit.name}", feeds=()) for unit in report.plan.units)
     report = dataclasses.replace(
         report,
         plan=Plan(units),

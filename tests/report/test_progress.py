@@ -50,9 +50,7 @@ def test_a_first_step_says_nothing_of_those_to_come(monkeypatch: pytest.MonkeyPa
     out = io.StringIO()
     with ProgressLine(Console(file=out), 5) as line:
         for step, seconds in ((1, 50.0), (2, 1.0), (3, 3.0), (4, 2.0), (5, 2.0)):
-            line.update(
-                replace(METRICS, step=step, total_steps=5, step_seconds=seconds, predicted_seconds=1.5)
-            )
+            line.update(replace(METRICS, step=step, total_steps=5, step_seconds=seconds, predicted_seconds=1.5))
     first, *others = out.getvalue().splitlines()
     assert "left" not in first
     assert "planned" not in first

@@ -54,8 +54,7 @@ def test_a_record_that_lacks_only_its_end_of_line_is_kept(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "line",
-    ['{"step": "x"}', "null", "[1]", '{"step": true}', '{"loss": 1}', "[" * 100_000, "{", "\x00", '"step"'],
+    "line", ['{"step": "x"}', "null", "[1]", '{"step": true}', '{"loss": 1}', "[" * 100_000, "{", "\x00", '"step"']
 )
 def test_malformed_record_is_set_aside_and_stops_nothing(tmp_path: Path, line: str) -> None:
     log_steps(tmp_path, 0, 1, 2)
@@ -158,14 +157,7 @@ def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
         RunFolder(tmp_path / "run")
 
 
-WRITTEN = (
-    "config.yaml",
-    "metrics.jsonl",
-    "plan.json",
-    "eval.json",
-    "checkpoints/best.pt",
-    "resilience/notes.md",
-)
+WRITTEN = ("config.yaml", "metrics.jsonl", "plan.json", "eval.json", "checkpoints/best.pt", "resilience/notes.md")
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -194,9 +186,7 @@ def test_a_copied_run_without_its_lock_is_a_run(tmp_path: Path) -> None:
     RunFolder(tmp_path).lock()
 
 
-def test_rebuilt_run_keeps_records_of_committed_steps_only(
-    tmp_path: Path,
-) -> None:
+def test_rebuilt_run_keeps_records_of_committed_steps_only(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = json.dumps({"step": 1, "loss": "x" * 200_000})  # longer than what is read at once
     for written, completed, kept in (

@@ -40,10 +40,7 @@ def test_no_console_of_ours_reads_markup(monkeypatch: pytest.MonkeyPatch) -> Non
     table.add_row("pip install 'dilatant[gpu]'")
     console.print(table)
     console.print("runs/[x]")
-    assert [line.strip() for line in out.getvalue().splitlines()] == [
-        "pip install 'dilatant[gpu]'",
-        "runs/[x]",
-    ]
+    assert [line.strip() for line in out.getvalue().splitlines()] == ["pip install 'dilatant[gpu]'", "runs/[x]"]
     makers = {path.name for path in Path(say_module.__file__).parents[1].rglob("*.py")
               if re.search(r"\b(Console|Terminal)\((?!Protocol)", path.read_text())}  # fmt: skip
     assert makers == {"say.py"}

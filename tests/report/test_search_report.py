@@ -48,9 +48,7 @@ def layer(seconds):
 def report():
     model = ModelSpec(
         (
-            UnitSpec(
-                "vision", tuple(LayerSpec(f"v{i}", "v", 10**6, i == 3) for i in range(4)), ("language",)
-            ),
+            UnitSpec("vision", tuple(LayerSpec(f"v{i}", "v", 10**6, i == 3) for i in range(4)), ("language",)),
             UnitSpec("language", tuple(LayerSpec(f"l{i}", "l", 10**7) for i in range(6))),
         )
     )
@@ -66,17 +64,11 @@ def report():
         for unit in plan.units:
             shares = np.array_split(np.arange(BATCH), len(unit.replicas))
             step[unit.name] = tuple(
-                tuple(tuple(part.tolist()) for part in np.array_split(share, microbatches))
-                for share in shares
+                tuple(tuple(part.tolist()) for part in np.array_split(share, microbatches)) for share in shares
             )
         assignment = Assignment(step)
         timeline = predict(
-            plan,
-            assignment,
-            one_f_one_b(plan, assignment),
-            stage_costs(plan, model, costs, RULES),
-            tokens,
-            cluster,
+            plan, assignment, one_f_one_b(plan, assignment), stage_costs(plan, model, costs, RULES), tokens, cluster
         )
         timelines[plan, microbatches] = timeline
         idle = dict(zip(timeline.causes, timeline.idle.sum(axis=0).tolist()))
@@ -113,9 +105,7 @@ def test_the_winner_is_chosen_and_no_other_is_faster(report):
     assert len(chosen) == 1
     assert len(report.candidates) > 1
     assert all(candidate.step_seconds >= chosen[0].step_seconds for candidate in report.candidates)
-    assert len({(candidate.name, candidate.layout) for candidate in report.candidates}) == len(
-        report.candidates
-    )
+    assert len({(candidate.name, candidate.layout) for candidate in report.candidates}) == len(report.candidates)
 
 
 def test_memory_by_use_adds_up_to_the_simulated_peak(report):

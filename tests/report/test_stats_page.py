@@ -37,10 +37,7 @@ def made_report(**changes) -> StatsReport:
         "Training data of <mine>",
         stats,
         32,
-        (
-            BatchBalance(4, "random", waits, 0.421),
-            BatchBalance(4, "balanced", dict.fromkeys(waits, 0.01), 0.017),
-        ),
+        (BatchBalance(4, "random", waits, 0.421), BatchBalance(4, "balanced", dict.fromkeys(waits, 0.01), 0.017)),
         (
             Example(
                 "x.jsonl:1",
@@ -80,10 +77,7 @@ def test_figures_are_shown_in_the_terminal_at_80_columns():
         assert "Training would refuse 5 samples" in shown
         assert "vision: samples 67, mean 345, 5 % 100" in shown
         assert "audio: Each of its 79 samples has 49 tokens" in shown
-        assert (
-            "devices would wait 42 % of the time for the slowest; placed by the policy balanced, 1.7 %"
-            in shown
-        )
+        assert "devices would wait 42 % of the time for the slowest; placed by the policy balanced, 1.7 %" in shown
 
 
 def test_nothing_of_the_data_becomes_part_of_the_page():
@@ -119,9 +113,7 @@ def test_a_unit_has_the_colour_that_it_has_in_a_plan():
 
 def test_loss_is_marked_and_what_cannot_be_shown_says_why():
     page = render_stats_page(made_report())
-    assert re.findall(r'<span class="loss" title="4 tokens, carry loss">([^<]*)</span>', page) == [
-        "yes&lt;/s&gt;"
-    ]
+    assert re.findall(r'<span class="loss" title="4 tokens, carry loss">([^<]*)</span>', page) == ["yes&lt;/s&gt;"]
     assert "74 tokens, of which 4 carry loss" in page
     assert "image &#39;a&#39; is damaged" in page
     long = made_report(examples=(Example("x", "y", (ExampleSpan("a" * 5000, 5000),)),))
@@ -132,9 +124,7 @@ def test_data_without_media_or_valid_samples_still_get_a_page():
     only_text = describe(SizesIndex(("language",), np.full((4, 1), 5), np.full(4, 2), np.zeros(4, int)))
     assert "Each of its 4 samples has 5 tokens" in render_stats_page(StatsReport("x", only_text, 8))
     nothing = describe(
-        SizesIndex(
-            ("language", "vision"), np.zeros((1, 2), int), np.zeros(1, int), np.zeros(1, int), {0: "bad"}
-        )
+        SizesIndex(("language", "vision"), np.zeros((1, 2), int), np.zeros(1, int), np.zeros(1, int), {0: "bad"})
     )
     assert "No sample has any work here" in render_stats_page(StatsReport("x", nothing, 8))
     print_parts(Console(file=io.StringIO()), stats_parts(StatsReport("x", nothing, 8)))

@@ -90,10 +90,7 @@ def test_browser_draws_page_and_moves_both_charts_together(tmp_path, prediction)
         browser.open(page)
         assert browser.run(
             "return [...document.querySelectorAll('.timeline .labels > *')].map(l => l.textContent)"
-        ) == [
-            "vision · rank 0",
-            "language · rank 1",
-        ]
+        ) == ["vision · rank 0", "language · rank 1"]
         assert float(browser.run("return document.querySelector('.timeline').dataset.to")) == 8.0
         browser.open(both)
         browser.click("[data-tool=in]")

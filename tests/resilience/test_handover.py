@@ -29,15 +29,7 @@ def _read(folder: Path, generation: int, step: int, size: int = 2) -> list[list[
 
 
 def test_each_handover_file_of_the_step_is_read_by_one_rank(tmp_path: Path) -> None:
-    for generation, step, rank in (
-        (3, 7, 0),
-        (3, 7, 1),
-        (3, 7, 2),
-        (2, 7, 4),
-        (3, 6, 4),
-        (13, 7, 4),
-        (3, 77, 4),
-    ):
+    for generation, step, rank in ((3, 7, 0), (3, 7, 1), (3, 7, 2), (2, 7, 4), (3, 6, 4), (13, 7, 4), (3, 77, 4)):
         _leave(tmp_path, generation, step, rank)
     _leave(tmp_path, 3, 7, 6, ranks=(6, 7))  # of no use without the other
     assert _read(tmp_path, 3, 7) == [[0, 2], [1]]

@@ -33,14 +33,7 @@ def run_chaos(folder: Path, seed: int, faults: list[str], size: int = 4) -> Coun
         cluster.close()
 
 
-SLOW = [
-    "stopped and continued",
-    "worker stopped",
-    "cut off",
-    "cut off one way",
-    "slow network",
-    "data cut off",
-]
+SLOW = ["stopped and continued", "worker stopped", "cut off", "cut off one way", "slow network", "data cut off"]
 QUICK = [kind for kind in FAULTS if kind not in SLOW]
 RUNS = 4
 

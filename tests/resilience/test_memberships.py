@@ -129,9 +129,7 @@ def test_what_is_intact_moves_only_for_more_than_the_move_costs(bandwidth: float
 def test_stages_take_equally_long_by_the_costs_that_the_run_uses() -> None:
     plan = plan_of(ParallelSpec(pp=2), ParallelSpec(replicas=1, pp=3))
     seconds = {"vision": [1.0, 1.0, 9.0], "language": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]}
-    new = after(
-        plan, left_of(plan, 4), seconds=seconds, num_microbatches=100, fault_tolerance=0, capacity=6.0
-    )
+    new = after(plan, left_of(plan, 4), seconds=seconds, num_microbatches=100, fault_tolerance=0, capacity=6.0)
     stages = [(stage.first, stage.end) for stage in new.unit("vision").replicas[0].stages]
     assert stages in ([(0, 3)], [(0, 2), (2, 3)])
 
@@ -170,8 +168,7 @@ def test_a_unit_on_the_ranks_of_another_divides_them_in_its_own_way() -> None:
     new = after(plan, left_of(plan, *plan.unit("vision").replicas[1].stages[0].ranks))
     require_valid(new, 6)
     degrees = {
-        unit.name: {stage.degrees for replica in unit.replicas for stage in replica.stages}
-        for unit in new.units
+        unit.name: {stage.degrees for replica in unit.replicas for stage in replica.stages} for unit in new.units
     }
     assert degrees == {"vision": {Degrees(cp=2)}, "language": {Degrees(tp=2)}}
 
@@ -285,19 +282,13 @@ def test_a_rebuild_counts_the_state_of_both_parts() -> None:
     planner = planner_like(PLANS["copies"], capacity=12.0)
     whole, halves = planner.first(2).plan, planner_like(PLANS["copies"], 0, capacity=7.0).first(2).plan
     assert [len(ranks_of(one)) for plan in (whole, halves) for one in pipelines_of(plan)] == [1, 1, 2]
-    found = {
-        (one, other): planner.holds_both((whole, one), (halves, other))
-        for one in (0, 9)
-        for other in (0, 1, 9)
-    }
+    found = {(one, other): planner.holds_both((whole, one), (halves, other)) for one in (0, 9) for other in (0, 1, 9)}
     assert found == {(0, 0): False, (0, 1): False, (0, 9): True, (9, 0): True, (9, 1): True, (9, 9): True}
 
 
 def test_the_last_node_may_have_fewer_devices() -> None:
     """A pipeline takes two whole nodes of two devices; one device of a third node is left."""
-    model = plan_from_specs(
-        LAYERS, {name: ParallelSpec(tp=2) for name in LAYERS}, FEEDS, {"vision": "language"}
-    )
+    model = plan_from_specs(LAYERS, {name: ParallelSpec(tp=2) for name in LAYERS}, FEEDS, {"vision": "language"})
     planner = planner_like(model, 0, devices=2, capacity=3.5)
     found = planner.next(Plan(tuple(UnitPlan(n, (), f) for n, f in FEEDS.items())), {}, [0, 0, 1, 1, 2])
     assert found.idle == (4,)
@@ -394,9 +385,7 @@ def test_too_few_nodes_for_any_pipeline_are_no_mistake() -> None:
 
 
 @pytest.mark.parametrize("base", [NO_STATE, 1])
-def test_a_layout_that_failed_twice_alike_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, base: int
-) -> None:
+def test_a_layout_that_failed_twice_alike_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, base: int) -> None:
     """Other errors, other members and steps committed in between do not count. With state, it is saved."""
     monkeypatch.setattr(generation_plan, "with_costs", lambda config, samples, model, planned: planned)
     plans, store, members = begun(planner_like(PLANS["copies"]), 4)
@@ -430,10 +419,7 @@ def test_where_nothing_fits_only_lost_nodes_are_worth_a_restart(nodes: int) -> N
     store.set(TOO_LARGE, "1:0 ")
     order = Rebuild("n0", 1, 2, Task.REBUILD, 2, members[:nodes], (1,) * nodes, base=1)
     error, says = (
-        (
-            UserError,
-            r"vision: vision-family, language: language-family\) .* B, for a rank ran .* more memory,",
-        )
+        (UserError, r"vision: vision-family, language: language-family\) .* B, for a rank ran .* more memory,")
         if nodes == 2
         else (NothingFits, "1 node is left of the number that the model needs")
     )

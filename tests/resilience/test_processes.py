@@ -23,13 +23,7 @@ from dilatant.resilience.processes import messages
 from dilatant.resilience.processes.agent_run import AgentOptions, run_agent
 from dilatant.resilience.processes.coordinator_process import STATE, read_record
 from dilatant.resilience.processes.messages import MESSAGES, Hello, Job, StoreAt, TrainingStart, Warm, connect
-from dilatant.resilience.processes.process import (
-    AGENT,
-    COORDINATOR,
-    NO_MAJORITY_EXIT_CODE,
-    Child,
-    ProcessStart,
-)
+from dilatant.resilience.processes.process import AGENT, COORDINATOR, NO_MAJORITY_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.processes.standby import Standby
 from dilatant.resilience.protocol.agent import Done, Prepared
 from dilatant.resilience.protocol.values import Record, Settings, Status
@@ -71,8 +65,7 @@ def stopped(folder: Path) -> str:
 def test_the_small_processes_import_no_torch() -> None:
     modules = (AGENT, COORDINATOR, "dilatant.resilience.processes.agent_run", "dilatant.cli.agent")
     code = "; ".join(
-        f"import sys, {module}; print('{module}', *({{'torch', 'numpy'}} & {{*sys.modules}}))"
-        for module in modules
+        f"import sys, {module}; print('{module}', *({{'torch', 'numpy'}} & {{*sys.modules}}))" for module in modules
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.split() == [*modules]
@@ -121,9 +114,7 @@ def test_an_agent_that_nobody_answers_any_more_ends_with_the_run(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_agents_follow_the_standby_and_their_workers_its_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_follow_the_standby_and_their_workers_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "LEADER_SECONDS", 0.5)
     settings = Settings(lease_seconds=0.7, initial=3)
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -182,9 +173,7 @@ def test_without_most_members_a_standby_leaves_the_record_alone(tmp_path: Path) 
     standby.close()
 
 
-def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(
-    cluster: tuple[Child, list[Child], Path],
-) -> None:
+def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(cluster: tuple[Child, list[Child], Path]) -> None:
     _, agents, folder = cluster
     told = link_to(agents[0])
     told.warm()
@@ -226,16 +215,12 @@ def pair() -> tuple[WireLink, WireLink, socket.socket, socket.socket]:
     return client, server, ours, theirs
 
 
-def test_dialing_an_unused_port_never_connects_to_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dialing_an_unused_port_never_connects_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP sometimes connects an unused local port to itself; in this test it always does."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = probe.getsockname()
     dial = socket.create_connection
-    monkeypatch.setattr(
-        socket, "create_connection", lambda to, seconds: dial(to, seconds, source_address=place)
-    )
+    monkeypatch.setattr(socket, "create_connection", lambda to, seconds: dial(to, seconds, source_address=place))
     with pytest.raises(ConnectionRefusedError):
         connect(*place, b"token")
     listen(*place).close()
@@ -294,9 +279,7 @@ def test_connection_broken_after_a_message_is_reported_closed() -> None:
     connections.close()
 
 
-def test_peer_that_reads_nothing_is_cut_off_at_send_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peer_that_reads_nothing_is_cut_off_at_send_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SEND_SECONDS", 1)
     client, server, *_ = pair()
 

@@ -38,14 +38,7 @@ def running(members: int, settings: Settings = SETTINGS) -> tuple[Coordinator, d
     for status in nodes.values():
         coordinator.hear(status, 0.0)
     for phase in (Phase.FENCED, Phase.READY, Phase.RUNNING):
-        say(
-            coordinator,
-            nodes,
-            *nodes,
-            generation=1,
-            phase=phase,
-            ready_at=0 if phase is Phase.READY else None,
-        )
+        say(coordinator, nodes, *nodes, generation=1, phase=phase, ready_at=0 if phase is Phase.READY else None)
         if phase is Phase.RUNNING:
             say(coordinator, nodes, *nodes, base=1)
     assert coordinator.task is Task.RUN

@@ -8,11 +8,7 @@ from harness.faults.simulator import simulate
 
 
 @pytest.mark.parametrize(
-    "first",
-    [
-        0,
-        *(pytest.param(first, marks=pytest.mark.slow) for first in range(1_000, 10_000, 1_000)),
-    ],
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1_000, 10_000, 1_000))]
 )
 def test_steps_count_once_on_all_survivors_whatever_is_lost(first: int) -> None:
     worlds = [simulate(seed) for seed in range(first, first + 1_000)]

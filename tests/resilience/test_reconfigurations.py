@@ -38,9 +38,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
     """Config of a run whose sums are equal to the bit for any distribution of samples."""
     data = write_images(tmp_path, 24)
     schedule = {"kind": "constant"}
-    tree = tiny_config(
-        steps=10**9, global_batch_size=8, save_steps=None, schedule=schedule, deterministic=True
-    )
+    tree = tiny_config(steps=10**9, global_batch_size=8, save_steps=None, schedule=schedule, deterministic=True)
     tree["data"]["train"] = [{"path": str(data)}]
     return tree
 
@@ -160,9 +158,7 @@ def test_salvaged_work_of_survivors_counts_exactly_once(tmp_path: Path, config: 
 
 
 @pytest.mark.slow
-def test_survivors_record_two_steps_that_lost_ranks_never_logged(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_survivors_record_two_steps_that_lost_ranks_never_logged(tmp_path: Path, config: dict[str, Any]) -> None:
     """The first rank dies after its vote, and the next one before it has logged anything."""
     ranks = Ranks(tmp_path, config, 3, dying={"node0": "with its vote out", "node1": "before it catches up"})
     try:

@@ -62,9 +62,7 @@ def require_equal(ended: Ended, undisturbed: list[float], steps: int = STEPS) ->
 
 
 @pytest.mark.slow
-def test_replicas_survive_loss_of_workers_agent_and_coordinator(
-    tmp_path: Path, undisturbed: list[float]
-) -> None:
+def test_replicas_survive_loss_of_workers_agent_and_coordinator(tmp_path: Path, undisturbed: list[float]) -> None:
     ended = run_with_faults(
         make_project(tmp_path, COPIES),
         Fault(4, "worker:1"),
@@ -78,11 +76,7 @@ def test_replicas_survive_loss_of_workers_agent_and_coordinator(
     assert ended.events[-1]["members"] == ["node2"]
     assert any("node0 leaves" in event["reason"] for event in ended.events)
     found = read_status(tmp_path / "run")
-    assert (found.step, found.stopped, found.generation) == (
-        STEPS,
-        "finished",
-        ended.events[-1]["generation"],
-    )
+    assert (found.step, found.stopped, found.generation) == (STEPS, "finished", ended.events[-1]["generation"])
     assert {node.name: node.is_member for node in found.nodes} == {f"node{n}": n == 2 for n in range(4)}
 
 
@@ -92,12 +86,7 @@ def test_replicas_survive_loss_of_workers_agent_and_coordinator(
     ids=["together", "apart"],
 )
 def test_pipelines_survive_two_losses_and_losses_during_recovery(
-    tmp_path: Path,
-    undisturbed: list[float],
-    parallel: dict[str, Any],
-    nodes: int,
-    copies: int,
-    steps: int,
+    tmp_path: Path, undisturbed: list[float], parallel: dict[str, Any], nodes: int, copies: int, steps: int
 ) -> None:
     """After the first loss there are enough copies to survive two simultaneous losses."""
     ended = run_with_faults(
@@ -106,9 +95,7 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
         Fault(5, "worker:3"),
         Fault(5, "coordinator"),
         Fault(5, "worker:1", later=0.1),
-        arguments=changes(
-            f"resilience.fault_tolerance={copies}", f"train.steps={steps}", "resilience.lease_seconds=5"
-        ),
+        arguments=changes(f"resilience.fault_tolerance={copies}", f"train.steps={steps}", "resilience.lease_seconds=5"),
     )
     assert ended.injected == 4
     require_equal(ended, undisturbed, steps)
@@ -187,9 +174,7 @@ def test_restarted_node_rejoins_and_holds_layers(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output
     # Other sums of the same numbers, for five times as many steps: differences grow with them.
     assert ended.losses == pytest.approx(alone.losses, rel=1e-3)
-    assert any("node1." in event["reason"] and "joins" in event["reason"] for event in ended.events), (
-        ended.events
-    )
+    assert any("node1." in event["reason"] and "joins" in event["reason"] for event in ended.events), ended.events
     assert len(ended.events[-1]["members"]) == 4
 
 
@@ -197,8 +182,7 @@ def test_restarted_node_rejoins_and_holds_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bound", ["null", "1.6"])
 def test_slow_rank_gets_fewer_samples_and_too_slow_node_leaves(tmp_path: Path, bound: str) -> None:
     alone = run_with_faults(
-        make_project(tmp_path / "alone", None),
-        arguments=changes("train.steps=110", "train.global_batch_size=32"),
+        make_project(tmp_path / "alone", None), arguments=changes("train.steps=110", "train.global_batch_size=32")
     )
     project = make_project(tmp_path / "slowed", {**COPIES, "units": {"language": {"replicas": 2}}})
     arguments = changes(
@@ -247,19 +231,14 @@ def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> N
     """Steps take about a second, so that the kill falls into one."""
     size = changes("train.steps=5", "train.global_batch_size=256", "parallel.microbatches=16")
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
-    ended = run_with_faults(
-        make_project(tmp_path / "killed", COPIES), Fault(2, "worker:1", later=0.8), arguments=size
-    )
+    ended = run_with_faults(make_project(tmp_path / "killed", COPIES), Fault(2, "worker:1", later=0.8), arguments=size)
     assert ended.exit_code == 0, ended.output
     assert ended.losses == pytest.approx(alone.losses, rel=TOLERANCE)
     lines = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()
     (again,) = (record for line in lines if "recovery" in (record := json.loads(line)))
     assert 0 < again["recovery"]["salvaged_share"] <= 0.75
     assert again["recovery"]["salvaged_pairs"] > again["recovery"]["missing_pairs"] // 3
-    assert (
-        "pairs of a layer and a sample were kept"
-        in (tmp_path / "killed" / "run" / "generations.html").read_text()
-    )
+    assert "pairs of a layer and a sample were kept" in (tmp_path / "killed" / "run" / "generations.html").read_text()
 
 
 @pytest.mark.slow

@@ -80,9 +80,7 @@ def test_machine_arriving_without_a_leader_joins_the_next_leader(machines: Machi
     for process in (leading, agents["a"]):
         process.kill()
     assert [agents[name].wait(HANG_SECONDS) for name in "bcd"] == [0, 0, 0], machines.output
-    assert losses(machines.run) == pytest.approx(
-        undisturbed(tmp_path / "alone", machines.samples), rel=TOLERANCE
-    )
+    assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone", machines.samples), rel=TOLERANCE)
     assert machines.members() == {*"bcd"}
 
 

@@ -39,11 +39,7 @@ sys.exit(run(read_config(Path({str(config)!r}), ["resilience.enabled=true", "res
 """
     placed = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **placed},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program], env={**os.environ, **placed}, cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout.split()) == (75, ["a", "29500", "True", "False"]), done.stderr
 

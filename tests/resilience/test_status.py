@@ -56,9 +56,7 @@ def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, line: str) 
     write(tmp_path, f"{line}\n{json.dumps(EVENT)}\n", f"{line}\n{json.dumps(AGENT)}\n")
     found = read_status(tmp_path)
     assert msgspec.json.decode(msgspec.json.encode(found.events)) == [EVENT]
-    assert [(node.name, node.agent, node.is_alive) for node in found.nodes] == [
-        ("node0", AGENT["pid"], False)
-    ]
+    assert [(node.name, node.agent, node.is_alive) for node in found.nodes] == [("node0", AGENT["pid"], False)]
 
 
 @pytest.mark.parametrize("record", ["", "[]", "[" * 100_000, '{"term": "x"}'])
@@ -69,12 +67,8 @@ def test_a_record_that_is_none_is_one_line(tmp_path: Path, record: str) -> None:
         read_status(tmp_path)
 
 
-def test_brackets_of_names_and_reasons_are_just_brackets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(
-        tmp_path, json.dumps({**EVENT, "reason": "at [4, 5] [/red]"}), json.dumps({**AGENT, "node": "[/b]"})
-    )
+def test_brackets_of_names_and_reasons_are_just_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, json.dumps({**EVENT, "reason": "at [4, 5] [/red]"}), json.dumps({**AGENT, "node": "[/b]"}))
     status(tmp_path)
     shown = capsys.readouterr().out
     assert "[4, 5] [/red]" in shown
@@ -99,9 +93,7 @@ def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None
     rebuilds = [{"generation": 3, "step": 7, "seconds": {"plan": 0.25, "copy": 0.75}, "salvaged_pairs": 30,
                  "missing_pairs": 10}]  # fmt: skip
     write(tmp_path, "\n".join(map(json.dumps, events)), json.dumps(AGENT))
-    (tmp_path / "resilience" / REBUILDS).write_text(
-        "\n".join(map(json.dumps, [*rebuilds, {"generation": 2}]))
-    )
+    (tmp_path / "resilience" / REBUILDS).write_text("\n".join(map(json.dumps, [*rebuilds, {"generation": 2}])))
     first, second, third = generations(read_status(tmp_path).events, read_rebuilds(tmp_path))
     assert (first.left, first.joined, dict(first.lost)) == ((), (), {})
     assert (second.left, second.joined, dict(second.lost)) == (("b",), (), {})
@@ -111,13 +103,7 @@ def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None
     text = (tmp_path / PAGE).read_text()
     assert "it was &lt;killed&gt;" in text
     assert all(f'class="{TONES[cause]}"' in text for cause in third.lost)
-    assert dict(third.phases) == {
-        "fence": 0.5,
-        "plan": 0.25,
-        "copy": 0.75,
-        "await others": 0.5,
-        "first step": 0.25,
-    }
+    assert dict(third.phases) == {"fence": 0.5, "plan": 0.25, "copy": 0.75, "await others": 0.5, "first step": 0.25}
     assert "75% of the step in hand kept: 30 pairs of a layer and a sample; 10 ran again" in text
     assert sum(third.phases.values()) == third.seconds
     slices = json.loads((tmp_path / TRACE).read_text())["traceEvents"]
@@ -164,9 +150,7 @@ def test_a_node_says_which_part_it_has_in_the_run(tmp_path: Path, capsys: pytest
         file.write_text(json.dumps({**AGENT, "node": name, "pid": pid}))
     states = ["member, gone", "left, gone", "waits to join", "never joined, gone"]
     assert [node.state(False) for node in read_status(tmp_path).nodes] == states
-    (tmp_path / "resilience" / STATE).write_bytes(
-        msgspec.json.encode(Record(1, 1, ("node0",), stopped=FINISHED))
-    )
+    (tmp_path / "resilience" / STATE).write_bytes(msgspec.json.encode(Record(1, 1, ("node0",), stopped=FINISHED)))
     status(tmp_path)
     assert capsys.readouterr().out.count("came too late") == 2
 
@@ -179,9 +163,7 @@ def test_too_few_copies_of_layers_are_shown(tmp_path: Path, capsys: pytest.Captu
     found = read_status(tmp_path)
     assert (found.copies, found.shortage) == ({"vision": 2, "language": 1}, few.shortage)
     status(tmp_path)
-    assert "2 of vision, 1 of language; 1 copy of layers of language" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "2 of vision, 1 of language; 1 copy of layers of language" in " ".join(capsys.readouterr().out.split())
     (one,) = generations(found.events, read_rebuilds(tmp_path))
     assert "may send the run back" in render_generations_page([one, one], "run")
 

@@ -21,9 +21,7 @@ from harness.patience import HANG_SECONDS
 
 
 @pytest.fixture
-def supervised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[CoordinatorSupervisor, ProcessStart]]:
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CoordinatorSupervisor, ProcessStart]]:
     monkeypatch.setattr(process, "ASK_SECONDS", 0.1)
     monkeypatch.setattr(process, "ANSWER_SECONDS", 2.0)
     start = ProcessStart("127.0.0.1", 0, (b"t" * 32).hex(), Settings(lease_seconds=0.1), str(tmp_path))
@@ -93,9 +91,7 @@ def test_run_ends_with_error_when_coordinator_cannot_restart(
     Path(start.folder, "coordinator.json").write_text("nothing of ours")
     first = coordinator.child.process
     first.kill()
-    assert becomes(
-        coordinator, lambda: coordinator.child.process is not first and not coordinator.child.is_alive
-    )
+    assert becomes(coordinator, lambda: coordinator.child.process is not first and not coordinator.child.is_alive)
     assert not coordinator.failure
     monkeypatch.setattr(supervisor, "UNATTENDED_SECONDS", 0.1)
     assert becomes(coordinator, lambda: bool(coordinator.failure))
@@ -109,9 +105,7 @@ def test_a_coordinator_whose_port_is_taken_says_so_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        start = ProcessStart(
-            "127.0.0.1", taken.getsockname()[1], (b"t" * 32).hex(), Settings(), str(tmp_path)
-        )
+        start = ProcessStart("127.0.0.1", taken.getsockname()[1], (b"t" * 32).hex(), Settings(), str(tmp_path))
         child = Child(COORDINATOR, start)
         assert child.process.wait(HANG_SECONDS) == 1
         child.close()

@@ -41,9 +41,7 @@ def test_every_wanted_number_comes_once_from_one_who_has_it(seed: int) -> None:
     names = ["a", "b"]
     held = [[random_box(draw, name) for name in names if draw.random() < 0.8] for _ in range(4)]
     wanted = [[random_box(draw, name) for name in names] for _ in range(4)]
-    everywhere = {
-        name: set().union(*(numbers(b) for own in held for b in own if b.name == name)) for name in names
-    }
+    everywhere = {name: set().union(*(numbers(b) for own in held for b in own if b.name == name)) for name in names}
     gone = any(not numbers(box) <= everywhere[box.name] for own in wanted for box in own)
     if gone:
         with pytest.raises(StateLost):

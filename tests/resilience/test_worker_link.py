@@ -100,6 +100,4 @@ def test_computing_is_reported_once_and_only_for_long_steps() -> None:
 def test_step_with_short_deadline_reports_computing_at_once() -> None:
     with linked() as (worker, agent):
         worker.begin(0, SOON_BEATS * BEAT)
-        assert [one for one in said(agent, 1) if isinstance(one, Computing)] == [
-            Computing(0, 0, SOON_BEATS * BEAT)
-        ]
+        assert [one for one in said(agent, 1) if isinstance(one, Computing)] == [Computing(0, 0, SOON_BEATS * BEAT)]

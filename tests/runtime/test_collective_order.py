@@ -116,7 +116,5 @@ def test_all_ranks_launch_collectives_in_one_order(degrees: tuple[int, ...], nod
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(**MIXES)
-def test_ranks_of_many_mixes_launch_collectives_in_one_order(
-    degrees: tuple[int, ...], nodes: int, seed: int
-) -> None:
+def test_ranks_of_many_mixes_launch_collectives_in_one_order(degrees: tuple[int, ...], nodes: int, seed: int) -> None:
     check_order(degrees, nodes, seed)

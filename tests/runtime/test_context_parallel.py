@@ -39,8 +39,7 @@ WHOLE = (Stage(0, 4, (4,)),)
 
 
 @pytest.mark.parametrize(
-    "attention",
-    [pytest.param({"vision": "bidirectional", "audio": "causal"}, marks=pytest.mark.slow), frames],
+    "attention", [pytest.param({"vision": "bidirectional", "audio": "causal"}, marks=pytest.mark.slow), frames]
 )
 def test_masks_by_modality_and_of_one_s_own_on_any_ranks(workers: WorkerPool, attention: Any) -> None:
     """Layouts: pipeline stages, ranks that share tokens, ranks that share heads, and two language-model replicas."""
@@ -138,9 +137,7 @@ def test_parts_of_a_microbatch_share_their_own_items(workers: WorkerPool) -> Non
 
 def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) -> None:
     units = (
-        UnitPlan(
-            "language", (Replica((Stage(0, 2, (0, 1), cp=2), Stage(2, 4, (2, 3, 4), cp=3))),), ("height",)
-        ),
+        UnitPlan("language", (Replica((Stage(0, 2, (0, 1), cp=2), Stage(2, 4, (2, 3, 4), cp=3))),), ("height",)),
         UnitPlan("height", (Replica((Stage(0, 1, (5,)), Stage(1, 2, (0, 1), cp=2))),)),
     )
     changes = {"encoders": (), "texts": ((6, ()),) * 6, "drawn": ((1,), (0,), (2,), (0,), (0,), (3,))}
@@ -246,9 +243,7 @@ def test_a_diverged_model_predicts_nan_for_every_target(workers: WorkerPool) -> 
 def test_what_ranks_cannot_share_is_refused_in_a_line() -> None:
     case = case_of(TWO)  # transformers' own attention
     model = build_model(case, "meta")
-    with pytest.raises(
-        UserError, match=r"language: context parallelism needs attention over block tables.*cp: 1"
-    ):
+    with pytest.raises(UserError, match=r"language: context parallelism needs attention over block tables.*cp: 1"):
         require_trainable(TWO, model.units)
     use_row_attention(model)
     require_trainable(TWO, model.units)

@@ -41,17 +41,7 @@ def origin(said: str = "measured on a test") -> StepCosts:
     seconds[:, 2:] = seconds[:, 1:2] / 2
     none, late = np.zeros((4, 3)), np.zeros((3, 2, 3))
     return StepCosts(
-        StageCosts(
-            seconds,
-            none,
-            none,
-            none,
-            none,
-            *np.zeros((4, 3)),
-            late,
-            np.ones(3),
-            host_seconds=np.zeros((3, 4)),
-        ),
+        StageCosts(seconds, none, none, none, none, *np.zeros((4, 3)), late, np.ones(3), host_seconds=np.zeros((3, 4))),
         origin=said,
     )
 
@@ -69,9 +59,7 @@ def drawn_work(draw: np.random.Generator, costs: StepCosts) -> RankWork:
     return RankWork(np.asarray(parts), np.asarray(group))
 
 
-def one_step(
-    costs: CostCorrection, step: int, work: RankWork, seconds: np.ndarray, ranks: int = 3
-) -> str | None:
+def one_step(costs: CostCorrection, step: int, work: RankWork, seconds: np.ndarray, ranks: int = 3) -> str | None:
     """Give the correction one step whose actions are spread over ranks; return its warning, if any."""
     totals = np.zeros(costs.num_sums)
     for rank in range(ranks):
@@ -91,11 +79,7 @@ def test_made_up_true_costs_are_found() -> None:
         true = (work.parts * TRUE[work.group]).sum(axis=1)
         one_step(costs, step, work, true * draw.uniform(0.95, 1.05, len(true)))
     found = costs.costs_at(4 * INTERVAL)
-    assert [costs.is_corrected_at(step) for step in (0, 2 * INTERVAL - 1, 4 * INTERVAL)] == [
-        False,
-        False,
-        True,
-    ]
+    assert [costs.is_corrected_at(step) for step in (0, 2 * INTERVAL - 1, 4 * INTERVAL)] == [False, False, True]
     work, again = drawn_work(np.random.default_rng(9), costs.origin), np.random.default_rng(9)
     true = (work.parts * TRUE[work.group]).sum(axis=1)
     by_found, by_origin = drawn_work(again, found).parts.sum(axis=1), work.parts.sum(axis=1)
@@ -140,16 +124,12 @@ def test_few_images_on_shared_ranks_do_not_lower_encoder_costs() -> None:
     stages = {one.name: getattr(known.stages, one.name)[:2] for one in fields(StageCosts)}
     of_items = np.array([1 / items, 1.0])
     known = replace(
-        known,
-        stages=StageCosts(**{**stages, "items_per_token": of_items}),
-        item_tokens={"vision": float(items)},
+        known, stages=StageCosts(**{**stages, "items_per_token": of_items}), item_tokens={"vision": float(items)}
     )
     costs = CostCorrection(SHARED, known)
     graph = ModelGraph(("vision", "language"), {"vision": ("language",), "language": ()}, "language")
     planner = {
-        rank: StepPlanner(
-            SHARED, Trainability((True,) * 2, (True,) * 2), graph, Microbatching(4), costs, rank
-        )
+        rank: StepPlanner(SHARED, Trainability((True,) * 2, (True,) * 2), graph, Microbatching(4), costs, rank)
         for rank in SHARED.ranks
     }
     for step in range(3 * INTERVAL):
@@ -231,9 +211,7 @@ def test_slow_rank_gets_fewer_samples_until_it_recovers() -> None:
     assert shares(11 * INTERVAL) == [20, 20, 20]
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 60))]
-)
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 60))])
 def test_no_measurement_makes_costs_negative_or_unbounded(seed: int) -> None:
     draw, costs = np.random.default_rng(seed), CostCorrection(TWO, origin())
     for step in range(2 * INTERVAL):
@@ -313,9 +291,7 @@ def test_costs_cached_before_a_state_is_loaded_are_dropped() -> None:
         again.finish(step, np.zeros(again.num_sums).tolist())
     again.costs_at(2 * INTERVAL)
     again.from_json(run.to_json())
-    assert np.array_equal(
-        again.costs_at(2 * INTERVAL).stages.seconds, run.costs_at(2 * INTERVAL).stages.seconds
-    )
+    assert np.array_equal(again.costs_at(2 * INTERVAL).stages.seconds, run.costs_at(2 * INTERVAL).stages.seconds)
 
 
 def test_a_time_that_is_no_number_is_not_counted() -> None:

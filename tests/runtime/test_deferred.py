@@ -98,9 +98,7 @@ def test_two_halves_give_the_gradients_of_one_backward_pass(frozen: str, recompu
         assert (mine.grad is None) == (theirs.grad is None), name
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
-    assert [b.runs for b in split.blocks] == [
-        b.runs for b in plain.blocks
-    ]  # recomputed once, not once a half
+    assert [b.runs for b in split.blocks] == [b.runs for b in plain.blocks]  # recomputed once, not once a half
 
 
 def test_first_backward_half_skips_linear_weight_gradients() -> None:
@@ -161,9 +159,7 @@ def test_a_gpu_adds_16_bit_products_in_one_kernel() -> None:
 
     total = torch.zeros(24, 48, device="meta")
     with Seen():
-        add_in_product(
-            total, *(torch.zeros(16, width, device="meta", dtype=torch.bfloat16) for width in (24, 48))
-        )
+        add_in_product(total, *(torch.zeros(16, width, device="meta", dtype=torch.bfloat16) for width in (24, 48)))
     assert [kernel for kernel in kernels if "addmm" in kernel] == ["aten.addmm.dtype_out"]
     assert not any("copy" in kernel for kernel in kernels)
 

@@ -55,9 +55,7 @@ def with_tower(random: nn.Module, num_microbatches: int = 1, **encoder: Any) -> 
     stated = {"kind": "image", "row_shape": (3, 8, 8), "width": 12, "tokens_per_row": 4}
     text = {"model_type": "llama", **TEXT, "num_hidden_layers": 1}
     torch.manual_seed(CASE.seed)
-    model = MultimodalModel(
-        {"vision": Encoder(Tower(random), **stated, **encoder)}, text, seed=CASE.seed, device="cpu"
-    )
+    model = MultimodalModel({"vision": Encoder(Tower(random), **stated, **encoder)}, text, seed=CASE.seed, device="cpu")
     return alone(model, num_microbatches=num_microbatches)
 
 
@@ -125,9 +123,7 @@ def test_noise_on_embeddings_is_the_same_for_any_microbatches() -> None:
 def test_noise_on_embeddings_has_the_size_that_neftune_says() -> None:
     lengths, width = (3, 300), 64
     draws = KeyedDraws(1, ["a", "b"], SampleLayout(packed=True, lengths=lengths))
-    row = SimpleNamespace(
-        lengths=lengths, sample_of=torch.tensor([0] * 3 + [1] * 300), padded=lambda scale: scale
-    )
+    row = SimpleNamespace(lengths=lengths, sample_of=torch.tensor([0] * 3 + [1] * 300), padded=lambda scale: scale)
     forward: Any = SimpleNamespace(draws=lambda: draws, packed=row)
     noise = EmbeddingNoise("language", 5.0).embed(forward, torch.zeros(1, 303, width))[0]
     for part, length in zip(noise.split(lengths), lengths):
@@ -147,8 +143,7 @@ def test_closing_restores_plain_dropout() -> None:
     assert any(isinstance(module, KeyedDropout) for module in model.modules())
     runtime.close()
     assert not any(
-        isinstance(module, KeyedDropout) or module.__dict__.get("recompute_contexts")
-        for module in model.modules()
+        isinstance(module, KeyedDropout) or module.__dict__.get("recompute_contexts") for module in model.modules()
     )
     assert any(type(module) is nn.Dropout for module in model.modules())
 
@@ -229,9 +224,7 @@ def test_dropout_within_other_modules_is_refused_before_a_step(random: nn.Module
 def test_frozen_modules_may_have_dropout_without_keys() -> None:
     text = {"model_type": "llama", **TEXT, "num_hidden_layers": 1}
     stated = {"kind": "image", "row_shape": (3, 8, 8), "width": 12, "tokens_per_row": 4}
-    model = MultimodalModel(
-        {"vision": Encoder(Tower(nn.AlphaDropout(0.5)), **stated)}, text, seed=0, device="cpu"
-    )
+    model = MultimodalModel({"vision": Encoder(Tower(nn.AlphaDropout(0.5)), **stated)}, text, seed=0, device="cpu")
     model.freeze(["vision.encoder"])
     alone(model).close()
 

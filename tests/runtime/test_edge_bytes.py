@@ -18,11 +18,7 @@ from dilatant.runtime.runtime import Runtime
 from harness.worker_pool import Worker, WorkerPool
 
 CASE_OF_EDGES = replace(
-    CASE,
-    language_layers=4,
-    attention="causal",
-    texts=tuple((3 + 4 * i, (i % 3,)) for i in range(6)),
-    check=False,
+    CASE, language_layers=4, attention="causal", texts=tuple((3 + 4 * i, (i % 3,)) for i in range(6)), check=False
 )
 
 
@@ -33,9 +29,7 @@ def _plan(degrees: tuple[tuple[int, int], ...]) -> Plan:
         ranks = tuple(range(first, first := first + tp * cp))
         stages.append((ranks, tp, cp))
     cuts = [6 * n // (len(stages) - 1) for n in range(len(stages))]
-    language = tuple(
-        Stage(start, end, *stage) for (start, end), stage in zip(pairwise(cuts), stages[1:], strict=True)
-    )
+    language = tuple(Stage(start, end, *stage) for (start, end), stage in zip(pairwise(cuts), stages[1:], strict=True))
     return Plan(
         (
             UnitPlan("vision", (Replica((Stage(0, 5, *stages[0]),)),), ("language",)),

@@ -39,9 +39,7 @@ def test_gradients_of_samples_are_added_up_alike_in_any_order() -> None:
     assert torch.equal(forward, backward)
     wanted = torch.stack(samples).double().sum(0)
     # Each of 40 is rounded by half of 2 ** -36, the sum to fp32.
-    torch.testing.assert_close(
-        to_numbers(forward, torch.float32).double(), wanted, rtol=2**-23, atol=40 * 2**-37
-    )
+    torch.testing.assert_close(to_numbers(forward, torch.float32).double(), wanted, rtol=2**-23, atol=40 * 2**-37)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e9])

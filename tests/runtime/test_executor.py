@@ -52,9 +52,7 @@ def _runtime(worker: Worker) -> tuple[Runtime, Comm]:
 def _one_rank_differs(worker: Worker) -> None:
     runtime, comm = _runtime(worker)
     samples, sent = build_samples(CASE), []
-    _execute(
-        runtime, samples, CASE.assignment, _schedule(runtime)
-    )  # opens the edges, so nothing waits for that
+    _execute(runtime, samples, CASE.assignment, _schedule(runtime))  # opens the edges, so nothing waits for that
     for edge in runtime._transport._edges.values():
         edge.send = lambda *given: sent.append(given)
     schedule = _schedule(runtime, gpipe if worker.rank == 1 else one_f_one_b)
@@ -158,9 +156,7 @@ def _count_messages(worker: Worker) -> tuple[list[str], bool]:
     return sent, any(graphs)
 
 
-def test_frozen_first_stage_has_no_graph_and_gets_no_gradient(
-    workers: WorkerPool,
-) -> None:
+def test_frozen_first_stage_has_no_graph_and_gets_no_gradient(workers: WorkerPool) -> None:
     (frozen, has_graph), (projector, _), (language, _) = workers.run(_count_messages, 3)
     assert frozen == ["F0-1"] * 3
     assert not has_graph
@@ -175,9 +171,7 @@ def test_predictions_keep_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch
         builds_graph.append(torch.is_grad_enabled())
         return run(stage, *given)
 
-    runtime = parallelize(
-        model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"}
-    )
+    runtime = parallelize(model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"})
     monkeypatch.setattr(LanguageStage, "run", watched)
     runtime.predict(build_samples(CASE))
     runtime.close()
@@ -187,9 +181,7 @@ def test_predictions_keep_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch
 
 def test_clipping_scales_large_gradients_and_keeps_small_ones() -> None:
     model = build_model(CASE)
-    runtime = parallelize(
-        model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"}
-    )
+    runtime = parallelize(model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"})
     norm = runtime.execute(build_samples(CASE)).grad_norm
     gradients = {name: p.grad.clone() for name, p in runtime.parameters.items() if p.grad is not None}
     assert runtime.clip_grad_norm_(2 * norm) == pytest.approx(norm)
@@ -369,9 +361,7 @@ def test_blocks_recompute_once_and_frozen_blocks_never(workers: WorkerPool, fami
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-ALONE = Plan(
-    (UnitPlan("language", tuple(Replica((Stage(0, 4, (rank,)),)) for rank in (0, 1)), ()),),
-)
+ALONE = Plan((UnitPlan("language", tuple(Replica((Stage(0, 4, (rank,)),)) for rank in (0, 1)), ()),))
 
 
 def _replicas_differ(worker: Worker) -> None:
@@ -435,15 +425,10 @@ def _too_many_tokens(worker: Worker) -> None:
         )
     )
     comm = Comm(worker.store, worker.rank, worker.size)
-    samples = [
-        replace(s, media={"vision": {"input": s.media["vision"]["pixel_values"]}})
-        for s in build_samples(CASE)
-    ]
+    samples = [replace(s, media={"vision": {"input": s.media["vision"]["pixel_values"]}}) for s in build_samples(CASE)]
     runtime = Runtime(model, plan, comm)
     assignment = Assignment({"vision": (BATCHES,), "language": (BATCHES,)})
-    with pytest.raises(
-        UserError, match=r"vision gives rows of shape \[12, 16\] where \[8, 16\] were expected"
-    ):
+    with pytest.raises(UserError, match=r"vision gives rows of shape \[12, 16\] where \[8, 16\] were expected"):
         _execute(runtime, samples, assignment, one_f_one_b(plan, assignment))
     comm.close()
 
@@ -463,9 +448,7 @@ def _with_a_generator(worker: Worker) -> None:
     runtime = Runtime(build_model(case, "meta"), Plan(units), comm, seed=5)
     samples = build_samples(case)
     said = runtime.predict(samples)
-    assert [len(said[index].tokens) for index in range(4)] == [
-        int((s.labels[1:] != -100).sum()) for s in samples
-    ]
+    assert [len(said[index].tokens) for index in range(4)] == [int((s.labels[1:] != -100).sum()) for s in samples]
     result = runtime.execute(samples)
     assert result.losses["height"] > 0
     assert result.loss == result.losses["language"]
@@ -473,14 +456,10 @@ def _with_a_generator(worker: Worker) -> None:
     assert not any(p.grad.any() for n, p in runtime.parameters.items() if n.startswith("height"))
     numbers = samples[2].media["height"]["numbers"]
     samples[2] = replace(samples[2], media={"height": {"numbers": numbers[:1]}})
-    with pytest.raises(
-        UserError, match="'sample-2' has 4 places in its text, 2 for an item, but targets of 1 items"
-    ):
+    with pytest.raises(UserError, match="'sample-2' has 4 places in its text, 2 for an item, but targets of 1 items"):
         runtime.execute(samples)
     comm.close()
 
 
-def test_generator_skips_predictions_and_names_unfit_samples(
-    workers: WorkerPool,
-) -> None:
+def test_generator_skips_predictions_and_names_unfit_samples(workers: WorkerPool) -> None:
     workers.run(_with_a_generator, 1)

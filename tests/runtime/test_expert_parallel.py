@@ -94,9 +94,7 @@ def test_stages_on_the_same_ranks_divide_experts_unlike(workers: WorkerPool) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("language", "ep", "recompute"), RECOMPUTED)
-def test_with_split_backward_and_recomputation(
-    workers: WorkerPool, language: str, ep: int, recompute: str
-) -> None:
+def test_with_split_backward_and_recomputation(workers: WorkerPool, language: str, ep: int, recompute: str) -> None:
     tp, cp = (2, 1) if ep == 2 else (1, 4)
     stage = Stage(0, 4, tuple(range(1, 1 + tp * cp)), tp, cp, ep)
     changes = {"language": language, "settings": {}, "recompute": recompute}
@@ -181,9 +179,7 @@ def _in_bf16(worker: Worker, case: Case) -> list[float]:
 def test_in_bf16_tokens_and_gradients_travel_as_they_are_held(workers: WorkerPool) -> None:
     """Rounding may choose other experts, so only the first step is compared, and loosely."""
     divided, features = expert_case(stages(2, 1, 2)), expert_case(stages(2, 1, 1))
-    for found, expected in zip(
-        workers.run(_in_bf16, 2, divided), workers.run(_in_bf16, 2, features), strict=True
-    ):
+    for found, expected in zip(workers.run(_in_bf16, 2, divided), workers.run(_in_bf16, 2, features), strict=True):
         assert found == pytest.approx(expected, rel=0.03)
 
 
@@ -196,12 +192,9 @@ def refusal(shape: tuple[int, int, int], **changes: Any) -> str:
 
 
 def test_what_does_not_divide_is_refused_with_what_does() -> None:
-    assert (
-        "language: 3 experts cannot be divided by ep 2 among stages of tp 2 and cp 1; it takes ep 1 "
-        in refusal((2, 1, 2), settings={"num_local_experts": 3})
+    assert "language: 3 experts cannot be divided by ep 2 among stages of tp 2 and cp 1; it takes ep 1 " in refusal(
+        (2, 1, 2), settings={"num_local_experts": 3}
     )
-    assert "4 experts cannot be divided by ep 2 among stages of tp 1 and cp 3; it takes ep 1 " in refusal(
-        (1, 3, 2)
-    )
+    assert "4 experts cannot be divided by ep 2 among stages of tp 1 and cp 3; it takes ep 1 " in refusal((1, 3, 2))
     assert "by ep 3 among stages of tp 2 and cp 2; it takes ep 1, 2, 4 there" in refusal((2, 2, 3))
     assert "ep is 2, but it has no experts" in refusal((1, 2, 2), language="llama", settings={})

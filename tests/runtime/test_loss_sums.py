@@ -34,10 +34,7 @@ def test_losses_by_source_do_not_depend_on_salvaged_samples(exact: bool) -> None
     computed = [_outcome("language", (0, 1), 1, 2), _outcome("language", (2, 3, 4), 4, 8, 16)]
     other = _outcome("image", (0,), 32)
     lost = [computed[0], other]
-    kept = [
-        _kept((2, 3), {"language": 12 / 8}, (8, 4, 0)),
-        _kept((4,), {"language": 16 / 8}, (0, 0, 16)),
-    ]
+    kept = [_kept((2, 3), {"language": 12 / 8}, (8, 4, 0)), _kept((4,), {"language": 16 / 8}, (0, 0, 16))]
     for outcomes, salvaged in (([*computed, other], []), (lost, kept)):
         assert sum_sources(outcomes, _data(), salvaged, "language", 3) == [9, 4, 18]
         sums, nonfinite = sum_losses(outcomes, _data(), salvaged, exact)

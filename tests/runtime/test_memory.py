@@ -68,9 +68,7 @@ class Run:
     def rules(self) -> ParameterBytes:
         integers = EXACT_SUMS if self.exact else 0.0
         shard = (("language", self.shard),)
-        return replace(
-            RULES[self.dtype], zero="node", keeps_gradients=self.keeps, integers=integers, shard=shard
-        )
+        return replace(RULES[self.dtype], zero="node", keeps_gradients=self.keeps, integers=integers, shard=shard)
 
     def model(self) -> MultimodalModel:
         settings = {
@@ -110,10 +108,7 @@ class Run:
     def samples(self) -> list[EncodedSample]:
         ids = np.random.default_rng(0).integers(3, self.vocabulary, self.tokens)
         sizes = {"language": self.tokens}
-        return [
-            EncodedSample(f"sample-{n}", ids, ids.copy(), media={}, sizes=sizes)
-            for n in range(self.all_samples)
-        ]
+        return [EncodedSample(f"sample-{n}", ids, ids.copy(), media={}, sizes=sizes) for n in range(self.all_samples)]
 
     def assignment(self) -> Assignment:
         firsts = range(0, self.all_samples, self.count)
@@ -154,14 +149,10 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_a_trained_parameter_takes_the_bytes_of_the_table(
-    workers: WorkerPool, dtype: torch.dtype, tp: int
-) -> None:
+def test_a_trained_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, dtype: torch.dtype, tp: int) -> None:
     run = Run(dtype, "none", "1f1b", tokens=8, count=1, width=128, tp=tp)
     for held, _, parameters in workers.run(_held, 2 * tp, run):
-        assert held == pytest.approx(
-            RULES[dtype].of(parameters, True), rel=0.01
-        )  # rotary tables, counters of steps
+        assert held == pytest.approx(RULES[dtype].of(parameters, True), rel=0.01)  # rotary tables, counters of steps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
@@ -187,10 +178,7 @@ def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
         state, whole = rules.shared(1, True), rules.of(1, True) + kept
         wanted = [rules.weight, rules.gradient + kept, state, whole, whole - state * 7 / 8]
         assert said[f"precision: {name}`, `resilience.enabled"] == wanted
-        for line, optimizer in (
-            ("adamw_8bit", {"name": "adamw_8bit"}),
-            ("optimizer.offload", {"offload": True}),
-        ):
+        for line, optimizer in (("adamw_8bit", {"name": "adamw_8bit"}), ("optimizer.offload", {"offload": True})):
             own = rules_of(rules, OptimizerConfig(**optimizer))
             whole, state = own.of(1, True), own.shared(1, True)
             wanted = [own.weight, own.gradient, state, whole, whole - state * 7 / 8]
@@ -202,9 +190,7 @@ def _predicted(run: Run) -> np.ndarray:
     found = describe_model(model, dict.fromkeys(model.units, run.recompute))
     probes = [
         replace(
-            layer_probe(
-                replace(entry, unit=tensor_shard(entry.unit, run.tp)), torch.device("cpu"), run.dtype
-            ),
+            layer_probe(replace(entry, unit=tensor_shard(entry.unit, run.tp)), torch.device("cpu"), run.dtype),
             degrees=Degrees(run.tp),
         )
         for entry in found.types
@@ -231,9 +217,7 @@ RUNS = {
     "tp 2, bf16, loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, loss_chunk=64, tp=2),
     "small vocabulary, loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, loss_chunk=64),
     "tp 2": Run(torch.float32, "none", "1f1b", 256, count=3, vocabulary=2000, tp=2),
-    "tp 2, attention kept": Run(
-        torch.float32, "block_keep_attention", "gpipe", 512, count=14, vocabulary=2000, tp=2
-    ),
+    "tp 2, attention kept": Run(torch.float32, "block_keep_attention", "gpipe", 512, count=14, vocabulary=2000, tp=2),
     "linear attention": Run(torch.float32, "none", "1f1b", 512, linear=True),
     "tp 2, linear attention": Run(torch.bfloat16, "none", "1f1b", 512, tp=2, linear=True),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),

@@ -43,9 +43,7 @@ def test_any_step_matches_loss_and_gradients_of_one_process(
 @pytest.mark.timeout(3600)
 @settings(max_examples=200, **COMMON)
 @given(case=cases(dtype=torch.bfloat16), zero=SHARING, nodes=NODES)
-def test_two_hundred_bf16_steps_match_one_process(
-    workers: WorkerPool, case: Case, zero: Zero, nodes: int
-) -> None:
+def test_two_hundred_bf16_steps_match_one_process(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
     check_case(workers, case, zero, nodes)
 
 
@@ -53,9 +51,7 @@ def test_two_hundred_bf16_steps_match_one_process(
 @pytest.mark.timeout(3600)
 @settings(max_examples=200, **COMMON)
 @given(case=cases(), zero=SHARING, nodes=NODES)
-def test_two_hundred_fp32_steps_match_one_process(
-    workers: WorkerPool, case: Case, zero: Zero, nodes: int
-) -> None:
+def test_two_hundred_fp32_steps_match_one_process(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
     check_case(workers, case, zero, nodes)
 
 

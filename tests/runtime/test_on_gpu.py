@@ -79,9 +79,7 @@ def _runtime(worker: Worker, case: Case) -> tuple[Runtime, Comm]:
     torch.backends.cudnn.allow_tf32 = False
     comm = Comm(worker.store, worker.rank, worker.size, device=worker.device, timeout_seconds=60)
     model = build_model(case, "meta")
-    return Runtime(
-        model, case.plan, comm, seed=case.seed, execution=Execution(check_transport=case.check)
-    ), comm
+    return Runtime(model, case.plan, comm, seed=case.seed, execution=Execution(check_transport=case.check)), comm
 
 
 def _step(worker: Worker, case: Case) -> tuple[str, float, dict[str, torch.Tensor], list[float]]:
@@ -110,9 +108,7 @@ def check_case(case: Case, device: str) -> None:
         assert seconds
         assert min(seconds) >= 0
         for name, gradient in found.items():
-            torch.testing.assert_close(
-                gradient, gradients[name], rtol=TOLERANCE, atol=TOLERANCE * largest.item()
-            )
+            torch.testing.assert_close(gradient, gradients[name], rtol=TOLERANCE, atol=TOLERANCE * largest.item())
     assert {name for _, _, found, _ in results for name in found} == gradients.keys()
 
 

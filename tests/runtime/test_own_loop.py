@@ -23,13 +23,7 @@ State = dict[str, Tensor]
 
 
 def config() -> Any:
-    settings = {
-        **TEXT,
-        "model_type": "qwen3",
-        "head_dim": 8,
-        "num_hidden_layers": 2,
-        "tie_word_embeddings": True,
-    }
+    settings = {**TEXT, "model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2, "tie_word_embeddings": True}
     return parse_config(settings, "language")
 
 

@@ -56,9 +56,7 @@ def documents(seed: int, number: int) -> list[Any]:
     for length in answers:
         answer = random.integers(3, VOCABULARY, length).tolist()
         labels = [-100] * len(prompt) + answer
-        found.append(
-            SimpleNamespace(input_ids=np.array(prompt + answer), labels=np.array(labels), media=media)
-        )
+        found.append(SimpleNamespace(input_ids=np.array(prompt + answer), labels=np.array(labels), media=media))
     return found
 
 
@@ -112,9 +110,7 @@ def loss_by_hand(method: str, chosen: Tensor, rejected: Tensor, number: int) -> 
     likely = torch.exp(chosen / many), torch.exp(rejected / few)
     odds = [each / (1 - each) for each in likely]
     ratio = torch.log(odds[0] / odds[1])
-    return -0.1 * torch.log(1 / (1 + torch.exp(-ratio))) - chosen / many, 0.1 * (
-        chosen / many - rejected / few
-    )
+    return -0.1 * torch.log(1 / (1 + torch.exp(-ratio))) - chosen / many, 0.1 * (chosen / many - rejected / few)
 
 
 def expected(case: Case, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -127,9 +123,7 @@ def expected(case: Case, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str,
     for number in range(len(PAIRS)):
         both = [
             -len(document.labels[document.labels != -100])
-            * losses_of_batch(units["language"].model, encoders, model.placeholder_ids, [document], seen_in)[
-                "language"
-            ]
+            * losses_of_batch(units["language"].model, encoders, model.placeholder_ids, [document], seen_in)["language"]
             for document in documents(case.seed, number)
         ]
         sums.append(both)
@@ -157,9 +151,7 @@ def _step(pooled: Worker | None, case: Case, language: ParallelSpec, method: str
         seed=case.seed,
     )
     samples = pairs(case.seed, shares)
-    batch: Any = SimpleNamespace(
-        batch=SimpleNamespace(samples=samples), step=runtime.plan_step(samples, forwards=True)
-    )
+    batch: Any = SimpleNamespace(batch=SimpleNamespace(samples=samples), step=runtime.plan_step(samples, forwards=True))
     scores = score_pairs(runtime, batch)
     losses = runtime.execute(samples).losses
     found = {key: p.grad.clone() for key, p in runtime.owned.parameters.items() if p.grad is not None}
@@ -190,9 +182,7 @@ def check(case: Case, method: str, results: list[Any]) -> None:
     ("layout", "method", "shares"),
     [*((layout, "dpo", True) for layout in LAYOUTS if layout != "one process"), ("context", "simpo", False)],
 )
-def test_pairs_are_the_same_under_every_layout(
-    workers: WorkerPool, layout: str, method: str, shares: bool
-) -> None:
+def test_pairs_are_the_same_under_every_layout(workers: WorkerPool, layout: str, method: str, shares: bool) -> None:
     case = replace(CASE, loss_chunk=3, attention="causal")
     check(case, method, workers.run(_step, 3, case, LAYOUTS[layout], method, shares))
 
@@ -218,9 +208,7 @@ def test_pairs_train_under_every_kind_of_attention(changes: dict[str, Any], shar
     check(case, "dpo", [_step(None, case, ParallelSpec(), "dpo", shares)])
 
 
-@pytest.mark.parametrize(
-    "changes", [{"attention": None}, {"attention": "causal", "language": "qwen3_5_text"}]
-)
+@pytest.mark.parametrize("changes", [{"attention": None}, {"attention": "causal", "language": "qwen3_5_text"}])
 def test_models_whose_answers_cannot_share_a_prompt_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"set train\.preferences\.share_prompt: false"):
         build_model(replace(CASE, **changes), "meta").use_preferences(PreferencesConfig())
@@ -273,9 +261,7 @@ def test_trl_has_the_same_losses_and_gradients(kind: str, method: Any, tmp_path:
         scores = []
         for answer in answers:
             with torch.no_grad():
-                likely = (
-                    reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-                )
+                likely = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             scores.append(float(likely.gather(-1, torch.tensor(answer)[:, None]).sum()))
         samples.append(
             EncodedSample(

@@ -81,9 +81,7 @@ def _again_and_again(pooled: Worker, times: int) -> list[float]:
     worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
     samples, losses = build_samples(CASE), []
     for attempt in range(times):
-        runtime = parallelize(
-            build_model(CASE, "meta"), APART, worker=worker, num_microbatches=2, seed=CASE.seed
-        )
+        runtime = parallelize(build_model(CASE, "meta"), APART, worker=worker, num_microbatches=2, seed=CASE.seed)
         if attempt == 1:
             with pytest.raises(CommAborted):  # noqa: PT012
                 runtime.comm.world.barrier()  # all have built theirs: an abort would reach them there, too
@@ -110,9 +108,7 @@ def _planned(pooled: Worker, costs: Path) -> tuple[list[float], str]:
             build_model(CASE, "meta"),
             Auto(
                 [samples] * 2,
-                plan=PlanConfig(
-                    costs=None if pooled.rank else str(costs), chunks=(1,), microbatch_sizes=(2,)
-                ),
+                plan=PlanConfig(costs=None if pooled.rank else str(costs), chunks=(1,), microbatch_sizes=(2,)),
             ),
             worker=worker,
             seed=CASE.seed,

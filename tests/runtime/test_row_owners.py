@@ -52,9 +52,7 @@ def check_rows(case: Case) -> None:
             for message in ours:
                 links = [link for link, on in routes.incoming.items() if message in on]
                 unit = placed[message.producer.stage].unit
-                counts = owners.counts(
-                    stage.index, rank, routes.samples[action], unit, owners.boundary(message)
-                )
+                counts = owners.counts(stage.index, rank, routes.samples[action], unit, owners.boundary(message))
                 of_sample = dict(zip(routes.samples[action], counts, strict=True))
                 expected = sum(of_sample[sample] for sample in message.samples)
                 given_rows = sum(owners.parcel(message, link).rows for link in links)

@@ -40,9 +40,7 @@ SHARES_ROWS = {"gpt_oss"}
 
 def opened(family: str, **settings: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[family](**_TEXT, **FAMILIES[family]), **settings
-    ).eval()
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**_TEXT, **FAMILIES[family]), **settings).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
@@ -74,9 +72,7 @@ def alone_in_transformers(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:every sample will be a row")
-@pytest.mark.parametrize(
-    ("family", "attention"), [*((name, None) for name in FAMILIES), ("gpt_oss", "eager")]
-)
+@pytest.mark.parametrize(("family", "attention"), [*((name, None) for name in FAMILIES), ("gpt_oss", "eager")])
 def test_a_step_has_the_loss_and_gradients_of_samples_alone(family: str, attention: str | None) -> None:
     model = opened(family, **({} if attention is None else {"attn_implementation": attention}))
     loss, gradients = alone_in_transformers(model)
@@ -101,9 +97,7 @@ def test_layout_that_splits_an_unsplittable_unit_is_refused() -> None:
     mllm = MultimodalModel({}, opened("bloom"))
     mllm.language.uncut = "the loss changes"
     layers = {"language": len(mllm.language.layers)}
-    cut, whole = (
-        plan_from_specs(layers, {"language": ParallelSpec(pp=stages)}, mllm.graph.feeds) for stages in (2, 1)
-    )
+    cut, whole = (plan_from_specs(layers, {"language": ParallelSpec(pp=stages)}, mllm.graph.feeds) for stages in (2, 1))
     (problem,) = layout_problems(cut, mllm.units)
     assert "language: cut into stages" in problem
     assert "the loss changes" in problem

@@ -24,13 +24,7 @@ from dilatant.resilience.partial_step.exchange import adopt_partial_step
 from dilatant.resilience.partial_step.handover import export_gradients, read_exported_gradients
 from dilatant.runtime.runtime import Execution, Recovery, Runtime
 from dilatant.runtime.state.shared_weights import StateLayout
-from dilatant.runtime.step.partial_step import (
-    AccumulationReport,
-    LayerShare,
-    LossShare,
-    ReusePlan,
-    patterns_of,
-)
+from dilatant.runtime.step.partial_step import AccumulationReport, LayerShare, LossShare, ReusePlan, patterns_of
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from harness.checked_steps import COMMON, Allowed, assert_close, part_of
 from harness.memberships import planner_like
@@ -153,9 +147,7 @@ def check(
 
 
 WEIGHTS = {"unit": [frozenset({"first", "tied"}), frozenset({"middle"}), frozenset({"last", "tied"})]}
-TWO_REPLICAS = Plan(
-    (UnitPlan("unit", tuple(Replica((Stage(0, 2, (r,)), Stage(2, 3, (r + 1,)))) for r in (0, 2))),)
-)
+TWO_REPLICAS = Plan((UnitPlan("unit", tuple(Replica((Stage(0, 2, (r,)), Stage(2, 3, (r + 1,)))) for r in (0, 2))),))
 
 
 def _told(rank: int, first: int, end: int, samples: tuple[int, ...]) -> AccumulationReport:
@@ -209,9 +201,7 @@ def test_tied_weight_is_salvaged_only_if_its_layers_stay_apart() -> None:
 
 def test_shared_work_is_salvaged_only_if_its_ranks_stay_together() -> None:
     def told(rank: int, samples: tuple[int, ...]) -> AccumulationReport:
-        return AccumulationReport(
-            rank, 5, tuple(range(8)), (LayerShare(("unit", 1), (0, 1), (2, 1, 1), samples),), ()
-        )
+        return AccumulationReport(rank, 5, tuple(range(8)), (LayerShare(("unit", 1), (0, 1), (2, 1, 1), samples),), ())
 
     def plan(*stages: Stage) -> Plan:
         return Plan((UnitPlan("unit", tuple(Replica((stage,)) for stage in stages)),))
@@ -274,12 +264,7 @@ LOSSES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), min_size=1, 
 
 
 @settings(max_examples=1, **COMMON)
-@given(
-    case=cases().filter(_several),
-    lost=LOSSES,
-    zero=st.sampled_from(["none", "node", "all"]),
-    gives=st.booleans(),
-)
+@given(case=cases().filter(_several), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]), gives=st.booleans())
 def test_step_with_lost_ranks_has_undisturbed_gradients(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
@@ -288,12 +273,7 @@ def test_step_with_lost_ranks_has_undisturbed_gradients(
 
 @pytest.mark.slow
 @settings(max_examples=60, **COMMON)
-@given(
-    case=cases().filter(_several),
-    lost=LOSSES,
-    zero=st.sampled_from(["none", "node", "all"]),
-    gives=st.booleans(),
-)
+@given(case=cases().filter(_several), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]), gives=st.booleans())
 def test_many_steps_that_lost_ranks_have_the_gradients_of_others(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
@@ -301,12 +281,7 @@ def test_many_steps_that_lost_ranks_have_the_gradients_of_others(
 
 
 @settings(max_examples=1, **COMMON)
-@given(
-    case=cases().filter(_plain),
-    lost=LOSSES,
-    zero=st.sampled_from(["none", "node", "all"]),
-    gives=st.booleans(),
-)
+@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]), gives=st.booleans())
 def test_deterministic_step_has_bits_of_one_rank_after_any_loss(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
@@ -315,12 +290,7 @@ def test_deterministic_step_has_bits_of_one_rank_after_any_loss(
 
 @pytest.mark.slow
 @settings(max_examples=60, **COMMON)
-@given(
-    case=cases().filter(_plain),
-    lost=LOSSES,
-    zero=st.sampled_from(["none", "node", "all"]),
-    gives=st.booleans(),
-)
+@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]), gives=st.booleans())
 def test_many_deterministic_steps_have_the_bits_of_one_rank(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:

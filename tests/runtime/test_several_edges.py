@@ -37,13 +37,7 @@ PLAN = Plan(
         UnitPlan("c", (Replica((Stage(0, 1, (2,)),)),)),
     )
 )
-ASSIGNMENT = Assignment(
-    {
-        "a": (((0, 1), (2,)), ((3, 4),)),
-        "b": (((1, 0, 4), (3, 2)),),
-        "c": (((2, 1), (0, 3), (4,)),),
-    }
-)
+ASSIGNMENT = Assignment({"a": (((0, 1), (2,)), ((3, 4),)), "b": (((1, 0, 4), (3, 2)),), "c": (((2, 1), (0, 3), (4,)),)})
 
 
 def _boundary(unit: str, consumer: str) -> Boundary:
@@ -91,14 +85,8 @@ F, B = ActionKind.F, ActionKind.B
 WHOLE = Schedule(
     {
         0: (Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 1), Action(B, 0, 0)),
-        1: (
-            *(Action(F, 1, 0), Action(F, 2, 0), Action(F, 2, 1)),
-            *(Action(B, 2, 1), Action(B, 2, 0), Action(B, 1, 0)),
-        ),
-        2: (
-            *(Action(F, 3, 0), Action(F, 3, 1), Action(F, 3, 2)),
-            *(Action(B, 3, 2), Action(B, 3, 1), Action(B, 3, 0)),
-        ),
+        1: (*(Action(F, 1, 0), Action(F, 2, 0), Action(F, 2, 1)), *(Action(B, 2, 1), Action(B, 2, 0), Action(B, 1, 0))),
+        2: (*(Action(F, 3, 0), Action(F, 3, 1), Action(F, 3, 2)), *(Action(B, 3, 2), Action(B, 3, 1), Action(B, 3, 0))),
     }
 )
 """Without parts: one backward takes gradients of the same samples from several actions."""
@@ -119,10 +107,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
             stage,
             MadeUp(stage.unit, weights[stage.unit]),  # type: ignore[arg-type]
             {taker: _boundary(stage.unit, taker) for taker in feeds[stage.unit]},
-            {
-                placed[source].unit: (_boundary(placed[source].unit, stage.unit), True)
-                for source in before[stage.index]
-            },
+            {placed[source].unit: (_boundary(placed[source].unit, stage.unit), True) for source in before[stage.index]},
             True,
             WeightGradients(),
             WEIGHTS,

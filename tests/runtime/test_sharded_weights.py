@@ -44,20 +44,14 @@ def check(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
 
 @settings(max_examples=2, **COMMON)
 @given(case=cases(most_ranks=4, alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
-def test_any_sharded_step_matches_one_process(
-    workers: WorkerPool, case: Case, how: Shard, nodes: int
-) -> None:
+def test_any_sharded_step_matches_one_process(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
     check(workers, case, how, nodes)
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=10, derandomize=True, **COMMON
-)  # a part of two numbers may exceed a bound on their norm
+@settings(max_examples=10, derandomize=True, **COMMON)  # a part of two numbers may exceed a bound on their norm
 @given(case=cases(dtype=torch.bfloat16, most_ranks=4, alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
-def test_sharded_steps_in_bf16_match_one_process(
-    workers: WorkerPool, case: Case, how: Shard, nodes: int
-) -> None:
+def test_sharded_steps_in_bf16_match_one_process(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
     check(workers, case, how, nodes)
 
 
@@ -65,9 +59,7 @@ def test_sharded_steps_in_bf16_match_one_process(
 @pytest.mark.timeout(3600)
 @settings(max_examples=100, **COMMON)
 @given(case=cases(alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
-def test_a_hundred_sharded_steps_match_one_process(
-    workers: WorkerPool, case: Case, how: Shard, nodes: int
-) -> None:
+def test_a_hundred_sharded_steps_match_one_process(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
     check(workers, case, how, nodes)
 
 

@@ -19,9 +19,7 @@ PLAN = Plan(
 STAGE = {(p.unit, p.replica, p.position): p.index for p in PLAN.stages()}
 
 
-def did(
-    rank: int, stage: tuple[str, int, int], seconds: float, waited: float = 0.0, other: int | None = None
-):
+def did(rank: int, stage: tuple[str, int, int], seconds: float, waited: float = 0.0, other: int | None = None):
     action = Action(ActionKind.F, STAGE[stage], 0)
     return MeasuredAction(rank, stage[0], action, (0,), 0.0, waited, other, seconds)
 
@@ -38,9 +36,7 @@ def test_replicas_are_one_line_and_colocated_stages_two():
     owns = [counter.own(rank, actions, 10.0) for rank, actions in enumerate(by_rank)]
     summed = [sum(values) for values in zip(*owns)]
     shares = counter.shares(summed)
-    assert shares.busy == pytest.approx(
-        {"vision 0": 0.25, "audio 0": 0.1, "language 0": 0.5, "language 1": 0.4}
-    )
+    assert shares.busy == pytest.approx({"vision 0": 0.25, "audio 0": 0.1, "language 0": 0.5, "language 1": 0.4})
     # Of 40 rank seconds: 2 for vision, 3 for language's first stage, 1 for rank 2, whose first unit is audio.
     assert shares.waited == pytest.approx({"vision": 0.05, "audio": 0.025, "language": 0.075})
 

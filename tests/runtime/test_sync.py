@@ -27,8 +27,7 @@ def share(
     """`weights`, held by all ranks if `holdings` does not say otherwise, and used by the `stages` of this one."""
     everywhere = range(worker.size)
     held = holdings or {
-        name: Holding({rank: Box.of(name, weight.shape) for rank in everywhere})
-        for name, weight in weights.items()
+        name: Holding({rank: Box.of(name, weight.shape) for rank in everywhere}) for name, weight in weights.items()
     }
     return bucket_weights(
         Comm(worker.store, worker.rank, worker.size),

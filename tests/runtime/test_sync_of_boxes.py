@@ -46,9 +46,7 @@ def is_used(name: str, step: int) -> bool:
     return not (step == 0 and name == "u.0.columns")
 
 
-def contribution(
-    name: str, held: Holdings, degrees: tuple[int, ...], rank: int, step: int
-) -> torch.Tensor | None:
+def contribution(name: str, held: Holdings, degrees: tuple[int, ...], rank: int, step: int) -> torch.Tensor | None:
     """Return the gradient of `rank` before any sum: the replica's, split into summands if several ranks hold it."""
     if not is_used(name, step):
         return None
@@ -123,9 +121,7 @@ def one_process(replicas: int) -> tuple[dict[str, nn.Parameter], dict[str, torch
         for name, weight in weights.items():
             if is_used(name, step):
                 weight.grad = 2 * torch.stack([gradient[name] for gradient in gradients]).sum(0)
-        norms.append(
-            sum(float(w.grad.double().square().sum()) for w in weights.values() if w.grad is not None)
-        )
+        norms.append(sum(float(w.grad.double().square().sum()) for w in weights.values() if w.grad is not None))
         optimizer.step()
         optimizer.zero_grad()
     return weights, {name: optimizer.state[weight]["exp_avg"] for name, weight in weights.items()}, norms
@@ -190,9 +186,7 @@ def check_shares(ranks: list[dict[str, Any]], copies: int) -> None:
 
 
 @pytest.mark.parametrize("node_of", [[0, 0, 0], [0, 1, 2], [0, 0, 1]])
-def test_sharing_changes_no_bit_where_sums_have_the_same_order(
-    workers: WorkerPool, node_of: list[int]
-) -> None:
+def test_sharing_changes_no_bit_where_sums_have_the_same_order(workers: WorkerPool, node_of: list[int]) -> None:
     """Two ranks have only one order of summation; three ranks on three nodes shard nothing."""
     size = len(set(node_of)) if len(set(node_of)) == 3 else 2
     plain = workers.run(_train, size, (1,) * size, "none", node_of)

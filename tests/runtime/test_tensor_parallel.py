@@ -60,8 +60,7 @@ def test_families_of_language_models(workers: WorkerPool, language: str, tied: b
 
 
 @pytest.mark.parametrize(
-    "encoder",
-    [pytest.param(name, marks=pytest.mark.slow if n else ()) for n, name in enumerate(sorted(ENCODERS))],
+    "encoder", [pytest.param(name, marks=pytest.mark.slow if n else ()) for n, name in enumerate(sorted(ENCODERS))]
 )
 def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
     encoders = (("vision", encoder, 2, "mlp", "patch"),)
@@ -70,8 +69,7 @@ def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
 
 @pytest.mark.parametrize("family", [pytest.param(one_f_one_b, marks=pytest.mark.slow), zero_bubble_h1])
 @pytest.mark.parametrize(
-    "recompute",
-    [*(pytest.param(how, marks=pytest.mark.slow) for how in ("none", "block")), "block_keep_attention"],
+    "recompute", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("none", "block")), "block_keep_attention"]
 )
 def test_what_travels_in_pieces_is_the_same(workers: WorkerPool, recompute: str, family: Any) -> None:
     # Rows of 10 tokens and items of 4 patches on two ranks: four pieces, and three.
@@ -134,33 +132,20 @@ def test_more_ranks_than_key_value_heads(workers: WorkerPool, language: str) -> 
     check_case(workers, case_of(plan, language=language, settings=settings), "all", 1)
 
 
-@pytest.mark.parametrize(
-    "zero", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("none", "node")), "all"]
-)
+@pytest.mark.parametrize("zero", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("none", "node")), "all"])
 def test_replicas_of_unlike_degrees(workers: WorkerPool, zero: Any) -> None:
-    replicas = (
-        (Stage(0, 4, (1,)),),
-        (Stage(0, 3, (2, 3), tp=2), Stage(3, 4, (4, 5), tp=2)),
-        (Stage(0, 4, (0,)),),
-    )
+    replicas = ((Stage(0, 4, (1,)),), (Stage(0, 3, (2, 3), tp=2), Stage(3, 4, (4, 5), tp=2)), (Stage(0, 4, (0,)),))
     plan = plan_of((Stage(0, 5, (0,)),), *replicas)
     changes = {"language": "phi3", "tied": True, "assignment": replace(CASE.assignment, microbatches={
         "vision": (BATCHES,), "language": tuple((batch,) for batch in BATCHES)})}  # fmt: skip
     check_case(workers, case_of(plan, **changes), zero, 2)
 
 
-def test_colocated_and_separate_encoder_pipelines_train_together(
-    workers: WorkerPool,
-) -> None:
+def test_colocated_and_separate_encoder_pipelines_train_together(workers: WorkerPool) -> None:
     """Plans have such unlike pipelines if idle devices form one more (`fills_idle`)."""
     own = Replica((Stage(0, 5, (0,)),)), Replica((Stage(0, 4, (1,)),))
     leftover = Replica((Stage(0, 5, (2, 3), tp=2),)), Replica((Stage(0, 4, (2, 3), tp=2),))
-    plan = Plan(
-        (
-            UnitPlan("vision", (own[0], leftover[0]), ("language",)),
-            UnitPlan("language", (own[1], leftover[1])),
-        )
-    )
+    plan = Plan((UnitPlan("vision", (own[0], leftover[0]), ("language",)), UnitPlan("language", (own[1], leftover[1]))))
     shares = (BATCHES[:2], BATCHES[2:])
     assigned = replace(CASE.assignment, microbatches={"vision": shares, "language": shares})
     check_case(workers, case_of(plan, assignment=assigned), "node", 2)
@@ -238,9 +223,7 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can() -> None:
     wide = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), tp=4),))
     assert "language: 2 attention heads cannot be shared by 4 ranks; it takes tp 1, 2" in refusal(wide)
     unlike = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 24}
-    assert "6 key/value heads cannot be shared by 4 ranks; it takes tp 1, 2, 3" in refusal(
-        wide, settings=unlike
-    )
+    assert "6 key/value heads cannot be shared by 4 ranks; it takes tp 1, 2, 3" in refusal(wide, settings=unlike)
     assert "'self_attn.q_proj' is normalised over all heads; give it tp: 1" in refusal(TWO, language="olmo2")
     assert "how ranks share the layers of 'stablelm' is not known" in refusal(TWO, language="stablelm")
     few = {"num_attention_heads": 4, "num_key_value_heads": 4}

@@ -45,9 +45,7 @@ def end(
     check: bool = True,
 ) -> Transport:
     """The transport of one end, whose step has begun."""
-    comm: Any = SimpleNamespace(
-        rank=rank, generation=generation, device=torch.device("cpu"), edge=lambda *_: wire
-    )
+    comm: Any = SimpleNamespace(rank=rank, generation=generation, device=torch.device("cpu"), edge=lambda *_: wire)
     transport = Transport(comm, (Stage(0, 1, (0,)), Stage(1, 2, (1,))), look_ahead, check)
     along = {LINK: messages}
     routes: Any = SimpleNamespace(

@@ -38,9 +38,7 @@ class _Host:
     events: ("receive" or "send", transfer), or (WAIT, None) where the host may wait for the whole device."""
 
     events: list[tuple[str, Transfer | None]] = field(default_factory=list)
-    counts: dict[tuple[str, str], itertools.count] = field(
-        default_factory=lambda: defaultdict(itertools.count)
-    )
+    counts: dict[tuple[str, str], itertools.count] = field(default_factory=lambda: defaultdict(itertools.count))
     posted: Counter[str] = field(default_factory=Counter)
     most_edges: int = 0
 
@@ -128,9 +126,7 @@ def _hosts(seed: int, early: bool = False, look_ahead: int = 0) -> dict[int, _Ho
         routes = derive_routes(graph, rank, backward, durations)
         if early:
             routes = replace(routes, after=dict.fromkeys(routes.after, 0))
-        hosts[rank] = _run(
-            rank, step, tuple(schedule.actions.get(rank, ())), routes, look_ahead or 1 + seed % 3
-        )
+        hosts[rank] = _run(rank, step, tuple(schedule.actions.get(rank, ())), routes, look_ahead or 1 + seed % 3)
     return hosts
 
 

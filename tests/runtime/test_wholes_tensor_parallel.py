@@ -47,8 +47,7 @@ def plan_of(units: Any, towers: Layout, language: Layout) -> Plan:
             layout = ((layout[0][0][:1], 1, 1),)
         cuts = [count * number // len(layout) for number in range(len(layout) + 1)]
         stages = tuple(
-            Stage(first, end, ranks, tp=tp, cp=cp)
-            for (ranks, tp, cp), first, end in zip(layout, cuts, cuts[1:])
+            Stage(first, end, ranks, tp=tp, cp=cp) for (ranks, tp, cp), first, end in zip(layout, cuts, cuts[1:])
         )
         plans.append(UnitPlan(name, (Replica(stages),), () if name == "language" else ("language",)))
     return Plan(tuple(plans))
@@ -74,9 +73,7 @@ def _against_one(
     for _, unit in whole.units.items():
         for name, parameter in unit.named_logical_parameters():
             if MAGNITUDE in name:
-                parameter.data.mul_(
-                    torch.empty_like(parameter).uniform_(0.5, 1.5, generator=_generator(name))
-                )
+                parameter.data.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5, generator=_generator(name)))
             elif is_adapter(name):  # which begin with zeros
                 parameter.data.uniform_(-0.3, 0.3, generator=_generator(name))
     every = samples_of(whole)
@@ -142,9 +139,7 @@ def check(
     assert seen == results[0][2]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in WHOLES]
-)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in WHOLES])
 def test_towers_and_texts(workers: WorkerPool, family: str) -> None:
     check(workers, family)
 

@@ -152,9 +152,7 @@ def test_policies_keep_their_groups_within_a_capacity(seed, policy):
         assert sorted(sample for batch in found[unit] for sample in batch) == list(range(40))
     assert all(weight[list(batch)].sum() <= 70 for batch in found[1])
     if policy in ("random", "entrain"):
-        without = {
-            frozenset(batch) for batch in assign_microbatches(seconds, 8, policy, seed).microbatches[1]
-        }
+        without = {frozenset(batch) for batch in assign_microbatches(seconds, 8, policy, seed).microbatches[1]}
         assert all(any(batch <= whole for whole in without) for batch in map(frozenset, found[1]))
     else:
         assert len(found[1]) == 8
@@ -200,8 +198,7 @@ def test_intra_reordering_is_longest_first(seed, groups):
 
 def replicas(count: int, stages: int, first_rank: int) -> tuple[Replica, ...]:
     return tuple(
-        Replica(tuple(Stage(s, s + 1, (first_rank + r * stages + s,)) for s in range(stages)))
-        for r in range(count)
+        Replica(tuple(Stage(s, s + 1, (first_rank + r * stages + s,)) for s in range(stages))) for r in range(count)
     )
 
 

@@ -9,12 +9,7 @@ import pytest
 
 from dilatant.config.errors import UserError
 from dilatant.schedule.assignment.assign import Policy, assign_microbatches
-from dilatant.schedule.assignment.pipeline_shape import (
-    ByUnit,
-    MicrobatchProblem,
-    PipelineShape,
-    default_shape,
-)
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, MicrobatchProblem, PipelineShape, default_shape
 
 SHAPES = (
     default_shape(2),
@@ -33,8 +28,7 @@ def unlike(problem: MicrobatchProblem) -> ByUnit:
     draw = np.random.default_rng(problem.seed)
     slots = draw.integers(0, problem.num_microbatches, problem.seconds.T.shape)
     return tuple(
-        tuple(tuple(np.flatnonzero(own == slot).tolist()) for slot in range(problem.num_microbatches))
-        for own in slots
+        tuple(tuple(np.flatnonzero(own == slot).tolist()) for slot in range(problem.num_microbatches)) for own in slots
     )
 
 

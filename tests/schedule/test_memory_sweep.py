@@ -38,9 +38,7 @@ def replay(graph, size, timeline, arrival):
                 held += size.allocate[op] * (start[action] <= now) - size.release[op] * (end[action] <= now)
                 held += size.transient[op] * (start[action] <= now < end[action])
             for number in range(graph.num_messages):
-                source, target = (
-                    graph.action(int(o[number])) for o in (graph.edge_source, graph.edge_target)
-                )
+                source, target = (graph.action(int(o[number])) for o in (graph.edge_source, graph.edge_target))
                 if rank in placed[source.stage].stage.ranks:
                     held += size.message[number] * (end[source] <= now < arrival[number])
                 if rank in placed[target.stage].stage.ranks:
@@ -66,9 +64,7 @@ def test_equals_a_plain_replay_of_every_moment(seed):
     lag = rng.integers(0, 3, graph.num_messages).astype(float)
     timeline = run(graph, rng.integers(1, 4, graph.num_ops).astype(float), lag=lag, size=size)
     ends = {a: e for rank in timeline.ranks for a, _, e in timeline.of_rank(rank)}
-    arrival = (
-        np.asarray([ends[graph.action(int(op))] for op in graph.edge_source[: graph.num_messages]]) + lag
-    )
+    arrival = np.asarray([ends[graph.action(int(op))] for op in graph.edge_source[: graph.num_messages]]) + lag
     assert timeline.peak_bytes is not None
     assert timeline.peak_bytes.tolist() == replay(graph, size, timeline, arrival)
 
@@ -128,11 +124,7 @@ def test_rows_of_frozen_encoder_take_memory_only_at_consumer():
 
 def test_peak_memory_counts_gradients_and_their_sync_buffers():
     plan = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)),)),)),))
-    for count, gradient, summed, most in (
-        (1, 4.0, 0.0, 6 + 7),
-        (2, 4.0, 0.0, 10 + 7),
-        (2, 0.0, 9.0, 10 + 7 + 9),
-    ):
+    for count, gradient, summed, most in ((1, 4.0, 0.0, 6 + 7), (2, 4.0, 0.0, 10 + 7), (2, 0.0, 9.0, 10 + 7 + 9)):
         assignment = Assignment({"language": (tuple((k,) for k in range(count)),)})
         costs = replace(unit_costs(1), gradient_bytes=np.array([gradient]), sum_bytes=np.array([summed]))
         timeline = predict(plan, assignment, one_f_one_b(plan, assignment), costs, {"language": [7] * count})

@@ -35,9 +35,7 @@ def test_messages_are_exactly_the_rows_that_actions_need(seed):
         for source in sources
     )
     found = messages(step.plan, step.assignment, schedule)
-    assert expected == Counter(
-        (m.producer, m.consumer, frozenset(m.samples)) for sent in found.values() for m in sent
-    )
+    assert expected == Counter((m.producer, m.consumer, frozenset(m.samples)) for sent in found.values() for m in sent)
     placed = step.plan.stages()
     for (source, target), sent in found.items():
         assert {(m.producer.stage, m.consumer.stage) for m in sent} == {(source, target)}
@@ -84,8 +82,6 @@ def test_message_size_counts_producer_tokens_of_shared_samples(seed):
     for number in range(graph.num_messages):
         source, target = (graph.action(int(ops[number])) for ops in (graph.edge_source, graph.edge_target))
         maker = placed[(source if source.kind == "F" else target).stage].unit
-        shared = samples_of(step.plan, step.assignment, source) & samples_of(
-            step.plan, step.assignment, target
-        )
+        shared = samples_of(step.plan, step.assignment, source) & samples_of(step.plan, step.assignment, target)
         sizes = [int(tokens[maker][sample]) for sample in shared]
         assert sums[number].tolist() == [sum(x * x for x in sizes), sum(sizes), float(sum(sizes) > 0)]

@@ -48,12 +48,7 @@ def chain(name, layers, replicas, feeds=()):
     return UnitPlan(name, tuple(made), feeds)
 
 
-UNLIKE = Plan(
-    (
-        chain("vision", 3, [[0], [1, 2]], ("language",)),
-        chain("language", 6, [[3], [4, 5], [6], [7, 8, 9]]),
-    )
-)
+UNLIKE = Plan((chain("vision", 3, [[0], [1, 2]], ("language",)), chain("language", 6, [[3], [4, 5], [6], [7, 8, 9]])))
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
@@ -104,12 +99,8 @@ def test_single_stage_step_is_its_work_plus_gradient_sync():
 @pytest.mark.parametrize("seed", [0, 4])
 def test_scorer_picks_the_schedule_with_the_shortest_synced_step(seed):
     # On one stage all families end their last action at once; they differ in what the last backward hides.
-    large = model(
-        unit("vision", 3, ("language",), parameters=10**8), unit("language", 6, parameters=6 * 10**8)
-    )
-    plan = Plan(
-        (chain("vision", 3, [[0], [1]], ("language",)), chain("language", 6, [[0], [1]])),
-    )
+    large = model(unit("vision", 3, ("language",), parameters=10**8), unit("language", 6, parameters=6 * 10**8))
+    plan = Plan((chain("vision", 3, [[0], [1]], ("language",)), chain("language", 6, [[0], [1]])))
 
     def score(families=None):
         machine, samples = cluster(1, 2), workload(16, seed)
@@ -172,9 +163,7 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
         unit("vision", 3, ("language",), trainable=bool(draw.random() < 0.5)),
         unit("language", layers, parameters=int(draw.choice([0, 10**7]))),
     )
-    costs = cost_model(
-        {"vision": 1e-3, "language": 2e-3}, activation=float(draw.choice([0.1, 50.0])), call=1e-3
-    )
+    costs = cost_model({"vision": 1e-3, "language": 2e-3}, activation=float(draw.choice([0.1, 50.0])), call=1e-3)
     shapes = [[[0]], [[0], [1]], [[0, 1], [2]], [[3, 4], [5, 0]], [[0, 1, 2]]]
     language = shapes[draw.integers(0, 1 + min(layers, 3) + (layers > 1))]
     plan = Plan((chain("vision", 3, [[0]], ("language",)), chain("language", layers, language)))
@@ -186,9 +175,7 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
         return best_steps(plan, spec, table, samples.steps(12), limit, how, families)
 
     # On one rank nothing waits, so nothing is split there.
-    tried = {
-        name: family for name, family in CANDIDATE_FAMILIES.items() if len(plan.ranks) > 1 or name[:2] != "zb"
-    }
+    tried = {name: family for name, family in CANDIDATE_FAMILIES.items() if len(plan.ranks) > 1 or name[:2] != "zb"}
     alone = {name: steps({name: family}, np.inf) for name, family in tried.items()}
     peaks = {name: max(float(one.timeline.peak_bytes.max()) for one in own) for name, own in alone.items()}
     limit = float(draw.choice([np.inf, *peaks.values()]))
@@ -234,12 +221,7 @@ def test_no_simulated_step_beats_its_bound(seed):
 
 ALONE = model(unit("language", 1, parameters=0))
 LARGE = model(unit("vision", 1, ("language",), parameters=1), unit("language", 1, parameters=2 * 10**9))
-PACKED = [
-    40.0,
-    *[12.0] * 8,
-    *[7.0] * 9,
-    *[1.0] * 9,
-]  # only a tight packing holds these in rows of 24, in 8 of 9
+PACKED = [40.0, *[12.0] * 8, *[7.0] * 9, *[1.0] * 9]  # only a tight packing holds these in rows of 24, in 8 of 9
 SLOW_ENCODER = cost_model({"vision": 5.0, "language": 0.01})
 
 

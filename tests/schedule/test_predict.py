@@ -79,8 +79,7 @@ def test_action_seconds_sum_over_layers_and_samples(seed, family):
     for unit in step.plan.units:
         count = max(stage.end for replica in unit.replicas for stage in replica.stages)
         layers = tuple(
-            LayerSpec(f"{unit.name}{i}", f"kind{rng.integers(3)}", 5, bool(rng.random() < 0.5))
-            for i in range(count)
+            LayerSpec(f"{unit.name}{i}", f"kind{rng.integers(3)}", 5, bool(rng.random() < 0.5)) for i in range(count)
         )
         units.append(UnitSpec(unit.name, layers, unit.feeds, recompute=RECOMPUTE[int(rng.integers(3))]))
     model = ModelSpec(tuple(units))
@@ -151,10 +150,7 @@ def test_wide_stages_send_shares_and_gather_them():
 
     def lag(first: Stage, second: Stage) -> float:
         plan = Plan(
-            (
-                UnitPlan("vision", (Replica((first,)),), ("language",)),
-                UnitPlan("language", (Replica((second,)),)),
-            )
+            (UnitPlan("vision", (Replica((first,)),), ("language",)), UnitPlan("language", (Replica((second,)),)))
         )
         assignment = Assignment({"vision": (((0,),),), "language": (((0,),),)})
         graph = build(plan, assignment, gpipe(plan, assignment))
@@ -185,10 +181,7 @@ def test_wide_stages_send_shares_and_gather_them():
 def test_the_fullest_rank_decides_where_ranks_share_items(items_per_token, fullest):
     plan = Plan((UnitPlan("vision", (Replica((Stage(0, 1, (0, 1), cp=2),)),)),))
     assignment = Assignment({"vision": (((0, 1, 2),),)})
-    halved = LayerCost(
-        *(Quadratic(b=0.5, c=7.0) for _ in range(4)),
-        activation_bytes=Quadratic(b=0.5),
-    )
+    halved = LayerCost(*(Quadratic(b=0.5, c=7.0) for _ in range(4)), activation_bytes=Quadratic(b=0.5))
     costs = CostModel("synthetic", "synthetic", "float32", {"block": {Degrees(cp=2): halved}})
     layer = LayerSpec("vision", "block", 0)
     model = ModelSpec((UnitSpec("vision", (layer,), items_per_token=items_per_token),))
@@ -203,9 +196,7 @@ def test_the_fullest_rank_decides_where_ranks_share_items(items_per_token, fulle
 def test_rows_on_the_same_ranks_travel_no_link():
     cluster = Cluster(1, 2, 1e9, inside=Link(1.0), between=Link(1.0))
     plan, assignment, *_ = two_encoders(cluster)
-    together = Plan(
-        tuple(UnitPlan(unit.name, (Replica((Stage(0, 1, (0,)),)),), unit.feeds) for unit in plan.units)
-    )
+    together = Plan(tuple(UnitPlan(unit.name, (Replica((Stage(0, 1, (0,)),)),), unit.feeds) for unit in plan.units))
     graph = build(together, assignment, eager(together, assignment))
     size = np.full(graph.num_messages, 100.0)
     assert not travel(graph, np.ones(graph.num_ops), size, cluster)[1].any()
@@ -249,8 +240,7 @@ def test_a_stage_sends_what_its_last_layer_makes():
     plan = Plan((UnitPlan("language", (Replica((Stage(0, 2, (0,)), Stage(2, 3, (1,)))),)),))
     sizes = {"wide": 80.0, "narrow": 2.0}
     layers = {
-        name: {ONE: LayerCost(*[Quadratic(b=1.0)] * 4, output_bytes=Quadratic(b=size))}
-        for name, size in sizes.items()
+        name: {ONE: LayerCost(*[Quadratic(b=1.0)] * 4, output_bytes=Quadratic(b=size))} for name, size in sizes.items()
     }
     spec = tuple(LayerSpec(f"l{k}", kind, 1) for k, kind in enumerate(("wide", "narrow", "wide")))
     model = ModelSpec((UnitSpec("language", spec),))

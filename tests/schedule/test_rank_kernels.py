@@ -12,10 +12,7 @@ from dilatant.schedule.rank_kernels import order_within
 def test_each_segment_is_sorted_and_equal_ones_stay_in_order(seed):
     draw = np.random.default_rng(seed)
     sizes = draw.integers(0, 30, draw.integers(1, 6))
-    runs = [
-        np.sort(draw.integers(0, 12, size).astype(float))
-        for size in draw.multinomial(sizes.sum(), [0.25] * 4)
-    ]
+    runs = [np.sort(draw.integers(0, 12, size).astype(float)) for size in draw.multinomial(sizes.sum(), [0.25] * 4)]
     key = np.concatenate(runs) if seed % 2 else draw.integers(0, 5, sizes.sum()).astype(float)
     offsets = np.cumsum(np.append(0, sizes))
     found = order_within(offsets, key)

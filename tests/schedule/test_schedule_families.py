@@ -33,9 +33,7 @@ GENERAL = [name for name in FAMILIES if name != "interleaved"]
 
 def chain(stages: int, microbatches: int, groups: int | None = None) -> tuple[Plan, Assignment]:
     groups = groups or stages
-    plan = Plan(
-        (UnitPlan("language", (Replica(tuple(Stage(s, s + 1, (s % groups,)) for s in range(stages))),)),)
-    )
+    plan = Plan((UnitPlan("language", (Replica(tuple(Stage(s, s + 1, (s % groups,)) for s in range(stages))),)),))
     return plan, Assignment({"language": (tuple((k,) for k in range(microbatches)),)})
 
 
@@ -67,20 +65,12 @@ def test_the_worked_example_is_reproduced_action_by_action():
     # Vision on ranks 0 and 3, language on ranks 1-2 and 4; sample 1 deferred, sample 4 without an image.
     plan = Plan(
         (
-            UnitPlan(
-                "vision", (Replica((Stage(0, 4, (0,)),)), Replica((Stage(0, 4, (3,)),))), feeds=("language",)
-            ),
-            UnitPlan(
-                "language",
-                (Replica((Stage(0, 3, (1,)), Stage(3, 6, (2,)))), Replica((Stage(0, 6, (4,)),))),
-            ),
+            UnitPlan("vision", (Replica((Stage(0, 4, (0,)),)), Replica((Stage(0, 4, (3,)),))), feeds=("language",)),
+            UnitPlan("language", (Replica((Stage(0, 3, (1,)), Stage(3, 6, (2,)))), Replica((Stage(0, 6, (4,)),)))),
         )
     )
     assignment = Assignment(
-        {
-            "vision": (((0, 1), (2, 3, 5)), ((6, 7),)),
-            "language": (((0, 4), (1, 2), (3, 5)), ((6,), (7,))),
-        }
+        {"vision": (((0, 1), (2, 3, 5)), ((6, 7),)), "language": (((0, 4), (1, 2), (3, 5)), ((6,), (7,)))}
     )
     schedule = eager(plan, assignment)
     assert {rank: words(schedule, rank) for rank in schedule.actions} == {
@@ -108,9 +98,7 @@ def test_chain_has_the_microbatches_in_flight_of_its_family(stages, microbatches
 @given(st.integers(1, 4), st.lists(st.booleans(), min_size=1, max_size=14), st.integers(1, 2))
 def test_texts_without_images_add_no_microbatches_in_flight(stages, has_image, replicas):
     # The generator has no microbatch for them; all the language model's forwards ran first where the last was one.
-    language = tuple(
-        tuple(Stage(s, s + 1, (r * stages + s,)) for s in range(stages)) for r in range(replicas)
-    )
+    language = tuple(tuple(Stage(s, s + 1, (r * stages + s,)) for s in range(stages)) for r in range(replicas))
     plan = Plan(
         (
             UnitPlan("language", tuple(map(Replica, language)), ("generator",)),
@@ -158,9 +146,7 @@ def test_zero_bubble_h2_ranks_never_idle_between_their_actions():
         assert actions[-1][2] - actions[0][1] == 3 * 20
 
 
-@pytest.mark.parametrize(
-    ("groups", "per_rank", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 16)]
-)
+@pytest.mark.parametrize(("groups", "per_rank", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 16)])
 def test_interleaving_divides_the_bubble_by_the_stages_per_rank(groups, per_rank, microbatches):
     plan, assignment = chain(groups * per_rank, microbatches, groups)
     timeline = simulate(interleaved(plan, assignment), plan, assignment, 1 / per_rank)

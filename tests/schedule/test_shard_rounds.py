@@ -94,10 +94,7 @@ def test_a_replica_joins_the_rounds_of_longer_ones() -> None:
     plan, assignment = case_of((3, 2), "1f1b")
     graph = build(plan, assignment, FAMILIES["1f1b"](plan, assignment))
     found = shard_rounds(graph, {"language": "weights"})
-    assert {rank: sum(len(rounds) for rounds in joins.values()) for rank, joins in found.items()} == {
-        2: 2,
-        3: 2,
-    }
+    assert {rank: sum(len(rounds) for rounds in joins.values()) for rank, joins in found.items()} == {2: 2, 3: 2}
     kinds = sorted(kind for joins in found.values() for rounds in joins.values() for _, kind in rounds)
     assert kinds == [B, B, F, F]
     assert shard_rounds(graph, {}) == {}

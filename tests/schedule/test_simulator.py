@@ -176,9 +176,7 @@ def test_wait_for_slow_encoder_is_blamed_on_the_encoder():
     )
     batches = tuple((k,) for k in range(16))
     assignment = Assignment({"vision": (batches,), "language": (batches,)})
-    timeline = simulate(
-        eager(plan, assignment), plan, assignment, lambda action: 3.0 if action.stage == 0 else 1.0
-    )
+    timeline = simulate(eager(plan, assignment), plan, assignment, lambda action: 3.0 if action.stage == 0 else 1.0)
     idle = timeline.idle_by_cause
     assert idle["waiting for vision"] > 0.5 * sum(idle.values())
     assert idle["communication"] == idle["waiting for language"] == 0
@@ -193,8 +191,7 @@ def test_a_slow_link_is_named_as_communication():
 def test_eager_hides_the_transfers_that_stall_1f1b():
     plan, assignment = chain(8, 64)
     seconds = [
-        simulate(family(plan, assignment), plan, assignment, 1.0, lag=0.3).seconds
-        for family in (one_f_one_b, eager)
+        simulate(family(plan, assignment), plan, assignment, 1.0, lag=0.3).seconds for family in (one_f_one_b, eager)
     ]
     assert seconds[1] < 0.9 * seconds[0]
 
@@ -208,8 +205,6 @@ def test_a_deadlock_is_reported_with_its_cycle():
             1: (Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)),
         }
     )
-    with pytest.raises(
-        ScheduleError, match=r"deadlock: .*stage 1 microbatch 1.* waits for .*stage 0"
-    ) as raised:
+    with pytest.raises(ScheduleError, match=r"deadlock: .*stage 1 microbatch 1.* waits for .*stage 0") as raised:
         simulate(schedule, plan, assignment, 1.0)
     assert str(raised.value).count("waits for") == 2

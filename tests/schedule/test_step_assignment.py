@@ -46,9 +46,7 @@ def samples(count: int, seed: int) -> Workload:
     draw = np.random.default_rng(seed)
     vision = np.rint(np.exp(draw.normal(4.5, 1.0, count)))
     vision[draw.random(count) < 0.3] = 0.0
-    return Workload(
-        {"vision": vision, "language": vision // 4 + np.rint(np.exp(draw.normal(4.0, 0.8, count)))}
-    )
+    return Workload({"vision": vision, "language": vision // 4 + np.rint(np.exp(draw.normal(4.0, 0.8, count)))})
 
 
 def costs_of(given: Plan, square: float = 4e-6) -> StepCosts:
@@ -108,9 +106,7 @@ def test_early_rank_sums_gradients_while_others_compute() -> None:
     little = timed.seconds / 1000  # frozen: the first stage is done long before the last backward
     assert timed.seconds_synced == timed.seconds
     for sync, expected in (({0: little}, timed.seconds), ({2: little, 3: little}, timed.seconds + little)):
-        found = time_step(
-            graph, replace(costs, sync=SyncSeconds(after={}, beside=sync)), batch
-        ).seconds_synced
+        found = time_step(graph, replace(costs, sync=SyncSeconds(after={}, beside=sync)), batch).seconds_synced
         assert found == pytest.approx(expected, rel=1e-12)  # one sum in another order
 
 
@@ -271,10 +267,7 @@ def test_costs_survive_json_exactly_and_fit_only_their_plan() -> None:
         with pytest.raises(ValueError, match="not the costs of a step"):
             StepCosts.from_document({**document, key: wrong}, given)
     link = {**document["cluster"]["inside"], "latency": -1.0}
-    for key, wrong in (
-        ("cluster", {**document["cluster"], "inside": link}),
-        ("sync", {"after": {"0": -1.0}}),
-    ):
+    for key, wrong in (("cluster", {**document["cluster"], "inside": link}), ("sync", {"after": {"0": -1.0}})):
         with pytest.raises(ValueError, match="must be numbers and not negative"):
             StepCosts.from_document({**document, key: wrong}, given)
     seconds = [[[-1.0] * 3] * 4] * len(given.stages())

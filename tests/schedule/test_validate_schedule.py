@@ -45,9 +45,7 @@ def test_deadlock_is_found_exactly_when_event_simulator_hangs(seed):
             step.plan, step.assignment, changed, dict.fromkeys(sum(changed.actions.values(), ()), 1.0)
         )
         runs = all(
-            done.end[replace(action, kind=F)] <= done.start[action]
-            for action in done.end
-            if action.kind in (B, I)
+            done.end[replace(action, kind=F)] <= done.start[action] for action in done.end if action.kind in (B, I)
         )
     except oracle.Deadlock:
         runs = False
@@ -89,9 +87,7 @@ def test_parts_must_cover_their_microbatch_once(parts, complaint):
     plan = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)),)),)),))
     assignment = Assignment({"language": (((0, 1),),)})
     actions = tuple(Action(kind, 0, 0, part) for kind in (F, B) for part in parts)
-    assert any(
-        complaint in problem for problem in schedule_problems(plan, assignment, Schedule({0: actions}))
-    )
+    assert any(complaint in problem for problem in schedule_problems(plan, assignment, Schedule({0: actions})))
 
 
 def test_parts_must_be_the_same_on_all_stages():
@@ -126,9 +122,7 @@ def test_every_rank_of_a_stage_must_run_it():
     assert not schedule_problems(plan, assignment, good)
     for lacking in (0, 1):
         changed = Schedule({**good.actions, lacking: good.actions[lacking][:1]})
-        assert any(
-            f"rank {lacking} lacks B" in problem for problem in schedule_problems(plan, assignment, changed)
-        )
+        assert any(f"rank {lacking} lacks B" in problem for problem in schedule_problems(plan, assignment, changed))
 
 
 def test_invalid_assignment_is_refused_with_every_reason():

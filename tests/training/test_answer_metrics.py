@@ -38,9 +38,7 @@ def test_edits_are_those_of_the_recursive_definition() -> None:
 def test_metrics_of_answers_worked_out_by_hand() -> None:
     expected, written = ["Paris", "42 %", "a b c d"], [" Paris ", "43 %", "x y"]
     assert exact_match(expected, written) == pytest.approx(1 / 3)
-    assert anls(expected, written) == pytest.approx(
-        (1 + 3 / 4 + 0) / 3
-    )  # the last is 1/7, below the threshold
+    assert anls(expected, written) == pytest.approx((1 + 3 / 4 + 0) / 3)  # the last is 1/7, below the threshold
     assert anls(["YES"], ["yes"]) == 1
     assert wer(expected, written) == pytest.approx((0 + 1 + 4) / (1 + 2 + 4))
     assert wer(["a"], ["a b c"]) == 2

@@ -84,9 +84,7 @@ def test_a_launchers_processes_are_the_devices(size: int, local_size: int, devic
 
 def test_launcher_devices_override_the_configured_cluster() -> None:
     elsewhere = config("auto").model_copy(update={})
-    cluster = Devices(2, 4, "Slurm").cluster(
-        elsewhere.cluster.model_copy(update={"nodes": 128, "gpus_per_node": 8})
-    )
+    cluster = Devices(2, 4, "Slurm").cluster(elsewhere.cluster.model_copy(update={"nodes": 128, "gpus_per_node": 8}))
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 4)
 
 
@@ -126,9 +124,7 @@ def test_a_resumed_run_plans_anew_if_ranks_were_idle(monkeypatch: pytest.MonkeyP
     assert "planned anew: the last plan left ranks idle" in said.getvalue()
 
 
-def shared(
-    choose: Callable[[Callable[[], None]], TrainingPlan | None], timeout_seconds: float = 60.0
-) -> list[Any]:
+def shared(choose: Callable[[Callable[[], None]], TrainingPlan | None], timeout_seconds: float = 60.0) -> list[Any]:
     """What three ranks get: a plan, or the text of what each raised."""
     token = fresh_token()
     server = StoreServer("127.0.0.1", 0, token)

@@ -164,9 +164,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, harm
         lambda m: m.update(format=99),
     ],
 )
-def test_invalid_manifest_is_damage_even_with_a_valid_checksum(
-    tmp_path: Path, change: Callable[[dict], None]
-) -> None:
+def test_invalid_manifest_is_damage_even_with_a_valid_checksum(tmp_path: Path, change: Callable[[dict], None]) -> None:
     write_steps(tmp_path, 1, 2)
     reseal(at(tmp_path, 2), change)
     assert damage(at(tmp_path, 2)) is not None
@@ -260,9 +258,7 @@ def test_no_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
         path = drawn.choice(files)
         before = path.read_bytes()
         place = drawn.randrange(len(before))
-        path.write_bytes(
-            before[:place] + bytes([before[place] ^ 1 << drawn.randrange(8)]) + before[place + 1 :]
-        )
+        path.write_bytes(before[:place] + bytes([before[place] ^ 1 << drawn.randrange(8)]) + before[place + 1 :])
         found, warnings = newest_valid(tmp_path)
         if found is not None:
             # Only what JSON ignores may differ: spaces.
@@ -451,9 +447,7 @@ def test_failed_write_is_reported_once_and_cancels_queued_writes(tmp_path: Path)
         ({"model": {**tensors(0)["model"], "audio.norm": torch.ones(1)}}, "is not in the checkpoint"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused_without_changes(
-    tmp_path: Path, other: dict, says: str
-) -> None:
+def test_checkpoint_of_another_model_is_refused_without_changes(tmp_path: Path, other: dict, says: str) -> None:
     write_steps(tmp_path, 1)
     before = {name: tensor.clone() for name, tensor in other["model"].items()}
     with pytest.raises(UserError, match="another model") as error:

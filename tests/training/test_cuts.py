@@ -86,6 +86,4 @@ def test_cuts_assume_longest_rows_where_sizes_are_unknown(folder: Path) -> None:
     row = 128.0  # data.max_length, and four patches an image
     assert found["vision"].cuts == cuts(known.planned, "vision")
     staged = planned(folder, {"pp": 2, "cuts": list(found["language"].cuts or ())})
-    assert slowest(staged, row) == min(
-        slowest(planned(folder, {"pp": 2, "cuts": [0, k]}), row) for k in range(1, 6)
-    )
+    assert slowest(staged, row) == min(slowest(planned(folder, {"pp": 2, "cuts": [0, k]}), row) for k in range(1, 6))

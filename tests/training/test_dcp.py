@@ -95,9 +95,7 @@ def test_tensors_and_boxes_are_those_that_torch_saved(tmp_path: Path) -> None:
         assert tuple(tensors.get_slice(key).get_shape()) == tuple(tensor.shape)
     part = slice(1, 4), slice(2, 3)
     assert torch.equal(tensors.get_slice("one.weight")[part], STATE["one.weight"][part])
-    assert torch.equal(
-        tensors.get_slice("eight.turned")[slice(2, 6), slice(1, 3)], STATE["eight.turned"][2:6, 1:3]
-    )
+    assert torch.equal(tensors.get_slice("eight.turned")[slice(2, 6), slice(1, 3)], STATE["eight.turned"][2:6, 1:3])
 
 
 def test_only_the_files_of_the_requested_rows_are_opened(tmp_path: Path) -> None:
@@ -122,9 +120,7 @@ def test_only_the_files_of_the_requested_rows_are_opened(tmp_path: Path) -> None
 def language(folder: Path) -> Any:
     """A language model as a user of FSDP has it: with config and tokenizer, and no weights yet."""
     torch.manual_seed(2)
-    config = parse_config(
-        {"model_type": "llama", **TEXT, "vocab_size": 300, "num_hidden_layers": 2}, "language"
-    )
+    config = parse_config({"model_type": "llama", **TEXT, "vocab_size": 300, "num_hidden_layers": 2}, "language")
     model = AutoModelForCausalLM.from_config(config)
     model.config.save_pretrained(folder)
     load_tokenizer("bytes").save_pretrained(str(folder))
@@ -259,10 +255,7 @@ def test_damaged_and_absurd_checkpoints_are_one_line(tmp_path: Path) -> None:
         (lambda found: found.storage_data.clear(), "is not read"),
         (lambda found: found.state_dict_metadata["a"].chunks.pop(), "longer than its parts|absent"),
         (lambda found: setattr(found.state_dict_metadata["a"], "size", torch.Size([1 << 40, 2])), "longer"),
-        (
-            lambda found: setattr(found.state_dict_metadata["a"].properties, "dtype", torch.float16),
-            "it holds",
-        ),
+        (lambda found: setattr(found.state_dict_metadata["a"].properties, "dtype", torch.float16), "it holds"),
     ]
     for change, says in cases:
         (tmp_path / METADATA).write_bytes(whole)

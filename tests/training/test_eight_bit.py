@@ -10,12 +10,7 @@ from torch import nn
 
 from dilatant.config import OptimizerConfig, UserError
 from dilatant.cost.memory import EIGHT_BIT_MOMENTS
-from dilatant.training.optimizers.optimizer import (
-    allocate_moments,
-    build_optimizer,
-    check_optimizer,
-    optimizer_tensors,
-)
+from dilatant.training.optimizers.optimizer import allocate_moments, build_optimizer, check_optimizer, optimizer_tensors
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -25,19 +20,14 @@ RATE = 1e-2
 
 def _weights(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     torch.manual_seed(0)
-    weights = {
-        "large": nn.Parameter(torch.randn(100, 90).to(dtype)),
-        "small": nn.Parameter(torch.randn(40).to(dtype)),
-    }
+    weights = {"large": nn.Parameter(torch.randn(100, 90).to(dtype)), "small": nn.Parameter(torch.randn(40).to(dtype))}
     for weight in weights.values():
         weight.grad_dtype = torch.float32
     return weights
 
 
 def _optimizer(weights: dict[str, nn.Parameter], name: str):
-    return build_optimizer(
-        weights, OptimizerConfig(name=name, learning_rate=RATE), lambda pattern: frozenset()
-    )
+    return build_optimizer(weights, OptimizerConfig(name=name, learning_rate=RATE), lambda pattern: frozenset())
 
 
 def _train(weights: dict[str, nn.Parameter], optimizer, steps: range) -> None:

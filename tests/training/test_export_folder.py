@@ -44,9 +44,7 @@ def test_an_empty_folder_may_become_an_export(tmp_path: Path) -> None:
     assert content(tmp_path / "empty") == export_of("one")
 
 
-@pytest.mark.parametrize(
-    "foreign", ["precious.txt", "language/thesis.txt", "deep/er/notes", "link", "empty/"]
-)
+@pytest.mark.parametrize("foreign", ["precious.txt", "language/thesis.txt", "deep/er/notes", "link", "empty/"])
 def test_what_no_export_wrote_is_never_replaced(tmp_path: Path, foreign: str) -> None:
     for with_export in (False, True):
         folder = tmp_path / str(with_export)
@@ -80,9 +78,7 @@ def test_a_list_that_says_nothing_allows_nothing(tmp_path: Path, listed: str) ->
         check_target(tmp_path / "export")
 
 
-def test_the_run_and_what_holds_it_are_never_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_and_what_holds_it_are_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "project" / "run"
     (run / "checkpoints").mkdir(parents=True)
     (tmp_path / "work").mkdir()

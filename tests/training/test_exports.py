@@ -160,9 +160,7 @@ def test_a_head_beside_a_config_that_ties_it_is_refused(tmp_path: Path, whole: b
     if same:
         export_of(tmp_path, tree)
         return
-    with pytest.raises(
-        UserError, match=r"ties .*lm_head.weight' to .*embed_tokens.weight', but the files hold unlike"
-    ):
+    with pytest.raises(UserError, match=r"ties .*lm_head.weight' to .*embed_tokens.weight', but the files hold unlike"):
         export_of(tmp_path, tree)
 
 
@@ -272,9 +270,7 @@ def test_torch_loads_an_export_into_a_model_by_its_own_keys(tmp_path: Path, fami
     expected = AutoModelForImageTextToText.from_pretrained(plain, dtype="auto").state_dict()
     empty = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).state_dict()
     read = read_by_torch(folder, {key: torch.zeros_like(tensor) for key, tensor in empty.items()})
-    assert [
-        key for key in expected if not torch.equal(read[key].to(expected[key].dtype), expected[key])
-    ] == []
+    assert [key for key in expected if not torch.equal(read[key].to(expected[key].dtype), expected[key])] == []
     dtypes = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
     in_fp32 = {key for key, entry in dtypes.items() if entry.properties.dtype == torch.float32}
     assert in_fp32 == {key for key in dtypes if "norm" in key and key.endswith("weight")}

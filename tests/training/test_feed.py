@@ -74,11 +74,7 @@ class _Source:
         if one.index in self.bad or (one.index in self.bad_media and "vision" in one.parts):
             return UserError(f"file:{one.index}: is cut off")
         sizes = {"language": int(LENGTHS[one.index]), "vision": int(LENGTHS[one.index] % 3 * 4)}
-        ids = (
-            _tokens(one.index) + (one.index in self.changed)
-            if "tokens" in one.parts
-            else np.zeros(0, np.int64)
-        )
+        ids = _tokens(one.index) + (one.index in self.changed) if "tokens" in one.parts else np.zeros(0, np.int64)
         media = {"vision": {"pixels": np.full(2, one.index)}} if "vision" in one.parts else {}
         return EncodedSample(f"file:{one.index}", ids, ids, media, sizes)
 
@@ -130,9 +126,7 @@ def test_four_ranks_decode_each_part_their_steps_use_once() -> None:
             needed = _needs(rank)(one.step)
             for at, sample in enumerate(one.batch.samples):
                 assert bool(sample.media) == ("vision" in needed.get(at, ()))
-                assert len(sample.input_ids) == (
-                    sample.sizes["language"] if "tokens" in needed.get(at, ()) else 0
-                )
+                assert len(sample.input_ids) == (sample.sizes["language"] if "tokens" in needed.get(at, ()) else 0)
                 assert sample.target_tokens == sample.sizes["language"] - 1
                 index = int(expected[-6 + at])
                 assert sample.content_digest == content_digest(_tokens(index), _tokens(index))
@@ -152,9 +146,7 @@ def test_refused_samples_are_never_asked_for_and_named() -> None:
         seen = [one.batch for one in feed]
     assert not {one.index for one in source.asked} & {4, 7}
     indices, _ = SAMPLER.take(SAMPLER.start(), 48)
-    assert Counter(p for b in seen for p in b.problems) == Counter(
-        refused[i] for i in indices if i in refused
-    )
+    assert Counter(p for b in seen for p in b.problems) == Counter(refused[i] for i in indices if i in refused)
     assert all(b.num_samples + b.skipped == 6 for b in seen)
 
 
@@ -199,9 +191,7 @@ def test_parts_a_rank_newly_needs_after_skips_are_decoded_once(place: int) -> No
 
     source = _Source()
     indices, _ = SAMPLER.take(SAMPLER.start(), 48)
-    with StepPrefetcher(
-        _data(), draws(SAMPLER, SAMPLER.start(), 0, 8), source, _plan, both, skips=True
-    ) as feed:
+    with StepPrefetcher(_data(), draws(SAMPLER, SAMPLER.start(), 0, 8), source, _plan, both, skips=True) as feed:
         for step in range(8):
             feed.found()  # the coming step is decoded
             feed.leave_out([(int(indices[6 * step + place]), "another rank found it cut off")])
@@ -219,9 +209,7 @@ def test_a_resumed_run_makes_the_same_steps() -> None:
 
     def run(start, steps, left_out):
         # What one rank finds hangs on how far ahead it had planned; what all find together does not.
-        feeds = [
-            _feed(rank, _Source(bad), steps, start=start, skips=True, left_out=left_out) for rank in range(4)
-        ]
+        feeds = [_feed(rank, _Source(bad), steps, start=start, skips=True, left_out=left_out) for rank in range(4)]
         seen = []
         for _ in range(steps):
             found = [each for feed in feeds for each in feed.found()]
@@ -256,10 +244,7 @@ def test_bad_sample_stops_the_run_only_when_its_step_is_due() -> None:
 
 def test_all_corrupt_batch_and_changed_data_are_errors() -> None:
     refused = {i: f"file:{i}: is bad" for i in range(23)}
-    with (
-        _feed(2, _Source(), refused=refused) as feed,
-        pytest.raises(UserError, match=r"^file:18: is bad$"),
-    ):
+    with _feed(2, _Source(), refused=refused) as feed, pytest.raises(UserError, match=r"^file:18: is bad$"):
         next(feed)
     index = int(SAMPLER.take(SAMPLER.start(), 1)[0][0])
     raised = 0
@@ -337,9 +322,7 @@ class _Stream:
     def read(self, skip: int) -> Iterator[Sample | SampleError]:
         for number in range(skip, 23):
             yield (
-                SampleError(f"file:{number}", "no form")
-                if number in self.unreadable
-                else Sample(f"file:{number}", ())
+                SampleError(f"file:{number}", "no form") if number in self.unreadable else Sample(f"file:{number}", ())
             )
 
 

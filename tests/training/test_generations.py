@@ -28,9 +28,7 @@ from oracles.live_storages import LiveStorages
 def test_gradients_of_an_uncommitted_step_are_not_accumulated(tmp_path: Path) -> None:
     """All of them are there, and summed, when somebody else is lost before the vote; weights are shared."""
     write_images(tmp_path, 12)
-    config = parse_config(
-        tiny_config(steps=4, save_steps=None, max_grad_norm=None, logging_steps=1), base=tmp_path
-    )
+    config = parse_config(tiny_config(steps=4, save_steps=None, max_grad_norm=None, logging_steps=1), base=tmp_path)
     prepared = prepare(config)
     losses: list[float] = []
 
@@ -187,10 +185,7 @@ def test_state_on_the_host_frees_the_device_and_is_what_the_next_generation_gets
         first.runtime.clear_gradients()
     state = first.state
     values = {key: tensor.clone() for key, tensor in state.tensors()["model"].items()}
-    beside = {
-        key: {kind: own.clone() for kind, own in kinds.items()}
-        for key, kinds in state.beside_masters().items()
-    }
+    beside = {key: {kind: own.clone() for kind, own in kinds.items()} for key, kinds in state.beside_masters().items()}
     assert {*next(iter(beside.values()))} == {"step", "exp_avg", "exp_avg_sq", "ema"}
     held = sum(each.nbytes for each in values.values()) + sum(
         each.nbytes for kinds in beside.values() for each in kinds.values()
@@ -204,9 +199,7 @@ def test_state_on_the_host_frees_the_device_and_is_what_the_next_generation_gets
         assert all(bool((own == beside[key][kind]).all()) for kind, own in kinds.items())
 
 
-def test_losses_faster_than_saves_do_not_starve_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_faster_than_saves_do_not_starve_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No save of a generation is published before its loss: the next one begins with what is owed."""
     run = Generations(tmp_path, train={"save_steps": 2})
     found = []

@@ -23,9 +23,7 @@ from harness.memberships import planner_like
 STEP = {"num_microbatches": 3, "schedule": "zb-h1", "assignment": "searched", "predicted_seconds": 0.5}
 
 
-def config(
-    tmp_path: Path, step: Any = STEP, row_tokens: int = 512, zero: str | None = None, **sections: Any
-) -> Config:
+def config(tmp_path: Path, step: Any = STEP, row_tokens: int = 512, zero: str | None = None, **sections: Any) -> Config:
     document = {**json.loads(PLAN.to_json()), "step": step}
     (tmp_path / "plan.json").write_text(json.dumps(document), encoding="utf-8")
     parallel = {"plan": str(tmp_path / "plan.json"), **sections.pop("parallel", {})}
@@ -115,9 +113,7 @@ def test_a_plan_file_with_nonsense_is_refused_by_its_key(tmp_path: Path, step: A
 def test_the_token_budget_holds_under_every_policy(tmp_path: Path, policy: str) -> None:
     model, samples = build_model(CASE, "meta"), build_samples(CASE)
     longest = max(sample.sizes["language"] for sample in samples)
-    chosen = config(
-        tmp_path, row_tokens=longest + 1, plan={"assignment": policy}, parallel={"microbatches": 1}
-    )
+    chosen = config(tmp_path, row_tokens=longest + 1, plan={"assignment": policy}, parallel={"microbatches": 1})
     planned = plan_from_config(chosen, model)
     trainability = trainability_of(planned.plan, trainable_layers(model.units))
     costs = CostCorrection(planned.plan, token_costs(planned.plan, trainability.backward))

@@ -42,9 +42,7 @@ def test_warm_up_longer_than_the_run_is_harmless() -> None:
     assert rate_factor(schedule, 9, 10) == pytest.approx(10 / 51)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "steps", "warm_up"), [(0.1, 20, 2), (0.03, 20, 1), (0.0, 20, 0), (0.5, 7, 4)]
-)
+@pytest.mark.parametrize(("ratio", "steps", "warm_up"), [(0.1, 20, 2), (0.03, 20, 1), (0.0, 20, 0), (0.5, 7, 4)])
 def test_a_warm_up_by_share_is_one_by_steps(ratio: float, steps: int, warm_up: int) -> None:
     by_share, by_steps = RateSchedule(warmup_ratio=ratio), RateSchedule(warmup_steps=warm_up)
     factors = [rate_factor(by_share, step, steps) for step in range(steps)]

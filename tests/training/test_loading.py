@@ -81,9 +81,7 @@ def test_samples_of_a_stream_are_measured_and_executed_in_order(config_path: Pat
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_a_whole_model_s_samples_are_those_of_the_config(
-    family: str, config_path: Path, tmp_path: Path
-) -> None:
+def test_a_whole_model_s_samples_are_those_of_the_config(family: str, config_path: Path, tmp_path: Path) -> None:
     save_as_the_hub_does(family, tmp_path / "whole")
     tree = {**tiny_config(), "model": {"id": str(tmp_path / "whole")}}
     config_path.write_text(yaml.safe_dump(tree), encoding="utf-8")

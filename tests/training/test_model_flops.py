@@ -74,12 +74,9 @@ def test_only_adapters_of_frozen_layers_have_weight_gradients() -> None:
     shape = layer_shapes(describe_model(model))[block.kind]
     assert shape.trained_share == adapter / (BLOCK + adapter)
     costs = [
-        analytic_cost(each, load_hardware("CPU"), "float32")
-        for each in (shape, replace(shape, trained_share=1.0))
+        analytic_cost(each, load_hardware("CPU"), "float32") for each in (shape, replace(shape, trained_share=1.0))
     ]
-    assert costs[0].weight_gradient.b == pytest.approx(
-        costs[1].weight_gradient.b * shape.trained_share, rel=1e-3
-    )
+    assert costs[0].weight_gradient.b == pytest.approx(costs[1].weight_gradient.b * shape.trained_share, rel=1e-3)
     assert costs[0].input_gradient == costs[1].input_gradient
     text, targets = 10, 4
     blocks = BLOCKS * (4 * (BLOCK + adapter) + 2 * adapter) * text

@@ -70,8 +70,7 @@ def newest_weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
-    [(bad_loss, "became nan"), (bad_loss_of_good_gradient, "became nan"), (bad_gradient, "norm is")],
+    ("how", "says"), [(bad_loss, "became nan"), (bad_loss_of_good_gradient, "became nan"), (bad_gradient, "norm is")]
 )
 def test_nonfinite_stop_names_samples_and_keeps_last_good_step(
     project: Path, monkeypatch: pytest.MonkeyPatch, how: Any, says: str
@@ -89,9 +88,7 @@ def test_an_update_is_skipped_and_counted(project: Path, monkeypatch: pytest.Mon
     spoil(monkeypatch, 4, how)
     result = train(load_config(project, ["train.on_nonfinite=skip"]))
     assert (result.step, result.finished) == (6, True)
-    records = [
-        json.loads(line) for line in (project.parent / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = [json.loads(line) for line in (project.parent / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["skipped_updates"] for record in records] == [0, 0, 0, 1, 1, 1]
     assert all(tensor.isfinite().all() for tensor in newest_weights(project.parent / "run").values())
 
@@ -109,9 +106,7 @@ def test_weights_that_are_not_finite_are_not_saved(project: Path, monkeypatch: p
     monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
     with pytest.raises(UserError, match="is not finite after step 4, so nothing is saved"):
         train(load_config(project))
-    assert [path.name for path in (project.parent / "run" / "checkpoints").glob("step-*")] == [
-        "step-00000002"
-    ]
+    assert [path.name for path in (project.parent / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 def test_a_record_of_metrics_stays_json() -> None:

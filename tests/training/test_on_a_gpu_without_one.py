@@ -16,12 +16,7 @@ from dilatant.models.core import stage
 from dilatant.runtime.precision import compute_repeatably
 from dilatant.training.trainer import shorten_collections
 
-NAMES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
+NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @pytest.fixture

@@ -32,10 +32,7 @@ RATE, DECAY = 0.1, 0.25
 
 
 def parameters() -> dict[str, nn.Parameter]:
-    return {
-        name: nn.Parameter(torch.ones(shape), requires_grad="frozen" not in name)
-        for name, shape in SHAPES.items()
-    }
+    return {name: nn.Parameter(torch.ones(shape), requires_grad="frozen" not in name) for name, shape in SHAPES.items()}
 
 
 def matching(pattern: str) -> Set[str]:
@@ -79,19 +76,14 @@ def test_a_group_has_its_own_decay_and_the_others_keep_theirs() -> None:
 
 def test_a_group_has_its_own_rate() -> None:
     # The first step of Adam moves every weight by its rate, whatever the gradient's size.
-    found = after_a_step(
-        config(weight_decay=0, eps=1e-12, groups={"vision": {"learning_rate": 0.01}}), gradient=3.0
-    )
+    found = after_a_step(config(weight_decay=0, eps=1e-12, groups={"vision": {"learning_rate": 0.01}}), gradient=3.0)
     assert found["vision.model.conv.weight"] == pytest.approx(1 - 0.01)
     assert found["language.layers.0.weight"] == pytest.approx(1 - RATE)
     assert found["vision.frozen.weight"] == 1
 
 
 def test_of_several_groups_that_fit_the_last_written_counts() -> None:
-    groups = {
-        "vision": {"learning_rate": 0.01, "weight_decay": 0.5},
-        "vision.projector": {"learning_rate": 0.02},
-    }
+    groups = {"vision": {"learning_rate": 0.01, "weight_decay": 0.5}, "vision.projector": {"learning_rate": 0.02}}
     weights = parameters()
     for order, expected in ((list(groups), 0.02), (list(groups)[::-1], 0.01)):
         settings = config(groups={name: groups[name] for name in order})
@@ -119,9 +111,7 @@ def test_weight_without_gradient_stays_and_has_no_moments() -> None:
     weights["language.layers.0.weight"].grad = torch.ones(3, 2)
     optimizer.step()
     assert set(optimizer_tensors(optimizer)) == {"language.layers.0.weight"}
-    assert all(
-        bool((weight == 1).all()) for name, weight in weights.items() if name != "language.layers.0.weight"
-    )
+    assert all(bool((weight == 1).all()) for name, weight in weights.items() if name != "language.layers.0.weight")
 
 
 def test_rank_of_frozen_layers_has_an_idle_optimizer() -> None:
@@ -134,9 +124,7 @@ def test_rank_of_frozen_layers_has_an_idle_optimizer() -> None:
 
 def test_loaded_moments_continue_training_unchanged() -> None:
     settings, drawn = config(), torch.Generator().manual_seed(0)
-    gradients = {
-        name: torch.randn(shape, generator=drawn) for name, shape in SHAPES.items() if "frozen" not in name
-    }
+    gradients = {name: torch.randn(shape, generator=drawn) for name, shape in SHAPES.items() if "frozen" not in name}
     one, other = parameters(), parameters()
     first, second = (build_optimizer(weights, settings, matching) for weights in (one, other))
 

@@ -47,9 +47,7 @@ def with_file(tree: dict[str, Any], file: Path) -> dict[str, Any]:
 def records_of(file: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for record in records:
-        record["messages"][0]["content"][0]["image"] = Image.open(
-            file.parent / f"images/{record['id'][7:]}.png"
-        )
+        record["messages"][0]["content"][0]["image"] = Image.open(file.parent / f"images/{record['id'][7:]}.png")
     return records
 
 
@@ -177,9 +175,7 @@ class Failing:
 
 
 def test_a_callback_that_fails_is_named_and_the_step_saved(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"Failing.on_step failed after step 1: KeyError: 'lost' \(test_own_parts.py:"
-    ):
+    with pytest.raises(UserError, match=r"Failing.on_step failed after step 1: KeyError: 'lost' \(test_own_parts.py:"):
         train(with_file(project(tmp_path), file), callbacks=[Failing()])
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
     with pytest.raises(UserError, match="callbacks: object has none of the methods on_step, on_evaluation"):
@@ -260,10 +256,7 @@ def test_state_of_an_optimizer_is_written_and_read() -> None:
 @pytest.mark.parametrize(
     ("factory", "problem"),
     [
-        (
-            lambda parameters: Lion(parameters, shape=(2,)),
-            r"Lion keeps 'average', \[2\], beside a weight \[4, 4\]",
-        ),
+        (lambda parameters: Lion(parameters, shape=(2,)), r"Lion keeps 'average', \[2\], beside a weight \[4, 4\]"),
         (lambda parameters: torch.optim.LBFGS(parameters), "LBFGS cannot update: TypeError"),
         (lambda parameters: parameters, "the factory returned a list"),
         (lambda parameters: 1 / 0, "it cannot be made: ZeroDivisionError"),
@@ -294,16 +287,8 @@ def test_label_smoothing_is_a_loss_per_token(file: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "parts", "problem"),
     [
-        (
-            {"optimizer": {"learning_rate": 1.0}},
-            {"optimizer": momentum},
-            "train.optimizer is not used with optimizer=",
-        ),
-        (
-            {"schedule": {"warmup_steps": 3}},
-            {"schedule": halved},
-            "train.schedule is not used with schedule=",
-        ),
+        ({"optimizer": {"learning_rate": 1.0}}, {"optimizer": momentum}, "train.optimizer is not used with optimizer="),
+        ({"schedule": {"warmup_steps": 3}}, {"schedule": halved}, "train.schedule is not used with schedule="),
         ({}, {"schedule": 3}, "schedule is a int; give a function"),
         ({}, {"metrics": [shortest]}, "metrics: there is nothing to evaluate on"),
         ({}, {"metrics": [shortest, shortest], "eval_data": [1]}, "'shortest' has none"),
@@ -363,11 +348,7 @@ def test_parts_of_a_notebook_need_no_main_guard(ranks: int, file: Path, tmp_path
         record["messages"][0]["content"][0]["image"] = str(file.parent / f"images/{record['id'][7:]}.png")
     arguments = [json.dumps(tree), json.dumps(records), str(ranks)]
     ended = subprocess.run(
-        [sys.executable, "-", *arguments],
-        input=ON_STANDARD_INPUT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-", *arguments], input=ON_STANDARD_INPUT, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("2 <")

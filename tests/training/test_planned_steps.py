@@ -20,13 +20,7 @@ from dilatant.planning.assemble import assemble_samples, load_model_tokenizer
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.plan_advice import score_unfrozen
 from dilatant.planning.planned_run import plan_report, training_plan
-from dilatant.planning.planning import (
-    PlanningProblem,
-    plan_run,
-    planning_problem,
-    simulated_steps,
-    time_plan,
-)
+from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, simulated_steps, time_plan
 from dilatant.planning.problem.describe_model import BLOCK, build_meta_model, describe_model
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.cost_correction import CostCorrection
@@ -77,12 +71,7 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
         pytest.param("entrain", None, 4, False, marks=pytest.mark.slow),
         pytest.param("balanced", 100, 4, False, marks=pytest.mark.slow),
         pytest.param("searched", 100, 4, False, marks=pytest.mark.slow),
-        (
-            "balanced",
-            100,
-            3,
-            False,
-        ),  # three replicas can share this batch only by tokens
+        ("balanced", 100, 3, False),  # three replicas can share this batch only by tokens
         pytest.param("balanced", None, 4, True, marks=pytest.mark.slow),
         ("balanced", 100, 1, False),  # one device also cuts its steps as planned
     ],
@@ -98,10 +87,7 @@ def test_a_planned_run_executes_the_simulated_steps(
         plan.update(microbatch_tokens=[row_tokens], microbatch_sizes=[2])
     else:
         train["row_tokens"] = row_tokens
-    sections: dict[str, Any] = {
-        "train": train,
-        "cluster": {"hardware": "H100", "gpus_per_node": devices},
-    }
+    sections: dict[str, Any] = {"train": train, "cluster": {"hardware": "H100", "gpus_per_node": devices}}
     if dense:
         sections["model"] = model_section(attn_implementation="sdpa")
         plan["costs"] = str(dense_costs(tmp_path, **sections))
@@ -125,9 +111,7 @@ def test_a_planned_run_executes_the_simulated_steps(
     shared = problem.sharing(planned.zero)
     simulated = simulated_steps(shared, planned.plan, planned.num_microbatches, planned.row_tokens)
     sampler = samples.train.sampler(run.seed, BATCH)
-    with Loader(
-        samples.train, samples.encoding, sampler, position=sampler.start(), steps=2, workers=0
-    ) as loader:
+    with Loader(samples.train, samples.encoding, sampler, position=sampler.start(), steps=2, workers=0) as loader:
         batches = [batch.samples for batch in islice(loader, 2)]
     assert len(batches) == len(simulated) == 2
     for number, (batch, expected) in enumerate(zip(batches, simulated, strict=True)):
@@ -145,8 +129,7 @@ def test_a_planned_run_executes_the_simulated_steps(
 
 
 @pytest.mark.parametrize(
-    "trained",
-    [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}],
+    "trained", [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}]
 )
 def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[str, Any]) -> None:
     """Compare the score of the plan with an unfrozen language model with that of a config that trains this model."""
@@ -184,9 +167,7 @@ def test_plan_page_shows_simulated_microbatches_and_memory(tmp_path: Path) -> No
     assert count > winner.num_microbatches
     assert samples == round(BATCH / winner.replicas / count)
     report = plan_report(planned, "test")
-    assert all(
-        f"{count} microbatches of" in text for text in (report.candidates[0].layout, report.reasons[0])
-    )
+    assert all(f"{count} microbatches of" in text for text in (report.candidates[0].layout, report.reasons[0]))
     peaks = np.max([step.timeline.peak_bytes for step in steps], axis=0)
     assert max(use.peak_bytes - use.bytes_by_use["reserve"] for use in report.memory) == round(max(peaks))
     assert any("train.row_tokens" in text for text in report.advice)

@@ -64,16 +64,11 @@ def test_a_run_learns_to_prefer_and_judges_pairs(pairs: Path) -> None:
 
 def test_a_resumed_run_compares_with_the_model_that_it_began_with(pairs: Path) -> None:
     adapters = {"lora": {"r": 2}}
-    for name, parts in (
-        ("whole", ({"steps": 6},)),
-        ("parts", ({"steps": 3}, {"steps": 6, "resume": "auto"})),
-    ):
+    for name, parts in (("whole", ({"steps": 6},)), ("parts", ({"steps": 3}, {"steps": 6, "resume": "auto"}))):
         for changes in parts:
             tree = project(pairs, name, **changes)
             train({**tree, "model": {**tree["model"], **adapters}})
-    assert [step["loss"] for step in steps(pairs, "parts")] == [
-        step["loss"] for step in steps(pairs, "whole")
-    ]
+    assert [step["loss"] for step in steps(pairs, "parts")] == [step["loss"] for step in steps(pairs, "whole")]
     # If the file is damaged, resuming computes the same again, before it reads the trained weights.
     file = pairs.parent / "parts" / "references.json"
     written = file.read_bytes()
@@ -112,9 +107,7 @@ def test_ranks_that_go_on_with_a_run_read_its_references(pairs: Path) -> None:
     References(samples, inputs, pairs.parent / "run" / FILE).read()
     drawn = ~np.isnan(found["train"]).any(axis=1)
     assert (int(drawn.sum()), len(drawn)) == (8, 12)  # two steps of four samples
-    np.testing.assert_allclose(
-        found["train"][drawn], found["eval"][drawn], rtol=1e-6
-    )  # other rows, other roundings
+    np.testing.assert_allclose(found["train"][drawn], found["eval"][drawn], rtol=1e-6)  # other rows, other roundings
     less = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 8})})
     with pytest.raises(UserError, match=r"references\.json' lacks log-probabilities of pairs"):
         References(with_sizes(less, assemble_samples(less)), inputs, pairs.parent / "run" / FILE).read()

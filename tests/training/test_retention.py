@@ -50,9 +50,7 @@ def test_resume_from_older_step_keeps_new_over_abandoned_ones(tmp_path: Path, ke
     assert (found and found.step, warnings) == (12, [])
 
 
-def test_abandoned_checkpoints_stay_aside_until_enough_are_new(
-    tmp_path: Path,
-) -> None:
+def test_abandoned_checkpoints_stay_aside_until_enough_are_new(tmp_path: Path) -> None:
     write_steps(tmp_path, 10, 20, 30)
     write_steps(tmp_path, session="second", after=at(tmp_path, 10))  # killed before its first save
     found, _ = newest_valid(tmp_path)

@@ -71,9 +71,7 @@ def test_every_weight_of_the_second_stage_is_the_export_s(export: Path, tree: di
     assert digests(weights) == {one for tensors in stored.values() for one in digests(tensors)}
     trained = {name for unit in model.units.values() for name in unit.trained_names}
     assert any(name.startswith("vision.projector") for name in trained)
-    assert any(name.startswith("vision.layers") for name in trained) == (
-        "freeze" not in tree and "lora" not in tree
-    )
+    assert any(name.startswith("vision.layers") for name in trained) == ("freeze" not in tree and "lora" not in tree)
     in_python = build_model(config, seed=5)
     projector = load_file(export / "projectors/vision.safetensors")
     assert all(torch.equal(in_python["vision"].projector.state_dict()[k], projector[k]) for k in projector)

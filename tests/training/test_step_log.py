@@ -76,15 +76,7 @@ def trainer_of(config: Config, gate: CommitBarrier | None) -> Trainer:
     prepared = prepare(config)
     checkpoints = RunFolder(config.output_dir).checkpoints
     membership = FIXED_MEMBERSHIP if gate is None else RunMembership(generation=1, gate=gate)
-    return Trainer(
-        config,
-        prepared.samples,
-        prepared.model,
-        prepared.planned,
-        local_worker(),
-        checkpoints,
-        membership,
-    )
+    return Trainer(config, prepared.samples, prepared.model, prepared.planned, local_worker(), checkpoints, membership)
 
 
 def run(trainer: Trainer, book: Book) -> list[str]:
@@ -117,15 +109,9 @@ def told_in_votes(steps: int) -> list[str]:
     return entries
 
 
-def test_step_is_logged_during_next_vote_and_last_before_save(
-    tmp_path: Path,
-) -> None:
+def test_step_is_logged_during_next_vote_and_last_before_save(tmp_path: Path) -> None:
     book = Book()
-    assert run(trainer_of(config_of(tmp_path), book), book) == [
-        *told_in_votes(STEPS),
-        f"told {STEPS}",
-        f"save {STEPS}",
-    ]
+    assert run(trainer_of(config_of(tmp_path), book), book) == [*told_in_votes(STEPS), f"told {STEPS}", f"save {STEPS}"]
 
 
 def test_step_is_logged_before_evaluation_and_before_save(tmp_path: Path) -> None:
@@ -147,10 +133,7 @@ def test_a_slow_step_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(step_metrics, "AT_ONCE_SECONDS", 0.0)
     book = Book()
     entries = run(trainer_of(config_of(tmp_path), book), book)
-    assert entries == [
-        *(entry for n in range(1, STEPS + 1) for entry in (*of_step(n), f"told {n}")),
-        f"save {STEPS}",
-    ]
+    assert entries == [*(entry for n in range(1, STEPS + 1) for entry in (*of_step(n), f"told {n}")), f"save {STEPS}"]
 
 
 def test_without_a_vote_a_step_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,7 @@ from dilatant.schedule.schedule import Action, ActionKind
 from dilatant.training.step_profiler import StepProfiler
 
 
-def profiler(
-    folder: Path, config: ProfileConfig | None, device: str = "cpu", ranges: Any = nullcontext
-) -> Any:
+def profiler(folder: Path, config: ProfileConfig | None, device: str = "cpu", ranges: Any = nullcontext) -> Any:
     whole: Any = SimpleNamespace(train=SimpleNamespace(profile=config), output_dir=str(folder))
     return StepProfiler(whole, Worker(1, 2, 1, torch.device(device), None), ranges)
 

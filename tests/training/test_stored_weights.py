@@ -93,9 +93,7 @@ def test_a_stored_prefix_is_seen_through(tmp_path: Path, monkeypatch: pytest.Mon
 def _pretrained_config(folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(
         {
-            "encoders": {
-                "vision": {"kind": "image", "projector": "linear", "id": str(folder / "vision")},
-            },
+            "encoders": {"vision": {"kind": "image", "projector": "linear", "id": str(folder / "vision")}},
             "language_model": {"tokenizer": "bytes", "id": str(folder / "language")},
         }
     )
@@ -164,9 +162,7 @@ def _held_pretrained(worker: Worker, folder: Path, plan: Plan) -> dict[Box, torc
 
 
 @pytest.mark.parametrize("plan", [PLAN, TWO_RANKS], ids=["one rank a stage", "tp 2"])
-def test_ranks_load_pretrained_layers_and_seed_the_projector(
-    workers: WorkerPool, tmp_path: Path, plan: Plan
-) -> None:
+def test_ranks_load_pretrained_layers_and_seed_the_projector(workers: WorkerPool, tmp_path: Path, plan: Plan) -> None:
     build_model(CASE).save_pretrained(tmp_path)
     whole = build_model_from(_pretrained_config(tmp_path), seed=1)
     expected = {name: p for unit in whole.units.values() for name, p in unit.named_logical_parameters()}
@@ -178,6 +174,4 @@ def test_ranks_load_pretrained_layers_and_seed_the_projector(
                 indices = torch.cat([indices.narrow(dim, a, b - a) for a, b in spans], dim)
             assert torch.equal(tensor, expected[box.name].flatten()[indices]), box.key
             held.setdefault(box.name, set()).update(indices.flatten().tolist())
-    assert {name: len(numbers) for name, numbers in held.items()} == {
-        name: p.numel() for name, p in expected.items()
-    }
+    assert {name: len(numbers) for name, numbers in held.items()} == {name: p.numel() for name, p in expected.items()}

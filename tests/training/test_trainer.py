@@ -101,9 +101,7 @@ def test_a_state_in_which_an_update_was_interrupted_is_torn(monkeypatch: pytest.
     assert (book.trainer.is_torn, book.trainer.step) == (False, 5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
-)
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_nonfinite_update_is_skipped_and_the_step_counted(loss: float, norm: float) -> None:
     book = _Book()
     book.apply(loss, norm)
@@ -127,21 +125,13 @@ def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pyte
         found, leave_out, waited_seconds = list, lambda self, found: None, 0.0
 
         def __next__(self) -> Any:
-            return SimpleNamespace(
-                batch=SimpleNamespace(samples="samples", position="after", slowest={}), step="step"
-            )
+            return SimpleNamespace(batch=SimpleNamespace(samples="samples", position="after", slowest={}), step="step")
 
     assert book.trainer._train_step(OneStep(), lambda: False) == ("metrics", False)
-    assert book.calls[:3] == [
-        ("rate", "its schedule", 4, 9),
-        ("seed", 3, 4),
-        ("execute", "samples", "step", 4),
-    ]
+    assert book.calls[:3] == [("rate", "its schedule", 4, 9), ("seed", 3, 4), ("execute", "samples", "step", 4)]
 
 
-def test_resume_restores_moments_position_and_bad_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_resume_restores_moments_position_and_bad_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that no step has used has no moments there, and must not be asked for any."""
     done: dict[str, Any] = {}
     place = SamplerState((1,), (2,), 3)
@@ -165,9 +155,7 @@ def test_resume_restores_moments_position_and_bad_samples(
         _samples="samples",
         _data=SimpleNamespace(require=lambda before: done.update(data=before), by_source="those of then"),
     )
-    monkeypatch.setattr(
-        run_state, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
-    )
+    monkeypatch.setattr(run_state, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"]))
     monkeypatch.setattr(run_state, "allocate_moments", lambda _, names: done.update(moments=names))
     monkeypatch.setattr(run_state, "load", lambda *_, **__: values)
     monkeypatch.setattr(run_state, "count_steps", lambda *given: done.update(steps=given[1:]))

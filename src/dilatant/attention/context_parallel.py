@@ -75,9 +75,7 @@ class ContextParallelRow:
         size = len(group.ranks)
         if placement.num_ranks != size:
             raise PlacementError(f"blocks were placed on {placement.num_ranks} ranks, the group has {size}")
-        of_rank = self.of_rank = [
-            placement.tokens_of_rank(rank, mask.num_tokens, block) for rank in range(size)
-        ]
+        of_rank = self.of_rank = [placement.tokens_of_rank(rank, mask.num_tokens, block) for rank in range(size)]
         self.mask = mask
         self.group = group
         self.tokens = of_rank[group.index]
@@ -222,9 +220,7 @@ def _gather(
 
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, query, key, value, sinks, share: ContextParallelRow, scores: Scores, kernel: Kernel, heads: int
-    ):
+    def forward(ctx, query, key, value, sinks, share: ContextParallelRow, scores: Scores, kernel: Kernel, heads: int):
         each, kv_heads = query.shape[1] // key.shape[1], key.shape[1]
         ends = [(first, min(first + heads, kv_heads)) for first in range(0, kv_heads, heads)]
         groups = [_Heads(slice(first, end), slice(first * each, end * each)) for first, end in ends]
@@ -290,9 +286,7 @@ class _Reduction(NamedTuple):
         grad_value[:, self.heads.kv] = value_part
 
 
-def _reduce(
-    heads: _Heads, grad_key: torch.Tensor, grad_value: torch.Tensor, share: ContextParallelRow
-) -> _Reduction:
+def _reduce(heads: _Heads, grad_key: torch.Tensor, grad_value: torch.Tensor, share: ContextParallelRow) -> _Reduction:
     dtype = torch.promote_types(grad_key.dtype, torch.float32)
     parts = torch.cat([grad_key.to(dtype), grad_value.to(dtype)], dim=1)
     own = parts.new_empty((share.width, *parts.shape[1:]))

@@ -66,9 +66,7 @@ def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     supports = any(each._supports_attention_backend for each in models) or bool(linear_layers(model))
     if not model._can_set_attn_implementation() or not supports:
-        return (
-            f"{type(model).__name__} computes attention in its own way, not as transformers' interface asks"
-        )
+        return f"{type(model).__name__} computes attention in its own way, not as transformers' interface asks"
     known = {"full_attention", "sliding_attention", *(("linear_attention",) if linear_layers(model) else ())}
     if others := sorted(kinds - known):
         return f"{type(model).__name__} has layers of {' and '.join(others)}"
@@ -80,9 +78,7 @@ def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
 def leaks_between_samples(model: PreTrainedModel) -> str | None:
     """Return the reason why samples of a packed row would influence each other without attention plans, or None."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if others := sorted(
-        kind for kind in kinds if not kind.endswith("_attention") or kind == "linear_attention"
-    ):
+    if others := sorted(kind for kind in kinds if not kind.endswith("_attention") or kind == "linear_attention"):
         return f"layers of {' and '.join(others)} would carry what they know of one sample of a row into the next"
     return None
 
@@ -188,9 +184,7 @@ def attend(
     Raises AttentionError if the plan is missing, or listing the layer's options that packed rows do not support.
     """
     where = type(module).__name__
-    plan = (
-        attention_mask if isinstance(attention_mask, (AttentionPlan, ContextParallelRow)) else attention_plan
-    )
+    plan = attention_mask if isinstance(attention_mask, (AttentionPlan, ContextParallelRow)) else attention_plan
     if plan is None and cu_seq_lens_q is not None:
         plan = _plan_of_borders(cu_seq_lens_q)
     if plan is None:
@@ -208,9 +202,7 @@ def attend(
     if key.shape[2] != query.shape[2]:
         problems.append(f"{key.shape[2]} keys for {query.shape[2]} queries (a cache or cross-attention)")
     if problems:
-        raise AttentionError(
-            f"{where} asks for what attention over packed rows does not do: {'; '.join(problems)}"
-        )
+        raise AttentionError(f"{where} asks for what attention over packed rows does not do: {'; '.join(problems)}")
 
     mask = (plan.plan if isinstance(plan, ContextParallelRow) else plan).mask
     window = mask.window if sliding_window is None else sliding_window
@@ -218,13 +210,9 @@ def attend(
     query, key, value = (x.to(value.dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
 
-    def run(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         if isinstance(plan, ContextParallelRow):
-            return context_parallel_attention(
-                query, key, value, plan.windowed(window), sinks=sinks, **options
-            )
+            return context_parallel_attention(query, key, value, plan.windowed(window), sinks=sinks, **options)
         return attention(query, key, value, plan.windowed(window), sinks=sinks, **options)
 
     output = cached_attention(run, query, key, value, s_aux)
@@ -246,10 +234,6 @@ def _refuse_padding(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
 def _plan_as_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if (
-        kwargs.get(PLAN_KEYWORD) is None
-        or "attention_mask" not in kwargs
-        or kwargs["attention_mask"] is not None
-    ):
+    if kwargs.get(PLAN_KEYWORD) is None or "attention_mask" not in kwargs or kwargs["attention_mask"] is not None:
         return None
     return args, {**kwargs, "attention_mask": kwargs[PLAN_KEYWORD]}

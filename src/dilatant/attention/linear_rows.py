@@ -105,9 +105,7 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
         return [run(rows)]
     first, last = int(tokens[0]), int(tokens[-1])
     if last - first + 1 != tokens.size:
-        raise AttentionError(
-            "linear attention passes states along a row: ranks must have consecutive tokens of it"
-        )
+        raise AttentionError("linear attention passes states along a row: ranks must have consecutive tokens of it")
     samples = _samples(share.mask)
     pieces = rows.split(_lengths(samples[tokens]), 1)
     enters = first > 0 and samples[first - 1] == samples[first]
@@ -172,9 +170,7 @@ class _BoundaryState:
         if self._before is not None:
             inputs = torch.cat([self._before.convolution, inputs], -1)
         missing = max(0, self._kept - inputs.shape[-1])
-        self._convolution = functional.pad(inputs, (missing, 0))[
-            ..., inputs.shape[-1] + missing - self._kept :
-        ]
+        self._convolution = functional.pad(inputs, (missing, 0))[..., inputs.shape[-1] + missing - self._kept :]
         return inputs
 
     def update_recurrent_state(self, state: Tensor, layer: int, **kwargs: Any) -> Tensor:

@@ -121,8 +121,7 @@ class _Call:
             root = torch.empty(0, requires_grad=True)
             copies = [t if t is None or not t.requires_grad else _Cut.apply(t.detach(), root) for t in inputs]
             self._edges = [
-                None if t is None or not t.requires_grad else torch.autograd.graph.get_gradient_edge(t)
-                for t in copies
+                None if t is None or not t.requires_grad else torch.autograd.graph.get_gradient_edge(t) for t in copies
             ]
             self.output = attend(*copies)
         self._count(self.output)

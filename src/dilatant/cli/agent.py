@@ -14,28 +14,19 @@ from dilatant.config.printable import printable
 
 def agent(
     coordinator: Annotated[
-        str,
-        typer.Option(metavar="HOST:PORT", help="Where `dilatant train` leads the run.", show_default=False),
+        str, typer.Option(metavar="HOST:PORT", help="Where `dilatant train` leads the run.", show_default=False)
     ],
-    name: Annotated[
-        str, typer.Option(help="What people should call this machine; its host name by default.")
-    ] = "",
+    name: Annotated[str, typer.Option(help="What people should call this machine; its host name by default.")] = "",
     wait_seconds: Annotated[float, typer.Option(min=0.0, help="For a run that has not begun.")] = 600.0,
     notice_file: Annotated[
         Path | None,
-        typer.Option(
-            help="Leave the run when this file is there: the cloud takes the machine.", show_default=False
-        ),
+        typer.Option(help="Leave the run when this file is there: the cloud takes the machine.", show_default=False),
     ] = None,
     notice_url: Annotated[
-        str | None,
-        typer.Option(help="Leave the run when this address answers with 200.", show_default=False),
+        str | None, typer.Option(help="Leave the run when this address answers with 200.", show_default=False)
     ] = None,
     standby: Annotated[
-        bool,
-        typer.Option(
-            "--standby", help="This machine is `resilience.standby`: it leads when the leader is gone."
-        ),
+        bool, typer.Option("--standby", help="This machine is `resilience.standby`: it leads when the leader is gone.")
     ] = False,
 ) -> None:
     """Join this machine's ranks to a run with `resilience.enabled`, at its start or later.

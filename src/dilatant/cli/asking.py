@@ -32,20 +32,17 @@ Paths = list[Path]
 class PromptOptions:
     """Media and system text of the (first) question, and the sampling settings of text generation."""
 
-    image: Annotated[
-        Paths, typer.Option("--image", help="An image for the (first) question; repeatable.")
-    ] = field(default_factory=list)
-    audio: Annotated[Paths, typer.Option("--audio", help="A sound for it; repeatable.")] = field(
+    image: Annotated[Paths, typer.Option("--image", help="An image for the (first) question; repeatable.")] = field(
         default_factory=list
     )
-    video: Annotated[
-        Paths, typer.Option("--video", help="A video for it, or a folder of its frames; repeatable.")
-    ] = field(default_factory=list)
+    audio: Annotated[Paths, typer.Option("--audio", help="A sound for it; repeatable.")] = field(default_factory=list)
+    video: Annotated[Paths, typer.Option("--video", help="A video for it, or a folder of its frames; repeatable.")] = (
+        field(default_factory=list)
+    )
     system: Annotated[str | None, typer.Option(help="What the model is told before the question.")] = None
     temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")] = 0.0
     top_p: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability."),
+        float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability.")
     ] = None
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")] = None
     repetition_penalty: Annotated[
@@ -75,9 +72,7 @@ class PromptOptions:
         if not is_text(self.system or ""):
             found.append("--system is not UTF-8 text")
         if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
-            found.append(
-                f"--temperature must be 0, or a number from {_COLDEST} on (given: {self.temperature:g})"
-            )
+            found.append(f"--temperature must be 0, or a number from {_COLDEST} on (given: {self.temperature:g})")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             found.append("--top-p and --top-k choose what is drawn from; give a --temperature, such as 0.7")
         if not 0 < self.repetition_penalty < math.inf:

@@ -6,15 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilatant.cli.asking import (
-    Answerer,
-    ExportPath,
-    MaxNewTokens,
-    PromptOptions,
-    is_text,
-    media_at,
-    media_problems,
-)
+from dilatant.cli.asking import Answerer, ExportPath, MaxNewTokens, PromptOptions, is_text, media_at, media_problems
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
 
@@ -101,9 +93,7 @@ class _Conversation:
 
         answerer = self._answerer
         try:
-            prompt = encode_prompt(
-                Sample("the prompt", (*self._system, *self._turns, question)), answerer.encoding
-            )
+            prompt = encode_prompt(Sample("the prompt", (*self._system, *self._turns, question)), answerer.encoding)
         except SampleError as error:
             self._media = []
             print(printable(f"that cannot be asked: {error.problem}"), file=sys.stderr)

@@ -23,9 +23,7 @@ def check_model(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="ID|FOLDER",
-            help="A model of Hugging Face; its config.json is enough.",
-            show_default=False,
+            metavar="ID|FOLDER", help="A model of Hugging Face; its config.json is enough.", show_default=False
         ),
     ],
     as_json: AsJson = False,

@@ -13,8 +13,7 @@ from dilatant.config.errors import UserError
 
 def convert_config(
     file: Annotated[
-        Path,
-        typer.Argument(help="A YAML file of LLaMA-Factory, or a script with a command line of either tool."),
+        Path, typer.Argument(help="A YAML file of LLaMA-Factory, or a script with a command line of either tool.")
     ],
     devices: Annotated[int, typer.Option(min=1, help="Devices of the run, for its global batch.")] = 1,
 ) -> None:

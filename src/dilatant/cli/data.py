@@ -31,9 +31,7 @@ def stats(
     options: ConfigOptions,
     page: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write the figures and plots to this HTML file.", callback=output_file(is_page)
-        ),
+        typer.Option(help="Also write the figures and plots to this HTML file.", callback=output_file(is_page)),
     ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -72,12 +70,7 @@ def stats(
     if as_json:
         balance = [asdict(one) for one in report.balance]
         unused = unused_by_source(samples.train, index, samples.encoding)
-        record = {
-            **report.stats.to_json(),
-            "batch_size": report.batch_size,
-            "balance": balance,
-            "unused": unused,
-        }
+        record = {**report.stats.to_json(), "batch_size": report.batch_size, "balance": balance, "unused": unused}
         print(json.dumps(record))
     else:
         print_parts(console, stats_parts(report))
@@ -111,18 +104,13 @@ def lint(
     problems: list[Problem] = []
     unused: dict[str, tuple[str, ...]] = {}
     checked = 0
-    for blend, encoding in (
-        (samples.train, samples.encoding),
-        (samples.held_out, samples.held_out_encoding),
-    ):
+    for blend, encoding in ((samples.train, samples.encoding), (samples.held_out, samples.held_out_encoding)):
         if blend is None:
             continue
         with _progress(console) as progress:
             task = progress.add_task("reading samples", total=len(blend))
             show = partial(_show, progress, task)
-            index = blend_sizes(
-                blend, encoding, cache_dir=resolved.data.cache_dir, workers=workers, progress=show
-            )
+            index = blend_sizes(blend, encoding, cache_dir=resolved.data.cache_dir, workers=workers, progress=show)
             problems += find_problems(
                 blend, encoding, deep=not headers_only, index=index, workers=workers, progress=show
             )

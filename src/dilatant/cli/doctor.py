@@ -11,18 +11,7 @@ from typing import Any
 
 from dilatant.cli.options import AsJson, say_loading
 
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "numpy",
-    "numba",
-    "datasets",
-    "triton",
-    "peft",
-    "diffusers",
-    "ray",
-    "wandb",
-)
+_PACKAGES = ("torch", "transformers", "numpy", "numba", "datasets", "triton", "peft", "diffusers", "ray", "wandb")
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -63,9 +52,7 @@ def examine() -> dict[str, dict[str, Any]]:
         properties = torch.cuda.get_device_properties(index)
         gpus[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     place = place_from()
-    launcher = (
-        "none: one machine" if place is None else f"{place.launcher}: rank {place.rank} of {place.size}"
-    )
+    launcher = "none: one machine" if place is None else f"{place.launcher}: rank {place.rank} of {place.size}"
     return {
         "Machine": {
             "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",

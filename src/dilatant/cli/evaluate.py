@@ -15,9 +15,7 @@ from dilatant.config.errors import UserError
 
 def evaluate(
     folder: ExportPath,
-    data: Annotated[
-        str, typer.Option(help="Held-out samples: a file, a folder or a pattern, as `data.eval`.")
-    ],
+    data: Annotated[str, typer.Option(help="Held-out samples: a file, a folder or a pattern, as `data.eval`.")],
     judge: Annotated[
         str,
         typer.Option(

@@ -28,15 +28,13 @@ def export(
         typer.Option(help="Where to: a new folder, or an earlier export. The run's own export/ by default."),
     ] = None,
     layout: Annotated[
-        Layout,
-        typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp)."),
+        Layout, typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp).")
     ] = Layout.HF,
     licence: Annotated[
         str | None, typer.Option("--license", help="Licence in the model card, as on the hub: apache-2.0.")
     ] = None,
     push_to_hub: Annotated[
-        str | None,
-        typer.Option(metavar="OWNER/NAME", help="Also upload the export; a new repository is private."),
+        str | None, typer.Option(metavar="OWNER/NAME", help="Also upload the export; a new repository is private.")
     ] = None,
     trust: Trust = False,
     as_json: AsJson = False,

@@ -25,9 +25,7 @@ def generate(
     *,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            help="The question. Media go where their markers stand, else before it.", show_default=False
-        ),
+        typer.Option(help="The question. Media go where their markers stand, else before it.", show_default=False),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -81,9 +79,7 @@ def generate(
     print(json.dumps({"answer": answer}) if as_json else printable(answer))
 
 
-def _draw(
-    answerer: Answerer, prompt: EncodedPrompt, drawing: DrawingOptions, out: Path | None, as_json: bool
-) -> None:
+def _draw(answerer: Answerer, prompt: EncodedPrompt, drawing: DrawingOptions, out: Path | None, as_json: bool) -> None:
     """Answer a prompt with texts and pictures, and write the pictures."""
     import numpy as np
 
@@ -117,16 +113,12 @@ def _draw(
     except OSError as error:
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from None
     named = iter(paths)
-    shown = "".join(
-        part if isinstance(part, str) else f"[{next(named, 'a picture; give --out')}]" for part in parts
-    )
+    shown = "".join(part if isinstance(part, str) else f"[{next(named, 'a picture; give --out')}]" for part in parts)
     images = [str(path) for path, _ in zip(paths, pictures)]
     print(json.dumps({"answer": shown, "images": images}) if as_json else printable(shown))
     if out is not None and not pictures:
         starts = " or ".join(repr(target.start) for target in answerer.encoding.targets)
-        warnings.warn(
-            f"nothing was drawn: the answer does not hold {starts}, which announces it", stacklevel=1
-        )
+        warnings.warn(f"nothing was drawn: the answer does not hold {starts}, which announces it", stacklevel=1)
 
 
 def _answer_all(answerer: Answerer, prompts: Path) -> None:
@@ -142,9 +134,7 @@ def _answer_all(answerer: Answerer, prompts: Path) -> None:
     from dilatant.data.text.encode import encode_prompt
 
     if answerer.encoding.targets:
-        raise UserError(
-            "--prompts is for models that write; this one draws, so ask it for one --prompt at a time"
-        )
+        raise UserError("--prompts is for models that write; this one draws, so ask it for one --prompt at a time")
     records = open_source(DataSource(path=str(prompts))).records
     refused = 0
     for number in range(len(records)):

@@ -17,13 +17,10 @@ from dilatant.config.printable import printable
 def init(
     recipe: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RECIPE", help="The recipe to write; without one, list all.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE", help="The recipe to write; without one, list all.", show_default=False),
     ] = None,
     to: Annotated[
-        Path | None,
-        typer.Option(help="The file to write, RECIPE.yaml by default; - prints it.", show_default=False),
+        Path | None, typer.Option(help="The file to write, RECIPE.yaml by default; - prints it.", show_default=False)
     ] = None,
     model: Annotated[
         str | None,
@@ -33,8 +30,7 @@ def init(
         ),
     ] = None,
     data: Annotated[
-        list[str],
-        typer.Option(help="What to train on: a file, a folder or an id; may be given several times."),
+        list[str], typer.Option(help="What to train on: a file, a folder or an id; may be given several times.")
     ] = [],  # noqa: B006  # typer takes the default from here; nothing changes it
     output: Annotated[str | None, typer.Option(help="The run folder.", show_default=False)] = None,
 ) -> None:

@@ -21,14 +21,10 @@ if TYPE_CHECKING:
 
     from dilatant.config import Config
 
-ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)
-]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
 Overrides = Annotated[
     list[str],
-    typer.Option(
-        "--set", metavar="A.B=C", help="Change one key; may be given several times.", show_default=False
-    ),
+    typer.Option("--set", metavar="A.B=C", help="Change one key; may be given several times.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 RunPath = Annotated[
@@ -37,8 +33,7 @@ RunPath = Annotated[
 Trust = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code",
-        help="Run code that the config names, although a run folder of somebody holds it.",
+        "--trust-remote-code", help="Run code that the config names, although a run folder of somebody holds it."
     ),
 ]
 
@@ -223,11 +218,7 @@ def read_config(
 
 
 def read_run(
-    folder: Path,
-    overrides: Iterable[str] = (),
-    resume: bool = False,
-    trust: bool = False,
-    needs_data: bool = True,
+    folder: Path, overrides: Iterable[str] = (), resume: bool = False, trust: bool = False, needs_data: bool = True
 ) -> Config:
     """Return the config that a run was started with. Files that moved with the run are found. With `resume`, the config
     continues from the run's newest checkpoint. Raises UserError."""

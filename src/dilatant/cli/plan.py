@@ -19,20 +19,17 @@ if TYPE_CHECKING:
     from dilatant.planning.planning import PlanningProblem
 
 Page = Annotated[
-    Path | None,
-    typer.Option(help="Where to write the page.", callback=output_file(is_page), show_default=False),
+    Path | None, typer.Option(help="Where to write the page.", callback=output_file(is_page), show_default=False)
 ]
 
 
 def plan(
     options: ConfigOptions,
     costs: Annotated[
-        Path | None,
-        typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False),
+        Path | None, typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Where to write the plan.", callback=output_file(is_plan), show_default=False),
+        Path | None, typer.Option(help="Where to write the plan.", callback=output_file(is_plan), show_default=False)
     ] = None,
     page: Page = None,
     fault_tolerance: Annotated[
@@ -56,16 +53,13 @@ def plan(
     like: Annotated[
         str | None,
         typer.Option(
-            help="Plan only layouts like 'language: {tp: 8, pp: 4}'; what is not said is chosen.",
-            show_default=False,
+            help="Plan only layouts like 'language: {tp: 8, pp: 4}'; what is not said is chosen.", show_default=False
         ),
     ] = None,
     framework: Annotated[
         str | None,
         typer.Option(
-            "--for",
-            help="Also print the layout as flags of megatron, ms-swift or torchtitan.",
-            show_default=False,
+            "--for", help="Also print the layout as flags of megatron, ms-swift or torchtitan.", show_default=False
         ),
     ] = None,
     as_json: AsJson = False,
@@ -79,9 +73,7 @@ def plan(
     if why_not and fault_tolerance:
         raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
     if like is not None and (why_not or fault_tolerance is not None):
-        raise UserError(
-            "--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like"
-        )
+        raise UserError("--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like")
     resolved = with_cost_file(options.read(), costs)
 
     from dilatant.plan.framework_flags import FRAMEWORKS, framework_flags
@@ -126,9 +118,7 @@ def plan(
         _show_fault_tolerance(problem, folder, console)
     if framework is not None:
         language, batch = roles_of(problem.model.spec).language, problem.global_batch
-        as_flags = framework_flags(
-            winner.plan, framework, language, batch, winner.num_microbatches, winner.zero
-        )
+        as_flags = framework_flags(winner.plan, framework, language, batch, winner.num_microbatches, winner.zero)
     if as_json:
         print(report.to_json())
         return
@@ -171,9 +161,7 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
         else:
             text = f"{seconds_text(seconds)} a step, {seconds / fastest:.2f} times the fastest"
         print_line(console, f"  {tolerance}: {text}")
-    document = [
-        {"fault_tolerance": tolerance, "step_seconds": seconds} for tolerance, seconds in found.items()
-    ]
+    document = [{"fault_tolerance": tolerance, "step_seconds": seconds} for tolerance, seconds in found.items()]
     write_durably(folder / "fault_tolerance.json", json.dumps(document, indent=1) + "\n")
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def profile(
     options: ConfigOptions,
-    out: Annotated[
-        Path, typer.Option(help="Where to write the costs.", callback=output_file(is_cost_file))
-    ] = Path("costs.yaml"),
+    out: Annotated[Path, typer.Option(help="Where to write the costs.", callback=output_file(is_cost_file))] = Path(
+        "costs.yaml"
+    ),
     tokens: Annotated[
         str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
     ] = "",
@@ -37,9 +37,7 @@ def profile(
     ] = "",
     cp: Annotated[
         str,
-        typer.Option(
-            help="Context-parallel degrees, derived from the fitted curves. Default: plan.context_parallel."
-        ),
+        typer.Option(help="Context-parallel degrees, derived from the fitted curves. Default: plan.context_parallel."),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements per count; their median counts.")] = 7,
     links: Annotated[
@@ -76,12 +74,7 @@ def profile(
     from dilatant.planning.measuring.cost_cache import store_costs
     from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers, measured_tokens
     from dilatant.planning.problem.describe_model import build_meta_model, describe_model
-    from dilatant.planning.problem.planned_hardware import (
-        entry_name,
-        plan_target,
-        target_of_group,
-        with_links,
-    )
+    from dilatant.planning.problem.planned_hardware import entry_name, plan_target, target_of_group, with_links
     from dilatant.planning.problem.searched_settings import planned_degrees
     from dilatant.report.say import open_console, print_line, show_progress
 
@@ -155,9 +148,7 @@ def _measure_links(target: Target) -> MeasuredLinks:
             f"--links: {target.requested} is not here, so its links cannot be measured; run `dilatant profile` there"
         )
     if torch.cuda.device_count() == 1 and place_from() is None:
-        raise UserError(
-            "--links: one GPU has no links; start `dilatant profile` on several, by torchrun or Slurm"
-        )
+        raise UserError("--links: one GPU has no links; start `dilatant profile` on several, by torchrun or Slurm")
     with show_progress(open_console(stderr=True), "measuring links"):
         found: MeasuredLinks = launch(measure_links, 2)[0]
     return found

@@ -50,8 +50,7 @@ def simulate(
         int | None, typer.Option(min=1, help="Microbatches of a step and pipeline.", show_default=False)
     ] = None,
     failures: Annotated[
-        Path | None,
-        typer.Option(metavar="TRACE", help="Replay a trace of nodes that come and go.", show_default=False),
+        Path | None, typer.Option(metavar="TRACE", help="Replay a trace of nodes that come and go.", show_default=False)
     ] = None,
     trace_unit: Annotated[
         str | None,
@@ -61,8 +60,7 @@ def simulate(
         ),
     ] = None,
     fault_tolerance: Annotated[
-        int | None,
-        typer.Option(min=0, help="With --failures: as resilience.fault_tolerance.", show_default=False),
+        int | None, typer.Option(min=0, help="With --failures: as resilience.fault_tolerance.", show_default=False)
     ] = None,
     page: Page = None,
     trust: Trust = False,
@@ -103,9 +101,7 @@ def simulate(
         elif microbatches:
             planned = time_plan(problem, run.plan, microbatches)
         else:
-            planned = time_plan(
-                problem, run.plan, run.step.get("num_microbatches"), run.step.get("row_tokens")
-            )
+            planned = time_plan(problem, run.plan, run.step.get("num_microbatches"), run.step.get("row_tokens"))
     if run.measured is not None and page is None and not as_json:
         page = run.folder / "plan.html"
     _show(planned, run, page, as_json, console)
@@ -213,9 +209,7 @@ def _cluster(text: str) -> list[str]:
     return [*entries, f"cluster.hardware={hardware}"] if hardware else entries
 
 
-def _show(
-    planned: PlannedRun, run: _SimulatedRun, page: Path | None, as_json: bool, console: Console
-) -> None:
+def _show(planned: PlannedRun, run: _SimulatedRun, page: Path | None, as_json: bool, console: Console) -> None:
     from dilatant.planning.plan_advice import compare_schedules
     from dilatant.planning.planned_run import fixed_plan_report, plan_report
     from dilatant.planning.planning import simulated_steps
@@ -269,9 +263,7 @@ def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Pred
     return Prediction(step, origin_text(planned.problem.measured.origin))
 
 
-def _write_pages(
-    page: Path, report: PlanReport, run: _SimulatedRun, prediction: Prediction | None
-) -> dict[Path, str]:
+def _write_pages(page: Path, report: PlanReport, run: _SimulatedRun, prediction: Prediction | None) -> dict[Path, str]:
     """Write the plan's page; for a run with a measured step also that step's page, with its prediction."""
     from dilatant.report.pages.page import write_page
     from dilatant.report.pages.page_links import link_pages
@@ -306,9 +298,7 @@ def _print_steps(
     for name, score in sorted(schedules.items(), key=lambda item: item[1].seconds):
         seconds, peak = score.seconds, max(score.peak_bytes, default=0.0)
         style = "red" if peak > capacity else None
-        table.add_row(
-            name, seconds_text(seconds), bytes_text(peak), percent_text(peak / capacity), style=style
-        )
+        table.add_row(name, seconds_text(seconds), bytes_text(peak), percent_text(peak / capacity), style=style)
     print_table(console, table)
 
 

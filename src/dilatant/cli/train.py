@@ -40,23 +40,18 @@ class StartOptions:
     """Options for a start without a config file."""
 
     model: Annotated[
-        str | None,
-        typer.Option(help="Instead of a file: a model to fine-tune, an id or a folder.", show_default=False),
+        str | None, typer.Option(help="Instead of a file: a model to fine-tune, an id or a folder.", show_default=False)
     ] = None
     data: Annotated[
-        _Names,
-        typer.Option(help="What to train it on: a file, a folder or an id; may be given several times."),
+        _Names, typer.Option(help="What to train it on: a file, a folder or an id; may be given several times.")
     ] = field(default_factory=list)
-    held_out: Annotated[
-        _Names, typer.Option("--eval", help="What to judge it by; may be given several times.")
-    ] = field(default_factory=list)
+    held_out: Annotated[_Names, typer.Option("--eval", help="What to judge it by; may be given several times.")] = (
+        field(default_factory=list)
+    )
     lora: Annotated[bool, typer.Option("--lora", help="Train adapters, not all weights.")] = False
-    output_dir: Annotated[
-        str | None, typer.Option("--output", help="The run folder.", show_default=False)
-    ] = None
+    output_dir: Annotated[str | None, typer.Option("--output", help="The run folder.", show_default=False)] = None
     save_config: Annotated[
-        Path | None,
-        typer.Option(help="Write the YAML that this command stands for, and do not train."),
+        Path | None, typer.Option(help="Write the YAML that this command stands for, and do not train.")
     ] = None
 
     def to_yaml(self, overrides: list[str], trust: bool) -> str:
@@ -75,9 +70,7 @@ class StartOptions:
             encoders: tuple[str, ...] | None = tuple(encoders_of_export(model))
         else:
             config = load_pretrained_config(model, "--model", trust)
-            encoders = (
-                tuple(PretrainedModel.of(config, "--model").family.towers) if opens_whole(config) else None
-            )
+            encoders = tuple(PretrainedModel.of(config, "--model").family.towers) if opens_whole(config) else None
         folder = None if self.save_config is None else self.save_config.parent
         names = (model, self.data, self.held_out, encoders, self.lora, self.output_dir)
         tree = starting_config(*names, folder or Path())
@@ -90,8 +83,7 @@ class StartOptions:
 
 def train(
     config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False),
+        Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)
     ] = None,
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
     *,
@@ -118,13 +110,9 @@ def train(
         used = [name for name, one in zip(names, fields(start)) if getattr(start, one.name)]
         if used:
             raise UserError(f"{used[0]} is for a start without a config file; the file says it")
-        raise typer.Exit(
-            run(read_config(config, overrides, trust or None), overwrite=overwrite, as_json=as_json)
-        )
+        raise typer.Exit(run(read_config(config, overrides, trust or None), overwrite=overwrite, as_json=as_json))
     if not start.model or not start.data or not all((*start.data, *start.held_out)):
-        raise UserError(
-            "give a YAML file, or a model and data: dilatant train --model ID --data ID_OR_FOLDER [--lora]"
-        )
+        raise UserError("give a YAML file, or a model and data: dilatant train --model ID --data ID_OR_FOLDER [--lora]")
     say_loading()
     text = start.to_yaml(overrides, trust)
     if start.save_config is not None:
@@ -200,16 +188,8 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
     measured = bool(result.summary)
     places = (
         (holds("plan/plan.html"), f"{path}/plan/plan.html", "what was planned, and why"),
-        (
-            result.evaluation is not None,
-            f"{path}/eval.json",
-            "held-out accuracy, and answers that were wrong",
-        ),
-        (
-            holds("generations.html"),
-            f"{path}/generations.html",
-            "who was lost and who came, and what that cost",
-        ),
+        (result.evaluation is not None, f"{path}/eval.json", "held-out accuracy, and answers that were wrong"),
+        (holds("generations.html"), f"{path}/generations.html", "who was lost and who came, and what that cost"),
         (holds("data.html"), f"{path}/data.html", "what the data are, and what balancing them is worth"),
         (True, f"{path}/metrics.jsonl", "every step's figures"),
         (True, f"tensorboard --logdir {quoted}", "the same as curves"),

@@ -56,9 +56,7 @@ class Backend:
         """Reduce and scatter; only for NCCL, since Gloo lacks it in some versions and reduces everything in others."""
         return self.handle._reduce_scatter_base(output, input, ReduceScatterOptions())
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int]
-    ) -> Any:
+    def all_to_all(self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int]) -> Any:
         return self.handle.alltoall_base(output, input, output_counts, input_counts, AllToAllOptions())
 
     def error(self) -> str:
@@ -96,9 +94,7 @@ def open_gloo(store: Store, rank: int, size: int, timeout: timedelta, device: An
     return Backend(dist.ProcessGroupGloo(store, rank, size, options), store, rank, size, is_nccl=False)
 
 
-def open_nccl(
-    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, for_edge: bool
-) -> Backend:
+def open_nccl(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, for_edge: bool) -> Backend:
     """Open a communicator for GPU tensors in the current CUDA context. Blocks until all members open it.
 
     for_edge: its kernels run on a high-priority stream and occupy few multiprocessors.

@@ -93,15 +93,7 @@ class Comm:
         self._watchdog.start()
         try:
             with self.translated_errors(f"all {self.size} ranks of generation {self.generation} to join"):
-                join(
-                    self._store,
-                    self.generation,
-                    self.rank,
-                    self.size,
-                    self._inbox,
-                    self._timeout,
-                    self._accept_offer,
-                )
+                join(self._store, self.generation, self.rank, self.size, self._inbox, self._timeout, self._accept_offer)
             self._gloo_device = gloo_device(self._store)
         except BaseException:
             if self._reason is not None and self._membership.inboxes:
@@ -301,9 +293,7 @@ class Comm:
             raise CommAborted(reason)
         return group
 
-    def _open_backend(
-        self, name: str, ranks: tuple[int, ...], device: torch.device, for_edge: bool
-    ) -> Backend:
+    def _open_backend(self, name: str, ranks: tuple[int, ...], device: torch.device, for_edge: bool) -> Backend:
         store = self._store.prefixed(f"{self._membership.id}/{name}")
         if name != WORLD:  # all ranks have just joined, so all are about to open it
             # Opening a backend cannot be interrupted, so members open it only when all of them are present.
@@ -340,9 +330,7 @@ class Comm:
         return opened[0]
 
     def _inboxes_of_others(self, store: Store) -> dict[int, str]:
-        inboxes = dict(enumerate(self._membership.inboxes)) or known_inboxes(
-            store, self.generation, self.size
-        )
+        inboxes = dict(enumerate(self._membership.inboxes)) or known_inboxes(store, self.generation, self.size)
         return {rank: inbox for rank, inbox in inboxes.items() if rank != self.rank}
 
     def _watch(self) -> None:
@@ -383,10 +371,7 @@ class Comm:
                 answers = check_liveness(store, inboxes)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
-            return (
-                f"nor does the store (of the launcher, or of rank 0 under an outer one) answer: {reason}",
-                [],
-            )
+            return (f"nor does the store (of the launcher, or of rank 0 under an outer one) answer: {reason}", [])
         if ABORTED in answers.values():
             self._await_abort()  # that rank's message gives the reason
         others = [rank for rank in range(self.size) if rank != self.rank]

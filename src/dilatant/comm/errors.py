@@ -24,9 +24,7 @@ class WorkerFailed(RuntimeError):
     """A worker ended the run. The message begins with its rank and error; `details` is its traceback.
     killed_by: the signal that killed it, if any. exit_code: exit code for a scheduler."""
 
-    def __init__(
-        self, message: str, details: str = "", killed_by: int | None = None, exit_code: int = 1
-    ) -> None:
+    def __init__(self, message: str, details: str = "", killed_by: int | None = None, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.details = details

@@ -18,10 +18,7 @@ from dilatant.comm.temporary import OWNER, TemporaryFolder, short_temporary_fold
 from dilatant.config.environment import without_working_folder
 from dilatant.config.errors import UserError
 
-RANK_PRELOAD = (
-    "dilatant.training.run",
-    "dilatant.schedule.loaded_kernels",
-)
+RANK_PRELOAD = ("dilatant.training.run", "dilatant.schedule.loaded_kernels")
 """Modules that a rank needs; their imports dominate its start-up, and the server does them once."""
 
 

@@ -71,9 +71,7 @@ class Group:
     method but `barrier` returns at once; empty tensors are legal and send nothing. what: named in errors.
     """
 
-    def __init__(
-        self, watch: Watch, name: str, ranks: tuple[int, ...], rank: int, backend: Backend | None
-    ) -> None:
+    def __init__(self, watch: Watch, name: str, ranks: tuple[int, ...], rank: int, backend: Backend | None) -> None:
         self.name = name
         self.ranks = ranks
         self._watch = watch
@@ -155,12 +153,7 @@ class Group:
         return self._pending(work, what, (input, parts), finish=add_up)
 
     def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_counts: Sequence[int],
-        input_counts: Sequence[int],
-        what: str = "",
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int], what: str = ""
     ) -> Pending:
         """Send a part of `input` to each rank and fill `output` with the parts from each rank, in group order.
 

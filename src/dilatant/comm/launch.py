@@ -107,9 +107,7 @@ def launch(
         return launch_local(function, num_workers, *args, started=started)
     prepare_cuda()
     with store_of_launcher.shared_store(place, timeout_seconds) as store:
-        worker = worker_here(
-            place.rank, place.size, place.local_rank, place.local_size, store, started_here=False
-        )
+        worker = worker_here(place.rank, place.size, place.local_rank, place.local_size, store, started_here=False)
         return [_run_here(function, worker, args)]
 
 
@@ -144,9 +142,7 @@ def launch_local(
     def begin(rank: int) -> Connection:
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_serve,
-            args=(theirs, _Start(rank, num_workers, server.port, token, folder)),
-            name=f"dilatant-{rank}",
+            target=_serve, args=(theirs, _Start(rank, num_workers, server.port, token, folder)), name=f"dilatant-{rank}"
         )
         process.start()
         theirs.close()
@@ -315,9 +311,7 @@ def _death(rank: int, process: Any) -> _Report:
 
 
 def _serve(connection: Connection, start: _Start) -> None:
-    threading.Thread(
-        target=_end_with_launcher, args=(start.folder,), name="dilatant-launcher", daemon=True
-    ).start()
+    threading.Thread(target=_end_with_launcher, args=(start.folder,), name="dilatant-launcher", daemon=True).start()
     heed_launcher()
     try:
         payload = connection.recv_bytes()

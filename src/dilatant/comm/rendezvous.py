@@ -88,9 +88,7 @@ def _entry(generation: int, rank: int) -> str:
     return f"generation/{generation}/join/{rank}"
 
 
-def _gather(
-    store: Store, entries: list[str], offered: Callable[[Rendezvous], None], timeout: timedelta
-) -> Rendezvous:
+def _gather(store: Store, entries: list[str], offered: Callable[[Rendezvous], None], timeout: timedelta) -> Rendezvous:
     """Rank 0's half of `join`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -156,14 +154,8 @@ def _await_all(store: Store, keys: list[str], timeout: timedelta) -> None:
         if timeout <= NOTICE_AFTER:
             raise
     missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-    names = f"rank {', '.join(missing[:16])}" + (
-        f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    )
-    print(
-        f"waits for {names} to join, up to {round(timeout.total_seconds(), 1):g} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    names = f"rank {', '.join(missing[:16])}" + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+    print(f"waits for {names} to join, up to {round(timeout.total_seconds(), 1):g} s", file=sys.stderr, flush=True)
     store.wait(keys, timeout - NOTICE_AFTER)
 
 

@@ -31,9 +31,7 @@ def short_temporary_folder(longest: int = LONGEST_FOLDER_BYTES) -> Iterator[str]
     if len(os.fsencode(usual)) > longest:
         usual = next((folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), "")
         if not usual:
-            raise UserError(
-                f"the path of TMPDIR ({before}) is too long for sockets in it; set it to a shorter one"
-            )
+            raise UserError(f"the path of TMPDIR ({before}) is too long for sockets in it; set it to a shorter one")
     tempfile.tempdir = usual
     try:
         yield usual
@@ -103,9 +101,7 @@ def _start_of(process: int) -> str:
     it does not run."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        after_name = (
-            Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        )
+        after_name = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         return f"{after_name.split()[19]} {boot}"
     except (OSError, IndexError):
         return "gone"

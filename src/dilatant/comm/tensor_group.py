@@ -49,9 +49,7 @@ class TensorGroup:
     def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, Pending]:
         """Gather `own` (equal shapes) from all ranks: returns [ranks, *own.shape], and the handle to wait for."""
         everybody = own.new_empty(self.size, *own.shape)
-        return everybody, self._group.all_gather(
-            everybody, own.contiguous(), f"{what} of tensor-parallel ranks"
-        )
+        return everybody, self._group.all_gather(everybody, own.contiguous(), f"{what} of tensor-parallel ranks")
 
     @torch.no_grad()
     def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]:
@@ -101,9 +99,7 @@ class ExpertGroup:
         rows from each rank to each local expert: int64 [ranks, experts per rank]."""
         received = torch.empty_like(sent)
         each = [sent.shape[1]] * self.size
-        self._group.all_to_all(
-            received.view(-1), sent.contiguous().view(-1), each, each, "counts of tokens"
-        ).wait()
+        self._group.all_to_all(received.view(-1), sent.contiguous().view(-1), each, each, "counts of tokens").wait()
         return received
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -128,9 +124,7 @@ class ExpertGroup:
 
 class _RowExchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, ranks: ExpertGroup, sent: tuple[int, ...], received: tuple[int, ...]
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, ranks: ExpertGroup, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
         ctx.ranks, ctx.sent, ctx.received = ranks, sent, received
         return ranks._move(rows, sent, received, "tokens of experts")
 

@@ -69,9 +69,7 @@ class Config(Section):
     def _has_data(self) -> Self:
         if self.data.train or "train_data" in self.python:
             return self
-        raise ValueError(
-            "'data.train' is missing; name files or a data set, or pass train_data to dilatant.train"
-        )
+        raise ValueError("'data.train' is missing; name files or a data set, or pass train_data to dilatant.train")
 
     @model_validator(mode="after")
     def _layouts_are_of_units(self) -> Self:
@@ -84,9 +82,7 @@ class Config(Section):
     def _evaluation_has_data(self) -> Self:
         if self.holds_out:
             return self
-        wanted = [
-            key for key in ("steps", "keep_best", "patience") if getattr(self.evaluation, key) is not None
-        ]
+        wanted = [key for key in ("steps", "keep_best", "patience") if getattr(self.evaluation, key) is not None]
         if wanted:
             raise ValueError(
                 f"evaluation.{wanted[0]}: there is nothing to evaluate on; name held-out data in data.eval, or take "
@@ -101,10 +97,7 @@ class Config(Section):
         evaluation, drawing = self.evaluation, next(iter(self.model.generators), None)
         for is_wrong, problem in (
             (self.train.loss, "train.loss: 'train.preferences' is a loss already; leave one of them out"),
-            (
-                self.train.label_smoothing,
-                "train.label_smoothing: pairs have 'train.preferences.label_smoothing'",
-            ),
+            (self.train.label_smoothing, "train.label_smoothing: pairs have 'train.preferences.label_smoothing'"),
             (self.train.neftune_noise_alpha, "train.neftune_noise_alpha: pairs are compared without noise"),
             (self.data.train_on != "assistant", "data.train_on: preferences are about answers; leave it out"),
             (self.data.truncation != "error", "data.truncation: pairs are not cut; leave it out"),
@@ -113,10 +106,7 @@ class Config(Section):
                 evaluation.metrics != EvaluationConfig().metrics,
                 "evaluation.metrics: pairs are judged without writing answers, by loss and rewards; leave it out",
             ),
-            (
-                evaluation.keep_best not in (None, LOSS),
-                "evaluation.keep_best: of pairs, only 'loss' is known",
-            ),
+            (evaluation.keep_best not in (None, LOSS), "evaluation.keep_best: of pairs, only 'loss' is known"),
         ):
             if is_wrong:
                 raise ValueError(problem)
@@ -192,9 +182,7 @@ def unit_problems(parallel: ParallelConfig, units: tuple[str, ...]) -> list[str]
         if name not in parallel.units and name not in parallel.colocated:
             host = units[-1]
             shared = "" if name == host else f", or parallel.colocated: {{{name}: {host}}}"
-            problems.append(
-                f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}{shared}"
-            )
+            problems.append(f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}{shared}")
     return problems
 
 
@@ -294,9 +282,7 @@ def apply_override(tree: dict[str, Any], override: str, base: Path | None = None
 def _from_working_folder(value: Any, base: Path, annotation: Any) -> Any:
     """Return the value of a key with this annotation, with its paths as `PathRule.from_working_folder` reads them."""
     if isinstance(value, dict):
-        return {
-            name: _from_working_folder(each, base, _below(annotation, name)) for name, each in value.items()
-        }
+        return {name: _from_working_folder(each, base, _below(annotation, name)) for name, each in value.items()}
     if isinstance(value, list):
         return [_from_working_folder(each, base, _below(annotation, "")) for each in value]
     rule = path_rule(annotation) if isinstance(value, str) else None
@@ -329,11 +315,7 @@ def _explain(problem: Any) -> str:
         return f"{place!r} is missing"
     if problem["type"] in ("tuple_type", "list_type"):
         return f"{place} must be a list, as in {_as_list(problem)}"
-    if (
-        problem["type"] == "model_type"
-        and isinstance(problem["input"], str)
-        and "path" in _keys_at(problem["loc"])
-    ):
+    if problem["type"] == "model_type" and isinstance(problem["input"], str) and "path" in _keys_at(problem["loc"]):
         return f"{place} must be a section, as in {{path: {problem['input']}}}"
     if problem["type"] == "model_type":
         return f"{place} must be a section with keys such as {', '.join(_keys_at(problem['loc'])[:3])}"
@@ -348,9 +330,7 @@ def _as_list(problem: Any) -> str:
     value = problem["input"]
     if value is None:
         return "[] for none"
-    shown = (
-        value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).partition("\n")[0]
-    )
+    shown = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).partition("\n")[0]
     is_source = isinstance(value, str) and "path" in _keys_at(problem["loc"])
     return f"[{{path: {shown}}}]" if is_source else f"[{shown}]"
 

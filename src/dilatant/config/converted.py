@@ -151,9 +151,7 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
             put(here, value)
     left_out = [f"{key}: {value!r}: {CALLED_HERE.get(key, 'no key here')}" for key, value in left.items()]
     if "model_name_or_path" in theirs and not (data / "dataset_info.json").is_file():
-        left_out.append(
-            f"dataset: {data / 'dataset_info.json'} is not there, so names are taken for ids of the hub"
-        )
+        left_out.append(f"dataset: {data / 'dataset_info.json'} is not there, so names are taken for ids of the hub")
     return tree, left_out
 
 

@@ -44,9 +44,7 @@ class DataSource(Section):
     media_dir: AnyPath | None = None
     """The base folder of relative media paths, itself relative to the YAML file. Default: the folder of the file that
     names the media."""
-    format: Literal[
-        "auto", "parquet", "jsonl", "csv", "llava", "coco", "vqa", "webdataset", "arrow", "hub"
-    ] = "auto"
+    format: Literal["auto", "parquet", "jsonl", "csv", "llava", "coco", "vqa", "webdataset", "arrow", "hub"] = "auto"
     """The file format; `auto` detects it from the file."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in the blend, relative to the other weights."""
@@ -129,15 +127,9 @@ class DataConfig(Section):
         if self.val_size is None:
             return self
         if self.eval:
-            raise ValueError(
-                "'eval' names held-out data and 'val_size' takes some of 'train'; give one of them"
-            )
+            raise ValueError("'eval' names held-out data and 'val_size' takes some of 'train'; give one of them")
         if self.val_size > 1 and self.val_size != int(self.val_size):
-            raise ValueError(
-                f"'val_size' is a share below 1 or a whole number of samples (given: {self.val_size:g})"
-            )
+            raise ValueError(f"'val_size' is a share below 1 or a whole number of samples (given: {self.val_size:g})")
         if any(source.streaming for source in self.train):
-            raise ValueError(
-                "'val_size' needs data that are read by index; do not stream them, or name 'eval'"
-            )
+            raise ValueError("'val_size' needs data that are read by index; do not stream them, or name 'eval'")
         return self

@@ -47,9 +47,7 @@ def expand_path(text: str, base: Path) -> Path:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if not os.environ.get(name):
-            raise UserError(
-                f"path {text!r}: environment variable {name} is not set; set it, or write the path out"
-            )
+            raise UserError(f"path {text!r}: environment variable {name} is not set; set it, or write the path out")
         return os.environ[name]
 
     try:

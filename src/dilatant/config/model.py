@@ -90,9 +90,7 @@ class EncoderConfig(ModelSource):
     def _kind_or_path(cls, value: str | None) -> str | None:
         if value is None or value in PROJECTORS or "/" in value or value.endswith(".safetensors"):
             return value
-        raise ValueError(
-            "must be 'linear', 'mlp' or 'identity', or a path such as ./NAME or NAME.safetensors"
-        )
+        raise ValueError("must be 'linear', 'mlp' or 'identity', or a path such as ./NAME or NAME.safetensors")
 
     @property
     def goes_on(self) -> bool:
@@ -166,17 +164,11 @@ class GeneratorConfig(Section):
         # A config saved by a run has the default written out.
         default = type(self).model_fields["connector_layers"].default
         if self.connector_layers != default and self.connector != "transformer":
-            raise ValueError(
-                "'connector_layers' are those of `connector: transformer`; leave them out or set it"
-            )
+            raise ValueError("'connector_layers' are those of `connector: transformer`; leave them out or set it")
         if self.target is not None and (self.vae is not None or self.cache_latents):
-            raise ValueError(
-                "'vae' and 'cache_latents' are for pictures; with 'target' the net draws features"
-            )
+            raise ValueError("'vae' and 'cache_latents' are for pictures; with 'target' the net draws features")
         if self.cache_latents and (isinstance(self.vae, dict) or (self.vae is None and self.id is None)):
-            raise ValueError(
-                "'cache_latents' needs an autoencoder with weights of its own; name one as 'vae'"
-            )
+            raise ValueError("'cache_latents' needs an autoencoder with weights of its own; name one as 'vae'")
         return self
 
     @property
@@ -253,10 +245,7 @@ class ModelConfig(Section):
     def text(self) -> LanguageModelConfig:
         """Return the language model's section; for a whole model, a section made from its keys."""
         return self.language_model or LanguageModelConfig(
-            id=self.id,
-            config=self.config,
-            tokenizer=self.tokenizer,
-            attn_implementation=self.attn_implementation,
+            id=self.id, config=self.config, tokenizer=self.tokenizer, attn_implementation=self.attn_implementation
         )
 
     @property
@@ -291,9 +280,7 @@ class ModelConfig(Section):
         if self.lora is None or self.is_whole:
             return self
         if not self.lora.merge:
-            raise ValueError(
-                "'lora.merge: false' is for whole models; parts are exported merged, adapters beside them"
-            )
+            raise ValueError("'lora.merge: false' is for whole models; parts are exported merged, adapters beside them")
         places = [LANGUAGE, *self.encoders, *(f"{name}.encoder" for name in self.encoders)]
         for place in self.lora.units:
             if place not in places:

@@ -66,9 +66,7 @@ class ParallelConfig(Section):
     @classmethod
     def _removed_placement(cls, value: Any) -> Any:
         if value in ("lpt", "zigzag", "document_affine"):
-            raise ValueError(
-                f"{value!r} is no value any more: leave 'placement' out, and each row gets the best"
-            )
+            raise ValueError(f"{value!r} is no value any more: leave 'placement' out, and each row gets the best")
         return value
 
     @model_validator(mode="before")
@@ -78,9 +76,7 @@ class ParallelConfig(Section):
             return {}
         if isinstance(value, str):
             if value not in WORDS:
-                raise ValueError(
-                    f"it may be {' or '.join(map(repr, WORDS))}, or a section with 'units' or 'plan'"
-                )
+                raise ValueError(f"it may be {' or '.join(map(repr, WORDS))}, or a section with 'units' or 'plan'")
             return {"auto": WORDS[value]}
         return value
 

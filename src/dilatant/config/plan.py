@@ -75,23 +75,17 @@ class ClusterConfig(Section):
             return self
         flat = {"nodes": 1, "gpus_per_node": None, "hardware": None, "memory_gib": None}
         if both := [name for name, default in flat.items() if getattr(self, name) != default]:
-            raise ValueError(
-                f"'groups' and {', '.join(map(repr, both))} are both given; say it of each group instead"
-            )
+            raise ValueError(f"'groups' and {', '.join(map(repr, both))} are both given; say it of each group instead")
         names = [group.name for group in self.groups]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"'groups' has {', '.join(map(repr, twice))} more than once; give each group its own name"
-            )
+            raise ValueError(f"'groups' has {', '.join(map(repr, twice))} more than once; give each group its own name")
         return self
 
     @model_validator(mode="after")
     def _within_reach(self) -> Self:
         devices = self.num_devices or self.nodes * (self.gpus_per_node or 1)
         if devices > MOST_DEVICES:
-            raise ValueError(
-                f"plans are made for at most {MOST_DEVICES:,} devices, and these are {devices:,}"
-            )
+            raise ValueError(f"plans are made for at most {MOST_DEVICES:,} devices, and these are {devices:,}")
         return self
 
     @property
@@ -143,9 +137,7 @@ class PlanConfig(Section):
     @classmethod
     def _removed_assignment(cls, value: Any) -> Any:
         if value == "disttrain":
-            raise ValueError(
-                "'disttrain' is no value any more: 'searched' also orders microbatches, and better"
-            )
+            raise ValueError("'disttrain' is no value any more: 'searched' also orders microbatches, and better")
         return value
 
     @model_validator(mode="after")

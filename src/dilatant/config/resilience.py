@@ -73,7 +73,5 @@ class ResilienceConfig(Section):
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"{key}: {getattr(self, key)!r} is no HOST:PORT, such as {example}")
         if self.standby is not None and self.standby == self.listen:
-            raise ValueError(
-                f"standby: {self.standby!r} is where the leader listens; name another machine's address"
-            )
+            raise ValueError(f"standby: {self.standby!r} is where the leader listens; name another machine's address")
         return self

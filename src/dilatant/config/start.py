@@ -39,9 +39,7 @@ def starting_config(
     if held_out:
         sources["eval"] = [source_of(each, folder) for each in held_out]
     return {
-        "output_dir": seen_from(output_dir, folder)
-        if output_dir
-        else f"runs/{name}{'-lora' if lora else ''}",
+        "output_dir": seen_from(output_dir, folder) if output_dir else f"runs/{name}{'-lora' if lora else ''}",
         "model": tree,
         "data": {**sources, "max_length": TOKENS},
         "train": {"global_batch_size": BATCH, "epochs": 1, "optimizer": optimizer},

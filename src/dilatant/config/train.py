@@ -69,9 +69,7 @@ class RateSchedule(Section):
         if self.warmup_steps and self.warmup_ratio is not None:
             raise ValueError("'warmup_steps' and 'warmup_ratio' both set the warm-up; give one of them")
         if self.final_ratio and self.kind == "constant":
-            raise ValueError(
-                "'final_ratio' is where a decay ends, and 'kind: constant' has none; leave one out"
-            )
+            raise ValueError("'final_ratio' is where a decay ends, and 'kind: constant' has none; leave one out")
         return self
 
     def warm_up(self, total_steps: int) -> int:
@@ -273,18 +271,14 @@ class EvaluationConfig(Section):
         if best is None:
             lacking = [key for key in ("patience", "min_delta") if getattr(self, key)]
             if lacking or self.mode != "auto":
-                raise ValueError(
-                    f"{(lacking or ['mode'])[0]!r} is about 'keep_best'; give that, too: keep_best: loss"
-                )
+                raise ValueError(f"{(lacking or ['mode'])[0]!r} is about 'keep_best'; give that, too: keep_best: loss")
             return self
         if best not in (LOSS, *self.metrics):
             raise ValueError(f"'keep_best' is {best!r}; give one of {', '.join((LOSS, *self.metrics))}")
         if self.steps is None:
             raise ValueError("'keep_best' needs 'steps', between the evaluations of which it chooses")
         if self.mode == "auto" and best not in (LOSS, *METRICS):
-            raise ValueError(
-                f"'keep_best' is your {best!r}; say 'mode: max' or 'mode: min', which of them is better"
-            )
+            raise ValueError(f"'keep_best' is your {best!r}; say 'mode: max' or 'mode: min', which of them is better")
         return self
 
     @property

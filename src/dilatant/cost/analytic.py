@@ -279,9 +279,7 @@ def collective_seconds(
     (context parallelism), whose gradients the backward sends to their ranks in fp32."""
     result = _exchanged(shape, links.tensor, dtype, degrees).scaled(2.0)
     if degrees.cp > 1 and shape.key_value_width:
-        moved = (
-            (degrees.cp - 1) / degrees.cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / degrees.tp
-        )
+        moved = (degrees.cp - 1) / degrees.cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / degrees.tp
         result += Quadratic(b=moved / links.context.bandwidth, c=(1 + backward) * links.context.latency)
     return result
 
@@ -295,9 +293,7 @@ def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: 
     return Quadratic(b=moved / links.context.bandwidth, c=3 * links.context.latency)
 
 
-def cached_collective_seconds(
-    shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees
-) -> Quadratic:
+def cached_collective_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> Quadratic:
     """Return the collective seconds that selective recomputation saves: all but the all-gathers of hidden states."""
     exchanged = _exchanged(shape, links.tensor, dtype, degrees)
     return collective_seconds(shape, links, dtype, degrees) + exchanged.scaled(-1.0)
@@ -336,9 +332,7 @@ _WORKING = ("working_bytes", "frozen_working_bytes", "forward_bytes")
 """Measured bytes that also include the gathered tokens of all ranks."""
 
 
-def group_cost(
-    share: LayerCost, shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees
-) -> LayerCost:
+def group_cost(share: LayerCost, shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> LayerCost:
     """Return a layer's cost at `degrees`; `share` is the cost of its shard at the same tp and cp 1 without collectives.
 
     `shape`: of the whole layer. `links`: carry the group's collectives, none of which is overlapped.

@@ -182,9 +182,7 @@ def _read(name: str, entry: Any, where: str) -> Hardware:
     kinds = get_type_hints(Hardware, include_extras=True)
     del kinds["name"]
     problems = [f"{name}.{key} is missing" for key in sorted(kinds.keys() - entry - _OPTIONAL)]
-    problems += [
-        f"{name}.{key} is unknown; known are {sorted(kinds)}" for key in sorted(entry.keys() - kinds)
-    ]
+    problems += [f"{name}.{key} is unknown; known are {sorted(kinds)}" for key in sorted(entry.keys() - kinds)]
     values: dict[str, Any] = {"name": name}
     for key in sorted(kinds.keys() & entry):
         try:

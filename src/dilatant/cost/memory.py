@@ -77,9 +77,7 @@ class ParameterBytes:
 
     def spared_by_masters(self, unit: str) -> float:
         """Return the bytes of a parameter's own shard that its master replaces while its weight is not gathered."""
-        return (
-            self.weight if self.shard_of(unit) == "weights" and self.weight < 4.0 <= self.optimizer else 0.0
-        )
+        return self.weight if self.shard_of(unit) == "weights" and self.weight < 4.0 <= self.optimizer else 0.0
 
 
 @dataclass(frozen=True, slots=True)

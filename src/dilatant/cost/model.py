@@ -89,16 +89,12 @@ class CostModel:
         """Return a YAML document that `from_yaml` reads back to an equal value; quadratics are `[a, b, c]`."""
         groups = {name: own._to_document() for name, own in self.groups.items()}
         return "# Seconds and bytes are a * tokens^2 + b * tokens + c, written [a, b, c].\n" + yaml.safe_dump(
-            {"groups": groups} if groups else self._to_document(),
-            sort_keys=False,
-            default_flow_style=None,
-            width=100,
+            {"groups": groups} if groups else self._to_document(), sort_keys=False, default_flow_style=None, width=100
         )
 
     def _to_document(self) -> dict[str, Any]:
         layers = {
-            kind: {degrees.to_key(): cost for degrees, cost in sorted(own.items())}
-            for kind, own in self.layers.items()
+            kind: {degrees.to_key(): cost for degrees, cost in sorted(own.items())} for kind, own in self.layers.items()
         }
         document: dict[str, Any] = msgspec.to_builtins(
             _CostFile(
@@ -163,9 +159,7 @@ def save_group_costs(costs: CostModel, group: str, path: Path) -> CostModel:
     all. Raises UserError for a file without groups, or in another precision."""
     others = load_costs(path) if path.exists() else costs
     if path.exists() and not others.groups:
-        raise UserError(
-            f"{path} holds costs of {others.hardware!r} alone; name another file for those of groups"
-        )
+        raise UserError(f"{path} holds costs of {others.hardware!r} alone; name another file for those of groups")
     if others.dtype != costs.dtype:
         raise UserError(f"{path} holds costs in {others.dtype}, those of {group!r} are in {costs.dtype}")
     groups = {**others.groups, group: costs}

@@ -127,12 +127,7 @@ def _ratio(pairs: _Pairs) -> float:
 
 
 def _measured(
-    probe: LayerProbe,
-    tokens: Sequence[int],
-    repeats: int,
-    ends: tuple[float, float],
-    pairs: _Pairs,
-    ratio: float,
+    probe: LayerProbe, tokens: Sequence[int], repeats: int, ends: tuple[float, float], pairs: _Pairs, ratio: float
 ) -> LayerCost | None:
     """Return the fitted cost of a layer; None if time runs out before all token counts are measured. ends: end of this
     layer's time, and of all measuring. pairs: measurements are appended to it. ratio: of earlier layers."""
@@ -190,9 +185,7 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
             errors.append(error)
         return found
 
-    curves: dict[str, Any] = {
-        name: fitted(name) for name in measured[0] if name not in ("tokens", "squares", "host")
-    }
+    curves: dict[str, Any] = {name: fitted(name) for name in measured[0] if name not in ("tokens", "squares", "host")}
     host = min(entry.get("host", 0.0) for entry in measured)
     error = round(max(errors), 4) if errors else None
     return LayerCost(**curves, parameters=parameters, host=host, fit_error=error)
@@ -218,8 +211,7 @@ def measure(
         assert probe.packed is not None, f"layer type {probe.kind!r} takes no row of several samples"
         args, kwargs = probe.packed(row)
     source = next(
-        (number for number, value in enumerate(args) if torch.is_tensor(value) and value.is_floating_point()),
-        None,
+        (number for number, value in enumerate(args) if torch.is_tensor(value) and value.is_floating_point()), None
     )
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     clock = Clock(next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu")))
@@ -227,9 +219,7 @@ def measure(
     issued: list[float] = []  # seconds of the host for a forward and a full backward
 
     def forward(
-        to_input: bool,
-        recompute: Callable[[], tuple[Any, Any]] | None = None,
-        run: Callable[..., Any] = layer,
+        to_input: bool, recompute: Callable[[], tuple[Any, Any]] | None = None, run: Callable[..., Any] = layer
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         values = list(args)
         wanted: list[torch.Tensor] = []
@@ -243,9 +233,7 @@ def measure(
         )
         return _first_tensor(result, probe.kind), wanted
 
-    def backward(
-        name: str, to_input: bool, to_weights: bool, recompute: Callable[[], tuple[Any, Any]] | None
-    ) -> None:
+    def backward(name: str, to_input: bool, to_weights: bool, recompute: Callable[[], tuple[Any, Any]] | None) -> None:
         for parameter in parameters:
             parameter.requires_grad_(to_weights)
         with clock.into(taken.setdefault(f"{name} forward", []), sum(issued[:1])):
@@ -400,9 +388,7 @@ def _first_tensor(result: Any, kind: str) -> torch.Tensor:
     for value in values:
         if torch.is_tensor(value) and value.is_floating_point():
             return value
-    raise UserError(
-        f"layer type {kind!r} returns no floating-point tensor, so its backward cannot be measured"
-    )
+    raise UserError(f"layer type {kind!r} returns no floating-point tensor, so its backward cannot be measured")
 
 
 def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[int, int, int]:

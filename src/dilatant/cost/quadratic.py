@@ -52,9 +52,7 @@ def fit(
     given, y = np.asarray(tokens, dtype=np.float64), np.asarray(values, dtype=np.float64)
     x, squares = (given[:, 0], given[:, 1]) if given.ndim == 2 else (given, given**2)
     if len(x) == 0 or len(x) != len(y) or (x <= 0).any():
-        raise ValueError(
-            f"a fit needs one value for each positive token count, got {list(tokens)} and {list(values)}"
-        )
+        raise ValueError(f"a fit needs one value for each positive token count, got {list(tokens)} and {list(values)}")
     if not y.any():
         return Quadratic(), 0.0
     if (y <= 0).any():

@@ -51,9 +51,7 @@ def write_arrays(path: Path, key: str, content: Arrays) -> None:
     digest = hashlib.sha256()
     for piece in _pieces(arrays):
         digest.update(piece)
-    header = json.dumps(
-        {"key": key, "about": content.about, "arrays": shapes, "digest": digest.hexdigest()}
-    ).encode()
+    header = json.dumps({"key": key, "about": content.about, "arrays": shapes, "digest": digest.hexdigest()}).encode()
     header += b" " * (-(HEAD.size + len(header)) % ALIGN)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:
@@ -89,9 +87,7 @@ def read_arrays(path: Path, key: str | None = None) -> Arrays | None:
                 return None
     except (OSError, ValueError):
         return None
-    arrays = {
-        name: np.ndarray(shape, dtype, mapped, offset) for name, (dtype, shape, offset) in places.items()
-    }
+    arrays = {name: np.ndarray(shape, dtype, mapped, offset) for name, (dtype, shape, offset) in places.items()}
     return Arrays(arrays, header.about, header.digest)
 
 
@@ -183,11 +179,7 @@ class Cache:
         return read_arrays(path, key) if is_trusted_cache_file(path) else None
 
     def kept(
-        self,
-        name: str,
-        key: str,
-        make: Callable[[], Arrays],
-        valid: Callable[[Arrays], bool] = lambda _: True,
+        self, name: str, key: str, make: Callable[[], Arrays], valid: Callable[[Arrays], bool] = lambda _: True
     ) -> Arrays:
         """Return the arrays cached under a name and key, or compute them and replace that name's entry.
 
@@ -200,9 +192,7 @@ class Cache:
         _refuse_while_being_started()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(
-                self._path(name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666
-            )
+            lock = os.open(self._path(name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             self._cannot_write(error)
             return make()
@@ -225,9 +215,7 @@ class Cache:
         return self.folder / f"{name}.arrays"
 
     def _cannot_write(self, error: OSError) -> None:
-        problem = (
-            f"the index of the data cannot be written to {str(self.folder)!r}: {error.strerror or error}"
-        )
+        problem = f"the index of the data cannot be written to {str(self.folder)!r}: {error.strerror or error}"
         remedy = "set 'data.cache_dir' to a folder with room"
         if self.named:
             raise UserError(f"{problem}; {remedy}") from None

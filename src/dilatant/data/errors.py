@@ -55,6 +55,4 @@ def may_pass(error: Exception) -> bool:
 def _printable(text: str) -> str:
     """Shorten a text that quotes data and escape what a terminal or file could not show."""
     short = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short)

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 ROUNDS = 8
 
 
-def permute(
-    positions: NDArray[np.int64], length: int, seed: int, stream: tuple[int, ...] = ()
-) -> NDArray[np.int64]:
+def permute(positions: NDArray[np.int64], length: int, seed: int, stream: tuple[int, ...] = ()) -> NDArray[np.int64]:
     """Return where each of `positions` in `range(length)` goes in a permutation of that range chosen by (seed, stream).
 
     A Feistel network on the next power of four, iterated until the result falls inside the range (cycle walking: Black

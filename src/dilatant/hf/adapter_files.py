@@ -14,14 +14,7 @@ from torch import Tensor
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.own_files import read_text
 from dilatant.config.model import LoraConfig, ModelConfig
-from dilatant.models.adapters.lora import (
-    MAGNITUDE,
-    PREFIX,
-    adapted_key,
-    adapter_config,
-    is_adapter,
-    plain_key,
-)
+from dilatant.models.adapters.lora import MAGNITUDE, PREFIX, adapted_key, adapter_config, is_adapter, plain_key
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
@@ -77,9 +70,7 @@ def write_adapter(adapted: AdaptedModel, lora: LoraConfig, folder: Path) -> None
     save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
 
 
-def adapter_keys(
-    adapted: AdaptedModel, files: Iterable[str], lora: LoraConfig, folder: Path
-) -> dict[str, str]:
+def adapter_keys(adapted: AdaptedModel, files: Iterable[str], lora: LoraConfig, folder: Path) -> dict[str, str]:
     """Return logical name → stored key for a peft folder. files: its stored keys. Raises UserError if the adapter is
     not the model's."""
     settings = adapter_settings(folder)

@@ -103,10 +103,7 @@ def _why(error: Exception) -> str:
 
 def _found(whole: PretrainedModel) -> dict[str, str]:
     family, config = whole.family, whole.config
-    found = {
-        "read": "by transformers' interface" if family.narrow else "by its declaration",
-        "decoder": family.decoder,
-    }
+    found = {"read": "by transformers' interface" if family.narrow else "by its declaration", "decoder": family.decoder}
     for name, tower in family.towers.items():
         found[name] = f"{tower.path}, {len(whole.encoder(name).layers)} layers"
         found[f"{name} projector"] = ", ".join(tower.projector) or "inside the encoder"
@@ -119,9 +116,7 @@ def _found(whole: PretrainedModel) -> dict[str, str]:
 def _shared(model: MultimodalModel) -> str:
     """Return the units that two ranks can share by their plans."""
     plans = {name: tensor_plan(unit) for name, unit in model.units.items()}
-    names = [
-        name for name, plan in plans.items() if plan.cuts and not degree_problems(model.units[name], plan, 2)
-    ]
+    names = [name for name, plan in plans.items() if plan.cuts and not degree_problems(model.units[name], plan, 2)]
     return f"{', '.join(names)} (by plan; no ranks were run)" if names else "no unit"
 
 

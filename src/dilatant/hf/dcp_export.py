@@ -40,9 +40,7 @@ def convert_to_dcp(model: MultimodalModel, folder: Path) -> None:
         write_dcp(place, state)
 
 
-def _states(
-    model: MultimodalModel, folder: Path
-) -> Iterator[tuple[Path, PreTrainedModel, dict[str, Tensor]]]:
+def _states(model: MultimodalModel, folder: Path) -> Iterator[tuple[Path, PreTrainedModel, dict[str, Tensor]]]:
     """Yield folder, model, and the weights that the run has of it, for each transformers model of an export."""
     if model.whole is not None:
         yield folder, model.whole.composite(), weights_of(model.weights_of_whole(), model.whole)[0]

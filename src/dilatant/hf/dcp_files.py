@@ -59,13 +59,7 @@ _RECORDS = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",
 }
-_STORAGES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-}
+_STORAGES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
 _STORAGES |= {"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"}
 _KNOWN: dict[str, Any] = {
     **{f"{module}.{name}": _Record for module, names in _RECORDS.items() for name in names.split()},
@@ -187,9 +181,7 @@ class StoredTensor:
                 size += both.size
         if size != wanted.size:
             folder = self.chunks[0].file.parent
-            raise UserError(
-                f"{str(folder)!r} is damaged: some elements of {self.key!r} are absent or stored twice"
-            )
+            raise UserError(f"{str(folder)!r} is damaged: some elements of {self.key!r} are absent or stored twice")
         return torch.from_numpy(found).view(self.dtype).reshape(lengths)
 
 

@@ -167,9 +167,7 @@ def load_exported(folder: Path) -> ExportedModel:
     return _load_pretrained_vlm(folder, {}, base)
 
 
-def _load_parts(
-    folder: Path, markers: Mapping[str, str], drawn: Mapping[str, Mapping[str, str]]
-) -> ExportedModel:
+def _load_parts(folder: Path, markers: Mapping[str, str], drawn: Mapping[str, Mapping[str, str]]) -> ExportedModel:
     with without_bars(folder):
         model = MultimodalModel.from_pretrained(folder)
     if markers.keys() != model.encoders.keys() or drawn.keys() != model.generators.keys():
@@ -320,9 +318,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     writing.mkdir()
     try:
         yield writing
-        write_durably(
-            writing / FILES, json.dumps({"format": _FORMAT, "files": sorted(_files(writing))}, indent=1)
-        )
+        write_durably(writing / FILES, json.dumps({"format": _FORMAT, "files": sorted(_files(writing))}, indent=1))
         sync_tree(writing)
         had = place.exists()
         if had:

@@ -23,12 +23,7 @@ from dilatant.config.files.exports import read_object, write_object
 from dilatant.hf.stored_weights import INDEX, Layout, pretrained_files, tensor_files
 from dilatant.models.adapters.lora import main_dtype, tied_keys
 from dilatant.models.core.materialize import seeded
-from dilatant.models.families.pretrained import (
-    PretrainedModel,
-    load_pretrained_weights,
-    stored_keys,
-    weights_of,
-)
+from dilatant.models.families.pretrained import PretrainedModel, load_pretrained_weights, stored_keys, weights_of
 from dilatant.models.multimodal import MultimodalModel
 
 UNREAD = "model-unread.safetensors"
@@ -78,9 +73,7 @@ def copy_companion_files(source: str, model: PreTrainedModel, folder: Path) -> N
     unread_keys = [
         key
         for key in files
-        if key not in written
-        and not _OF_OTHERS.search(key)
-        and any(re.search(pattern, key) for pattern in patterns)
+        if key not in written and not _OF_OTHERS.search(key) and any(re.search(pattern, key) for pattern in patterns)
     ]
     unread = dict(Layout(files, {key: key for key in unread_keys}).tensors(unread_keys))
     if not unread:
@@ -99,11 +92,7 @@ def _write_model(model: MultimodalModel, whole: PretrainedModel, folder: Path, s
     tied = tied_keys(composite)
     lacking = [key for key in expected if key not in trained and key not in tied]
     state = {key: tensor for key, tensor in trained.items() if key not in tied or tied[key] not in trained}
-    unread = (
-        _source_tensors(whole, source, lacking)
-        if source is not None
-        else _family_initial_values(whole, lacking)
-    )
+    unread = _source_tensors(whole, source, lacking) if source is not None else _family_initial_values(whole, lacking)
     dtype: Any = main_dtype(trained.values())  # transformers types `to` wrongly
     for key in lacking:
         tensor = unread[key]
@@ -158,9 +147,7 @@ def _differences(
 ) -> list[str]:
     return [
         f"{key} {what}"
-        for key, read in _layout_of(whole, files).tensors(
-            state
-        )  # others are merged or split when written, or tied
+        for key, read in _layout_of(whole, files).tensors(state)  # others are merged or split when written, or tied
         if read.dtype != state[key].dtype or not torch.equal(read, state[key].cpu())
     ]
 

@@ -27,14 +27,7 @@ from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
 from dilatant.config.model import EncoderConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
 from dilatant.hf.dcp_files import METADATA, DcpTensors, is_dcp
-from dilatant.models.adapters.lora import (
-    MAGNITUDE,
-    adapted_key,
-    is_adapter,
-    magnitude_of,
-    plain_key,
-    tied_keys,
-)
+from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key, tied_keys
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
 from dilatant.models.encoders.projector import misfit, stored_projector
@@ -76,9 +69,7 @@ class Layout:
         pairs = ((weight.name, whole.key_of(unit, weight)) for unit, weight in model.weights_of_whole())
         return cls(files, {name: stored[key] for name, key in pairs if key in stored})
 
-    def tensors(
-        self, names: Iterable[str], held: Mapping[str, Box] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, names: Iterable[str], held: Mapping[str, Box] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Read weights by name, those that are stored, file by file; only their boxes in `held`, if given. Raises
         UserError."""
         for file, of_file in self._by_file(names).items():
@@ -114,9 +105,7 @@ class Layout:
             if key is None or other is None or key == other or first not in held:
                 continue
             with open_tensors(self.files[key]) as one, open_tensors(self.files[other]) as two:
-                if not torch.equal(
-                    _read(one, key, held[first]).float(), _read(two, other, held[first]).float()
-                ):
+                if not torch.equal(_read(one, key, held[first]).float(), _read(two, other, held[first]).float()):
                     raise UserError(
                         f"{str(source or self.files[key].parent)!r}: config.json ties {key!r} to {other!r}, but the "
                         "files hold unlike weights for them; write tie_word_embeddings: false there (also in its "
@@ -124,9 +113,7 @@ class Layout:
                     )
 
 
-def first_weights(
-    model: MultimodalModel, config: Config, held: Mapping[str, Box], zeros: bool
-) -> dict[str, Tensor]:
+def first_weights(model: MultimodalModel, config: Config, held: Mapping[str, Box], zeros: bool) -> dict[str, Tensor]:
     """Return the initial values of the boxes that a rank holds: pretrained, or `zeros` to be filled in. Raises
     UserError."""
     if not zeros:
@@ -197,9 +184,7 @@ def check_sources(model: MultimodalModel, config: ModelConfig) -> None:
         else:
             unit = model.units[name]
             found, tied = dict(Layout.of_unit(unit, "model", files).keys), unit.tied
-            own = [
-                weight for weight in unit.weights if weight.part == "model" and not is_adapter(weight.name)
-            ]
+            own = [weight for weight in unit.weights if weight.part == "model" and not is_adapter(weight.name)]
             wanted = {weight.name: plain_key(weight.key) for weight in own}
         lacking = [wanted[name] for name in wanted if name not in found and name not in tied]
         others = sorted(files.keys() - found.values())
@@ -232,9 +217,7 @@ def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torc
     return {first.get(name, name): dtype for each in layouts for name, dtype in each.dtypes().items()}
 
 
-def _read_projector(
-    unit: Unit, name: str, entry: EncoderConfig, held: Mapping[str, Box]
-) -> dict[str, Tensor]:
+def _read_projector(unit: Unit, name: str, entry: EncoderConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
     file = stored_projector(name, entry)
     if file is None or misfit(file, unit.get_submodule("projector")) is not None:  # a misfit was reported
         return {}
@@ -263,9 +246,7 @@ def _with_magnitudes(weights: dict[str, Tensor], held: Mapping[str, Box]) -> dic
     return weights | found
 
 
-def _read_generators(
-    model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]
-) -> dict[str, Tensor]:
+def _read_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
     """Read the generators' weights in `held`; diffusers reads a net whole, whatever part of it is held here."""
     weights: dict[str, Tensor] = {}
     for name, entry in config.generators.items():
@@ -405,9 +386,7 @@ def open_tensors(file: Path) -> AbstractContextManager[Any]:
         with file.open("rb") as stream:
             if stream.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(f"{str(file)!r} {FETCH_LFS}") from None
-        raise UserError(
-            f"weights cannot be read from {str(file)!r}: {' '.join(str(error).split())}"
-        ) from None
+        raise UserError(f"weights cannot be read from {str(file)!r}: {' '.join(str(error).split())}") from None
 
 
 def _by_model_key(keys: Iterable[str], stored: Iterable[str]) -> dict[str, str]:

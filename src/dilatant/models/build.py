@@ -12,14 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dilatant.config.errors import UserError
-from dilatant.config.model import (
-    LANGUAGE,
-    EncoderConfig,
-    GeneratorConfig,
-    LanguageModelConfig,
-    LoraConfig,
-    ModelConfig,
-)
+from dilatant.config.model import LANGUAGE, EncoderConfig, GeneratorConfig, LanguageModelConfig, LoraConfig, ModelConfig
 from dilatant.models.adapters.lora import inject_parts, is_adapter
 from dilatant.models.core.dtype import dtype_of_config, four_bit_names, require_four_bit
 from dilatant.models.core.freeze import select, thaw
@@ -84,9 +77,7 @@ def build_model(
         where = f"model.encoders.{name}"
         with seeded(seed, name):
             model = load_encoder(
-                _config_or_source(
-                    entry.id or entry.config, name, hollow, entry.trust_remote_code, reads_weights
-                ),
+                _config_or_source(entry.id or entry.config, name, hollow, entry.trust_remote_code, reads_weights),
                 where,
                 trust_remote_code=entry.trust_remote_code,
                 **options,
@@ -152,9 +143,7 @@ def _mark_four_bit(mllm: MultimodalModel, lora: LoraConfig | None) -> None:
         mllm.units[name].four_bit = four_bit_names(mllm.units[name])
 
 
-def _generators(
-    config: ModelConfig, seed: int, tokenizer: Any, hollow: Collection[str] | None
-) -> dict[str, Generator]:
+def _generators(config: ModelConfig, seed: int, tokenizer: Any, hollow: Collection[str] | None) -> dict[str, Generator]:
     """Build the generators of the config. hollow: see `build_model`; if not None, all generators of a pretrained
     multimodal model stay on the meta device."""
     generators: dict[str, Generator] = {}
@@ -183,9 +172,7 @@ def _generators(
 
 def _unfreeze_extra_weights(mllm: MultimodalModel, lora: LoraConfig) -> None:
     """Make weights of `lora.train` trainable. Raises UserError for a layer with an adapter: peft stores only one."""
-    layers = {
-        name.rpartition(".")[0]: name for name in select(mllm.units, lora.train) if not is_adapter(name)
-    }
+    layers = {name.rpartition(".")[0]: name for name in select(mllm.units, lora.train) if not is_adapter(name)}
     adapted = {
         weight.name.partition(".lora_")[0]
         for unit in mllm.units.values()
@@ -244,9 +231,7 @@ def _build_pretrained(
     hollow: Collection[str] | None,
 ) -> MultimodalModel:
     own = None if config.attn_implementation == "dilatant" else config.attn_implementation
-    whole = open_pretrained(
-        config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora
-    )
+    whole = open_pretrained(config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora)
     whole = in_proven_units(whole, attend_by_default)
     if config.config is not None:
         said = {**config.config, **config.config.get("text_config", {})}
@@ -302,11 +287,7 @@ def _config_or_source(
 def _language_source(config: LanguageModelConfig, vocab_size: int | None, tokenizer: Any) -> Any:
     if config.config is None:
         return config.id
-    return {
-        **({} if vocab_size is None else {"vocab_size": vocab_size}),
-        **_ends_of(tokenizer),
-        **config.config,
-    }
+    return {**({} if vocab_size is None else {"vocab_size": vocab_size}), **_ends_of(tokenizer), **config.config}
 
 
 def _ends_of(tokenizer: Any) -> dict[str, int]:

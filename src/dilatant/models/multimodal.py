@@ -95,9 +95,7 @@ class MultimodalModel(nn.Module):
         self.encoders = dict(encoders) if self.whole is None else self.whole.encoders()
         self.tokenizer = tokenizer
         self.placeholder_ids: dict[str, int] = {
-            name: embedding.num_embeddings + position
-            if encoder.placeholder_id is None
-            else encoder.placeholder_id
+            name: embedding.num_embeddings + position if encoder.placeholder_id is None else encoder.placeholder_id
             for position, (name, encoder) in enumerate(self.encoders.items())
         }
         self.generators = {
@@ -106,12 +104,8 @@ class MultimodalModel(nn.Module):
             else generator
             for position, (name, generator) in enumerate(generators.items())
         }
-        queries = {
-            name: given.tokens_per_item for name, given in generators.items() if given.token_id is None
-        }
-        _check_names(
-            self.encoders, self.generators, [*queries], self.placeholder_ids, embedding.num_embeddings
-        )
+        queries = {name: given.tokens_per_item for name, given in generators.items() if given.token_id is None}
+        _check_names(self.encoders, self.generators, [*queries], self.placeholder_ids, embedding.num_embeddings)
         units: dict[str, Unit] = {
             name: build_encoder(
                 name, replace(encoder, placeholder_id=self.placeholder_ids[name]), embedding.embedding_dim
@@ -203,9 +197,7 @@ class MultimodalModel(nn.Module):
                 sizes[name] = int(count(inputs))
                 continue
             if name not in self.encoders or self[name].packs:
-                raise UserError(
-                    f"{name}: the number of its rows does not tell its tokens; say sizes yourself"
-                )
+                raise UserError(f"{name}: the number of its rows does not tell its tokens; say sizes yourself")
             sizes[name] = len(next(iter(inputs.values()))) * self[name].geometry.encoder_tokens
         return sizes
 
@@ -318,9 +310,7 @@ class MultimodalModel(nn.Module):
         self.eval()
         try:
             rows = self.encode(encoder_inputs or {})
-            input_ids, attention_mask, _ = self._prepend(
-                rows, input_ids, attention_mask, None, is_packed=False
-            )
+            input_ids, attention_mask, _ = self._prepend(rows, input_ids, attention_mask, None, is_packed=False)
             embeddings = self.language.embed(input_ids, rows)
             assert attention_mask is not None
             if self.media_attention != "causal":
@@ -377,11 +367,7 @@ class MultimodalModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        before_language_model: BeforeLanguageModel | None = None,
-        **options: Any,
+        cls, folder: str | Path, *, before_language_model: BeforeLanguageModel | None = None, **options: Any
     ) -> Self:
         """Read a model, with all weights trainable: an export of `save_pretrained`, or a pretrained vision-language or
         language model of transformers, as a folder or an id on the hub.
@@ -456,9 +442,7 @@ class MultimodalModel(nn.Module):
     def _require_apart(self, position_ids: Tensor) -> None:
         """Raise UserError if samples of this row would influence each other under transformers' own mask."""
         if self._packs_under_mask is None:
-            self._packs_under_mask = (
-                prove(self.language, self.whole, f"mask {self.media_attention}").packed or ""
-            )
+            self._packs_under_mask = prove(self.language, self.whole, f"mask {self.media_attention}").packed or ""
         if self._packs_under_mask and int((position_ids.flatten(0, -2)[0] == position_ids.min()).sum()) > 1:
             raise UserError(
                 f"{self.language.family}: in this packed row, samples would reach each other under transformers' own "

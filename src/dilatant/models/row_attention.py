@@ -12,24 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from dilatant.attention.hook import (
-    PLAN_KEYWORD,
-    dropout_of,
-    leaks_between_samples,
-    use_dilatant_attention,
-    why_not,
-)
+from dilatant.attention.hook import PLAN_KEYWORD, dropout_of, leaks_between_samples, use_dilatant_attention, why_not
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.linear_rows import linear_layers
 from dilatant.attention.masks.mask import AttentionMask
-from dilatant.attention.masks.packing import (
-    TEXT,
-    RowLayout,
-    document_causal,
-    mask_of_samples,
-    media_mask,
-    prefix_lm,
-)
+from dilatant.attention.masks.packing import TEXT, RowLayout, document_causal, mask_of_samples, media_mask, prefix_lm
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.models.families.media_proof import prove_media
@@ -120,9 +107,7 @@ class RowAttention:
             modality.append(np.pad(kinds, (before, 0), constant_values=-1))
             instance.append(np.pad(items, (before, 0)))
         numbers = np.repeat(np.arange(len(samples)), [len(part) for part in modality])
-        return RowLayout.of_tokens(
-            numbers, np.concatenate(modality), np.concatenate(instance), (TEXT, *self.units)
-        )
+        return RowLayout.of_tokens(numbers, np.concatenate(modality), np.concatenate(instance), (TEXT, *self.units))
 
     def _sample(self, ids: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each token's modality (0 for text) and its item's number from 1 on (0 for text)."""
@@ -206,9 +191,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     _choose(model, named)
     if leak is not None and model.language.packs_rows:
         model.language.packs_rows = False
-        warnings.warn(
-            f"every sample will be a row and a microbatch of its own: in a packed row, {leak}", stacklevel=4
-        )
+        warnings.warn(f"every sample will be a row and a microbatch of its own: in a packed row, {leak}", stacklevel=4)
 
 
 def attend_by_default(model: MultimodalModel) -> None:

@@ -173,9 +173,7 @@ def load_model(
             for state in [_read_tensors(folder / "projectors" / f"{name}.safetensors", "projector")]
         },
         load_generators(
-            folder,
-            manifest.get("generators", {}),
-            {name: given.get("connector") for name, given in code.items()},
+            folder, manifest.get("generators", {}), {name: given.get("connector") for name, given in code.items()}
         ),
     )
 
@@ -188,9 +186,7 @@ def save_generators(
     entries = {}
     for name, (given, unit) in generators.items():
         if not isinstance(unit.model, Diffusion):
-            raise UserError(
-                f"{name}: a module of your own has no layout of diffusers; save its state_dict() yourself"
-            )
+            raise UserError(f"{name}: a module of your own has no layout of diffusers; save its state_dict() yourself")
         net: Any = unit.model.net
         net.save_pretrained(folder / name)
         if unit.model.encoder is not None:
@@ -215,9 +211,7 @@ def save_generators(
     return entries
 
 
-def load_generators(
-    folder: Path, entries: Mapping[str, Any], connectors: Mapping[str, Any]
-) -> dict[str, Generator]:
+def load_generators(folder: Path, entries: Mapping[str, Any], connectors: Mapping[str, Any]) -> dict[str, Generator]:
     """Read what `save_generators` wrote, by the manifest's `entries`. connectors: name → connector that is a user's own
     module. Raises UserError."""
     generators = {}
@@ -229,9 +223,7 @@ def load_generators(
         seen = inspect_denoiser(read_source(where, str(folder / name), None, None, encoder, size), where)
         connector = entry["connector"] or connectors.get(name)
         if connector is None:
-            raise UserError(
-                f"{where}: the connector is code; give it again as code={{{name!r}: {{'connector': ...}}}}"
-            )
+            raise UserError(f"{where}: the connector is code; give it again as code={{{name!r}: {{'connector': ...}}}}")
         generators[name] = Generator(
             build_diffusion(seen, where, entry["objective"], entry["drop"], hollow=False),
             entry["token_id"],
@@ -254,16 +246,12 @@ def read_connectors(folder: Path, language: LanguageUnit, units: Mapping[str, Ge
         stored = _read_tensors(path, "connector")
         wrong = [key for key in held if key not in stored or stored[key].shape != held[key].shape]
         if wrong or stored.keys() != held.keys():
-            raise UserError(
-                f"{str(path)!r} does not hold the connector's weights: {', '.join(wrong) or 'more'}"
-            )
+            raise UserError(f"{str(path)!r} does not hold the connector's weights: {', '.join(wrong) or 'more'}")
         for key, tensor in held.items():
             tensor.copy_(stored[key])
 
 
-def _weights_between(
-    language: LanguageUnit, name: str, unit: GeneratorUnit, model: Diffusion
-) -> dict[str, Tensor]:
+def _weights_between(language: LanguageUnit, name: str, unit: GeneratorUnit, model: Diffusion) -> dict[str, Tensor]:
     """Return the weights between language model and denoiser: connector, learned queries, pooled condition."""
     state = {f"connector.{key}": tensor for key, tensor in unit.connector.state_dict().items()}
     if model.pool is not None:
@@ -289,16 +277,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_code(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    code: Mapping[str, Mapping[str, Any]],
-    of_model: Mapping[str, Any],
+    folder: Path, manifest: Mapping[str, Any], code: Mapping[str, Mapping[str, Any]], of_model: Mapping[str, Any]
 ) -> None:
     entries = manifest["encoders"]
     drawn = manifest.get("generators", {})
-    problems = [
-        f"there is no encoder {name!r} to give code to" for name in code if name not in (*entries, *drawn)
-    ]
+    problems = [f"there is no encoder {name!r} to give code to" for name in code if name not in (*entries, *drawn)]
     for name, given in code.items():
         if name in drawn:
             problems += [f"{name}: {key!r} is not 'connector'" for key in given if key != "connector"]

@@ -32,10 +32,7 @@ MOST_BLOCKS = 1_000
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
 _WIDTHS = ("hidden_size", "vocab_size")
 _UNLISTED = {
-    "qwen2_vl_vision": (
-        "transformers.models.qwen2_vl.modeling_qwen2_vl",
-        "Qwen2VisionTransformerPretrainedModel",
-    ),
+    "qwen2_vl_vision": ("transformers.models.qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel")
 }
 """Encoders that transformers' AutoModel does not list: module and class."""
 _ENCODER_CONFIG_KEYS = ("vision_config", "audio_config")
@@ -51,9 +48,7 @@ def load_language_model(source: Any, where: str = "language_model", **options: A
     """
     model = _load(source, where, _build_language_model, _pretrained_language_model, options)
     if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
-        raise UserError(
-            f"{where}: {type(model).__name__} has no language-model head; give a ...ForCausalLM model"
-        )
+        raise UserError(f"{where}: {type(model).__name__} has no language-model head; give a ...ForCausalLM model")
     return model
 
 
@@ -178,9 +173,7 @@ def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrai
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         whole = "; a whole model goes under model.id" if config.model_type in FAMILIES else ""
-        raise UserError(
-            f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model{whole}"
-        )
+        raise UserError(f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model{whole}")
     model, missing = _from_pretrained(AutoModelForCausalLM, name, where, config, options)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -232,9 +225,7 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
             found = "; it is an adapter: write 'model.lora.adapter' for it, and the id of its model here"
         elif (Path(name) / ".metadata").is_file():
             found = "; copy config.json and the tokenizer of its model beside the checkpoint of torch"
-        raise UserError(
-            f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout{found}"
-        )
+        raise UserError(f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout{found}")
     if Path(name).is_dir():
         _refuse_absurd(_plain_config(Path(name) / "config.json", where), where)
     local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
@@ -264,9 +255,7 @@ def _require_on_hub(name: str, where: str) -> None:
     except HFValidationError:
         raise UserError(f"{absent}, and it is not a valid id (name or owner/name); {remedy}") from None
     except GatedRepoError:
-        raise UserError(
-            f"{absent}; it is gated on the hub: accept its terms there and set HF_TOKEN"
-        ) from None
+        raise UserError(f"{absent}; it is gated on the hub: accept its terms there and set HF_TOKEN") from None
     except RepositoryNotFoundError:
         raise UserError(f"{absent}, and the hub has no such model (or it is private: set HF_TOKEN)") from None
     except Exception as error:

@@ -34,9 +34,7 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.intervals) != len(self.whole):
-            raise ValueError(
-                f"{self.key}: {len(self.intervals)} dimensions of a weight with {len(self.whole)}"
-            )
+            raise ValueError(f"{self.key}: {len(self.intervals)} dimensions of a weight with {len(self.whole)}")
         for length, spans in zip(self.whole, self.intervals):
             borders = [border for span in spans for border in span]
             ascending = all(first < second for first, second in itertools.pairwise(borders))
@@ -165,8 +163,7 @@ def atoms(boxes: Mapping[int, Box]) -> tuple[Atom, ...]:
 
 def _covers(box: Box, cell: tuple[Interval, ...]) -> bool:
     return all(
-        any(start <= first and end <= last for start, last in spans)
-        for spans, (first, end) in zip(box.intervals, cell)
+        any(start <= first and end <= last for start, last in spans) for spans, (first, end) in zip(box.intervals, cell)
     )
 
 

@@ -169,16 +169,13 @@ def shard_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
     sizes = tuple(sum(box.size for box in share) for share in divided)
     own = divided[place]
     cells = tuple(
-        next(i for i, cell in enumerate(bucket.boxes) if cell.name == box.name and cell.meet(box) == box)
-        for box in own
+        next(i for i, cell in enumerate(bucket.boxes) if cell.name == box.name and cell.meet(box) == box) for box in own
     )
     pieces = own
     if not even:
         borders = {border for held in nodes.values() for border in _borders(bucket.boxes, len(held))}
         finer = itertools.chain(*_cut(bucket.boxes, sorted(borders)))
-        pieces = tuple(
-            part for part in finer if any(b.name == part.name and b.meet(part) == part for b in own)
-        )
+        pieces = tuple(part for part in finer if any(b.name == part.name and b.meet(part) == part for b in own))
     return BucketShard(bucket, rank, sharing, alike, sizes, own, cells, pieces, is_primary, even)
 
 
@@ -237,10 +234,7 @@ def unsplit(weight: HeldWeight, stage: Stage, place: int) -> tuple[BoxIntervals 
 
 
 def holdings(
-    plan: Plan,
-    layers: Mapping[str, Sequence[str]],
-    weights: Iterable[HeldWeight],
-    split: TensorSplit = unsplit,
+    plan: Plan, layers: Mapping[str, Sequence[str]], weights: Iterable[HeldWeight], split: TensorSplit = unsplit
 ) -> Holdings:
     """Return the holders of every weight under `plan`. layers: unit → its layers' logical names, in order.
 

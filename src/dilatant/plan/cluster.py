@@ -103,11 +103,7 @@ class Cluster:
 
     def overflow(self, ranks: Sequence[int], peak_bytes: Sequence[float]) -> float:
         """Return the largest excess in bytes of a rank's peak over its usable memory; at most 0 if all ranks fit."""
-        return (
-            float(np.max(np.asarray(peak_bytes) - self.bytes_of(ranks), initial=-np.inf))
-            if peak_bytes
-            else 0.0
-        )
+        return float(np.max(np.asarray(peak_bytes) - self.bytes_of(ranks), initial=-np.inf)) if peak_bytes else 0.0
 
 
 def cluster_of(

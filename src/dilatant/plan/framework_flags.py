@@ -69,16 +69,11 @@ def framework_flags(
     flags |= {"--sequence-parallel": ""} if tp > 1 else {}
     flags |= {"--use-distributed-optimizer": ""} if zero != "none" else {}
     if "block" in kinds:
-        flags |= {
-            "--recompute-granularity": "full",
-            "--recompute-method": "uniform",
-            "--recompute-num-layers": 1,
-        }
+        flags |= {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}
     elif kinds:
         lost.append("keeping attention alone: its selective recomputation keeps the rest")
     if framework == "ms-swift":
         flags = {
-            flag[:2] + flag[2:].replace("-", "_"): "true" if value == "" else value
-            for flag, value in flags.items()
+            flag[:2] + flag[2:].replace("-", "_"): "true" if value == "" else value for flag, value in flags.items()
         }
     return FrameworkFlags(flags, tuple(lost))

@@ -66,10 +66,7 @@ def plan_from_specs(
 
 
 def cut_by_seconds(
-    specs: Specs,
-    colocated: Mapping[str, str],
-    units: UnitLayers,
-    samples: Mapping[str, float],
+    specs: Specs, colocated: Mapping[str, str], units: UnitLayers, samples: Mapping[str, float]
 ) -> dict[str, ParallelSpec]:
     """Return the specs with missing cuts filled in so that the slowest stage is as fast as possible, as a search cuts.
 
@@ -134,12 +131,7 @@ def _problems(layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, s
             problems.append(f"{name}: {asked}, but the unit has only {count} layers")
         if spec.cuts is not None:
             rising = all(a < b for a, b in itertools.pairwise(spec.cuts))
-            if (
-                len(spec.cuts) != spec.num_stages
-                or spec.cuts[:1] != (0,)
-                or not rising
-                or spec.cuts[-1] >= count
-            ):
+            if len(spec.cuts) != spec.num_stages or spec.cuts[:1] != (0,) or not rising or spec.cuts[-1] >= count:
                 wanted = f"{spec.num_stages} rising layer numbers from 0 to below {count}"
                 problems.append(f"{name}: cuts {list(spec.cuts)} must be {wanted}")
         host = colocated.get(name)
@@ -155,7 +147,5 @@ def _problems(layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, s
                     f"{other.replicas} of {other.pp}"
                 )
             if spec.degrees.ranks != other.degrees.ranks:
-                problems.append(
-                    f"{name}: stages of tp x cp ranks as many as those of {host!r} can be colocated"
-                )
+                problems.append(f"{name}: stages of tp x cp ranks as many as those of {host!r} can be colocated")
     return problems

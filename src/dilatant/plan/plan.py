@@ -82,9 +82,7 @@ class Replica:
 
     def renamed(self, names: Mapping[int, int]) -> Replica:
         """Return the replica on other ranks. names: rank → its new number."""
-        return Replica(
-            tuple(replace(stage, ranks=tuple(names[rank] for rank in stage.ranks)) for stage in self.stages)
-        )
+        return Replica(tuple(replace(stage, ranks=tuple(names[rank] for rank in stage.ranks)) for stage in self.stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +190,7 @@ class Plan:
         """Return the plan with `first` added to every rank."""
         names = {rank: first + rank for rank in self.ranks}
         return Plan(
-            tuple(
-                replace(unit, replicas=tuple(one.renamed(names) for one in unit.replicas))
-                for unit in self.units
-            )
+            tuple(replace(unit, replicas=tuple(one.renamed(names) for one in unit.replicas)) for unit in self.units)
         )
 
     def to_json(self) -> str:

@@ -46,9 +46,7 @@ def shard_problems(
         elif reason := _why_not(units[name], trains[name]):
             problems.append(f"train.shard: {reason}")
     if isinstance(wanted, str) and wanted != "none" and not shard:
-        problems += [
-            f"train.shard: {reason}" for unit in plan.units if (reason := _why_not(unit, trains[unit.name]))
-        ]
+        problems += [f"train.shard: {reason}" for unit in plan.units if (reason := _why_not(unit, trains[unit.name]))]
     return problems
 
 

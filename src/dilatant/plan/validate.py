@@ -29,11 +29,7 @@ def validate(plan: Plan, model: ModelSpec, cluster: Cluster) -> None:
 
 def plan_problems(plan: Plan, model: ModelSpec, cluster: Cluster) -> list[str]:
     """Return every problem that `validate` reports."""
-    return [
-        *_unit_problems(plan, model),
-        *_layer_problems(plan, model),
-        *_rank_problems(plan, cluster),
-    ]
+    return [*_unit_problems(plan, model), *_layer_problems(plan, model), *_rank_problems(plan, cluster)]
 
 
 def _place(entry: PlacedStage) -> str:
@@ -45,9 +41,7 @@ def _unit_problems(plan: Plan, model: ModelSpec) -> list[str]:
     problems = []
     planned = [unit.name for unit in plan.units]
     known = [unit.name for unit in model.units]
-    problems += [
-        f"unit {name!r} is in the plan twice" for name in sorted({n for n in planned if planned.count(n) > 1})
-    ]
+    problems += [f"unit {name!r} is in the plan twice" for name in sorted({n for n in planned if planned.count(n) > 1})]
     problems += [f"unit {name!r} of the model is not in the plan" for name in known if name not in planned]
     problems += [
         f"unit {name!r} of the plan is not in the model, which has {known}"

@@ -101,11 +101,7 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
         if not isinstance(blend, Blend):
             return None
         return blend_sizes(
-            blend,
-            encoding,
-            cache_dir=config.data.cache_dir,
-            workers=config.data.workers,
-            progress=progress,
+            blend, encoding, cache_dir=config.data.cache_dir, workers=config.data.workers, progress=progress
         )
 
     sized = replace(
@@ -137,9 +133,7 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
     return sized
 
 
-def assemble_model(
-    config: Config, tokenizer: Any, encoding: Encoding, hollow: bool = False
-) -> MultimodalModel:
+def assemble_model(config: Config, tokenizer: Any, encoding: Encoding, hollow: bool = False) -> MultimodalModel:
     """Build the config's model as it trains: it embeds the tokens of samples, and recomputes activations where
     configured. hollow: on the meta device, for ranks to allocate their own layers. Raises UserError."""
     units = config.model.units if hollow else None
@@ -167,9 +161,7 @@ def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recom
         return dict.fromkeys(units, wanted)
     unknown = [name for name in wanted if name not in units]
     if unknown:
-        raise UserError(
-            f"train.recompute: no unit {' or '.join(map(repr, unknown))}; there are {', '.join(units)}"
-        )
+        raise UserError(f"train.recompute: no unit {' or '.join(map(repr, unknown))}; there are {', '.join(units)}")
     return {name: wanted.get(name, "none") for name in units}
 
 
@@ -179,9 +171,7 @@ def load_model_tokenizer(config: ModelConfig) -> Any:
     name = source.tokenizer or source.id
     where = "model" if config.is_whole else "model.language_model"
     if name is None:
-        raise UserError(
-            f"{where}.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one"
-        )
+        raise UserError(f"{where}.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one")
     if source.tokenizer is None:  # a wrong id is not a tokenizer error
         load_pretrained_config(name, where, source.trust_remote_code)
     return load_tokenizer(name, source.trust_remote_code)
@@ -245,17 +235,11 @@ def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[
     processor = entry.id if entry.processor is None else entry.processor
     try:
         config = encoder_config(_transformers_config(entry, f"model.encoders.{name}"))
-        geometry = (
-            None if config.model_type in PATCH_MERGER_ENCODERS else encoder_geometry(config, entry.features)
-        )
+        geometry = None if config.model_type in PATCH_MERGER_ENCODERS else encoder_geometry(config, entry.features)
         kind = PATCH_MERGER_ENCODERS[config.model_type] if geometry is None else geometry.kind
         if kind != entry.kind:
             raise UserError(f"kind is {entry.kind!r}, but the encoder reads {kind}")
-        common: dict[str, Any] = {
-            "processor": processor,
-            "placeholder_id": placeholder_id,
-            "marker": entry.marker,
-        }
+        common: dict[str, Any] = {"processor": processor, "placeholder_id": placeholder_id, "marker": entry.marker}
         if geometry is None:
             return units_of_patch_merger(name, config, **common)
         return (media_unit(name, geometry, merge=entry.merge, **common),)

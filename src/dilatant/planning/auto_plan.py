@@ -129,10 +129,7 @@ def _previous_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None
         return None, "the last plan left ranks idle"
     before = _planned_devices(folder, plan)
     if before != devices:
-        return (
-            None,
-            f"the run had {before} {'device' if before == 1 else 'devices'}, and there are {devices} now",
-        )
+        return (None, f"the run had {before} {'device' if before == 1 else 'devices'}, and there are {devices} now")
     return plan, ""
 
 
@@ -148,10 +145,7 @@ def _planned_devices(folder: RunFolder, plan: TrainingPlan) -> int:
 
 
 def share_plan(
-    store: Store,
-    rank: int,
-    timeout_seconds: float,
-    choose: Callable[[Callable[[], None]], TrainingPlan | None],
+    store: Store, rank: int, timeout_seconds: float, choose: Callable[[Callable[[], None]], TrainingPlan | None]
 ) -> TrainingPlan | None:
     """Return what `choose` found on rank 0 to all ranks of an outer launcher, before any of them builds anything.
 

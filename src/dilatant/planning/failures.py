@@ -54,10 +54,7 @@ class FailureReplay:
 
 
 def replay_failures(
-    problem: PlanningProblem,
-    trace: NodeTrace,
-    fault_tolerance: int | None = None,
-    chain: ChainCosts | None = None,
+    problem: PlanningProblem, trace: NodeTrace, fault_tolerance: int | None = None, chain: ChainCosts | None = None
 ) -> FailureReplay:
     """Replay `trace` in three ways with nodes like the problem's (see `compare_recovery`): each membership has the plan
     that a run adopts. chain: costs that the run has in its plan; by default those of a plan for the problem's nodes, or
@@ -85,9 +82,7 @@ def replay_failures(
     return FailureReplay(replays, most, planner, recovery)
 
 
-def recovery_costs(
-    problem: PlanningProblem, costs: ChainCosts, nodes: int, step_seconds: float
-) -> RecoveryCosts:
+def recovery_costs(problem: PlanningProblem, costs: ChainCosts, nodes: int, step_seconds: float) -> RecoveryCosts:
     """Return the recovery costs of this run from its links and its state; others are defaults of `RecoveryCosts`."""
     saving = sum(costs.layer_bytes) / nodes / DISK
     usual = RecoveryCosts()
@@ -151,9 +146,7 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
         for size in sorted(templates):
             replicas = min(nodes // size, num_microbatches)
             if replicas:
-                best = min(
-                    best, (share_microbatches([templates[size]] * replicas, num_microbatches)[1], size)
-                )
+                best = min(best, (share_microbatches([templates[size]] * replicas, num_microbatches)[1], size))
         return best
 
     known: dict[int, tuple[float, int]] = {}
@@ -194,9 +187,7 @@ def compare_recovery(
         ("restart from checkpoint", restart, replace(costs, keeps_pipelines=False)),
         ("templates at no cost", without_cost(ours), free),
     )
-    return tuple(
-        replay(name, trace, reaction, samples, spent, replicas_wanted) for name, reaction, spent in runs
-    )
+    return tuple(replay(name, trace, reaction, samples, spent, replicas_wanted) for name, reaction, spent in runs)
 
 
 def without_cost(reaction: Reaction) -> Reaction:

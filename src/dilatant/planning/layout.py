@@ -160,10 +160,7 @@ CutFunction = Callable[[Specs, Mapping[str, str], Plan], Specs]
 
 
 def plan_from_config(
-    config: Config,
-    model: MultimodalModel,
-    searched: TrainingPlan | None = None,
-    cut: CutFunction | None = None,
+    config: Config, model: MultimodalModel, searched: TrainingPlan | None = None, cut: CutFunction | None = None
 ) -> TrainingPlan:
     """Return the plan that the config asks for, proven to be able to train `model`, which may be on the meta device.
 
@@ -255,9 +252,7 @@ def _tolerating(config: Config, chain: ChainCosts) -> ChainCosts:
 def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
     """Return the plan without its recomputation for units whose recomputation the config sets."""
     asked = recompute_by_unit(config, model.units)
-    return Plan(
-        tuple(unit if asked[unit.name] is None else replace(unit, recompute=()) for unit in plan.units)
-    )
+    return Plan(tuple(unit if asked[unit.name] is None else replace(unit, recompute=()) for unit in plan.units))
 
 
 def zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
@@ -286,10 +281,7 @@ def _zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
 def shares_state(plan: Plan, model: MultimodalModel) -> bool:
     """Return True if any weight that trains is held more than once."""
     trained = {
-        name
-        for unit in model.units.values()
-        for name, _ in unit.named_logical_parameters()
-        if name not in unit.frozen
+        name for unit in model.units.values() for name, _ in unit.named_logical_parameters() if name not in unit.frozen
     }
     held = holdings_of(plan, model.units)
     return any(len(held[name].boxes) > 1 for name in trained)

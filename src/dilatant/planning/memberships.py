@@ -17,14 +17,7 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, Membership, MembershipPlanner
 from dilatant.plan.templates.templates import LayerMemory
-from dilatant.planning.planning import (
-    PlannedRun,
-    PlanningProblem,
-    plan_run,
-    scorer_of,
-    searched_sizes,
-    time_plan,
-)
+from dilatant.planning.planning import PlannedRun, PlanningProblem, plan_run, scorer_of, searched_sizes, time_plan
 from dilatant.report.text.wording import counted
 
 CORRECTIONS = 4
@@ -181,8 +174,7 @@ def _columns(
     for unit in units.model.units:
         levels = recompute[unit.name] or LEVELS[:1] * len(unit.layers)
         tables: dict[Recompute, MeanCosts] = {
-            level: units.layers(unit.name, degrees[unit.name][width], samples, level)
-            for level in dict.fromkeys(levels)
+            level: units.layers(unit.name, degrees[unit.name][width], samples, level) for level in dict.fromkeys(levels)
         }
         for column, name in zip(columns, names):
             column.append(np.array([getattr(tables[level], name)[k] for k, level in enumerate(levels)]))

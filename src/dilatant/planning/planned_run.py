@@ -48,9 +48,7 @@ from dilatant.report.text.search_reasons import group_reasons, search_reasons
 from dilatant.report.text.wording import count_text, counted, listed, origin_text, seconds_text
 
 
-def training_plan(
-    problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None
-) -> TrainingPlan:
+def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None) -> TrainingPlan:
     """Return the plan that trains as `ranked` was simulated. chain: as in `PlannedRun`."""
     return TrainingPlan(
         ranked.plan,
@@ -73,9 +71,7 @@ def _sharded(problem: PlanningProblem, plan: Plan) -> dict[str, Shard]:
     return shard_by_unit(plan, trains, words.get("", words))
 
 
-def plan_report(
-    planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout] | None = None
-) -> PlanReport:
+def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout] | None = None) -> PlanReport:
     """Return the report of a planned run, with warnings about its data and its costs, what would make it faster, and
     why the layouts in `asked`, by their texts, were not chosen."""
     problem, result, cluster = planned.problem, planned.result, planned.problem.target.cluster

@@ -16,12 +16,7 @@ from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.parallel_map import Progress
 from dilatant.plan.costs.score import PlanScore
-from dilatant.plan.costs.stable_batch import (
-    StableBatch,
-    feasible_allocations,
-    minimum_stable_batch,
-    sample_work,
-)
+from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch, sample_work
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, squares_of
@@ -152,9 +147,7 @@ def planning_problem(
     whole = build_meta_model(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     if like is not None:
-        config = with_requested_degrees(
-            config, model, target_of_run(config), parse_asked_layout(like, [*whole.units])
-        )
+        config = with_requested_degrees(config, model, target_of_run(config), parse_asked_layout(like, [*whole.units]))
     sampled = planned_samples(config, samples, model, progress)
     problem = model_problem(config, model, sampled, say, measure_again)
     return replace(problem, decoding=decode_cost(samples, config.seed, config.train.global_batch_size))
@@ -174,9 +167,7 @@ def model_problem(
     kept = cached_costs(model, target, (), config.data.max_length) if measures else None
     measured = layer_costs(config, model, target, say, kept, measure_again)
     from_before = kept is not None and all(
-        cost == kept.layers[kind].get(degrees)
-        for kind, own in measured.layers.items()
-        for degrees, cost in own.items()
+        cost == kept.layers[kind].get(degrees) for kind, own in measured.layers.items() for degrees, cost in own.items()
     )
     units = dict.fromkeys(entry.unit for entry in model.types)
     if problems := [problem for unit in units for problem in context_problems(unit)]:
@@ -216,9 +207,7 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
             result = _search(problem, all_devices)
         except PlanError:
             raise error from None
-        notes = (
-            "no plan with whole weights fits memory, so weights and gradients are sharded (train.shard: weights)",
-        )
+        notes = ("no plan with whole weights fits memory, so weights and gradients are sharded (train.shard: weights)",)
     problem = problem.sharing(result.winner.zero)
     work = _work(problem)
     return PlannedRun(
@@ -278,9 +267,7 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
     )
 
 
-def _search_problem(
-    problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0
-) -> SearchProblem:
+def _search_problem(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> SearchProblem:
     config, target = problem.config, problem.target
     settings = SearchSettings(
         microbatch_sizes=searched_sizes(config, target),
@@ -439,15 +426,11 @@ def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> plan_sco
         problem.target.rules,
         problem.config.seed,
         problem.config.row_tokens,
-        {named: FAMILIES[named]}
-        if named
-        else partial(plan_scorer.families_for, splits=_splits(problem.config)),
+        {named: FAMILIES[named]} if named else partial(plan_scorer.families_for, splits=_splits(problem.config)),
     )
 
 
-def _stable_batch(
-    problem: PlanningProblem, winner: RankedPlan, work: NDArray[np.float64]
-) -> StableBatch | None:
+def _stable_batch(problem: PlanningProblem, winner: RankedPlan, work: NDArray[np.float64]) -> StableBatch | None:
     """Return the global batch from which on the data call for the same devices per unit. The devices are those of a
     pipeline; if the winner's units share them, of the longest that could keep units apart. None for unlike devices."""
     devices = problem.target.cluster.num_devices

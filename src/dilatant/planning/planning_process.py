@@ -73,9 +73,7 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
     warm_up()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_serve, args=(theirs, job, multiprocessing_folder()), name="dilatant-plan"
-    )
+    process = context.Process(target=_serve, args=(theirs, job, multiprocessing_folder()), name="dilatant-plan")
     process.start()
     theirs.close()
     try:
@@ -152,9 +150,7 @@ def for_devices_here(config: Config) -> tuple[Config, list[str]]:
         return config, [f"ranks are taken to be those of cluster.groups, in order: {names}"]
     if plan_target(cluster, config.train).is_local:
         return config, []
-    here = cluster.model_copy(
-        update={"hardware": None, "hardware_file": None, "memory_gib": None, "reserve": None}
-    )
+    here = cluster.model_copy(update={"hardware": None, "hardware_file": None, "memory_gib": None, "reserve": None})
     return config.model_copy(update={"cluster": here}), [
         f"cluster.hardware is {cluster.hardware}, which is not here: planned for the devices that are"
     ]

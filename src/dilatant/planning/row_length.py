@@ -46,9 +46,7 @@ def row_length(
     why = "longer ones would not fit memory" if len(lengths) > 1 else "a step has no more for a replica"
     for tokens in reversed(lengths):
         longer = problem.with_row_tokens(tokens)
-        fullest = steps[
-            np.argmax(held / np.ceil(held / tokens))
-        ]  # over all known steps, not only the simulated ones
+        fullest = steps[np.argmax(held / np.ceil(held / tokens))]  # over all known steps, not only the simulated ones
         crowded = replace(longer, samples=replace(longer.samples, workload=fullest))
         worst = scorer_of(crowded, schedule)(plan, count, tokens)
         if tokens == shortest or problem.target.cluster.overflow(plan.ranks, worst.peak_bytes) <= 0.0:

@@ -9,15 +9,7 @@ from typing import NamedTuple
 
 from dilatant.plan import Plan
 from dilatant.schedule.schedule import Action, DataWait, MeasuredAction
-from dilatant.schedule.timeline import (
-    COMMUNICATION,
-    DRAIN,
-    IMBALANCE,
-    WAITING_FOR_DATA,
-    WARM_UP,
-    Timeline,
-    waiting_for,
-)
+from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, Timeline, waiting_for
 
 BETWEEN = "between actions"
 """Cause of measured time in which a rank neither computed nor waited for rows."""
@@ -101,11 +93,7 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
     members: dict[tuple[tuple[int, ...], bytes, bytes], list[int]] = {}
     for index, rank in enumerate(timeline.ranks):
         rows = slice(int(timeline.offsets[index]), int(timeline.offsets[index + 1]))
-        key = (
-            tuple(stage.index for stage in held[rank]),
-            timeline.start[rows].tobytes(),
-            timeline.end[rows].tobytes(),
-        )
+        key = (tuple(stage.index for stage in held[rank]), timeline.start[rows].tobytes(), timeline.end[rows].tobytes())
         members.setdefault(key, []).append(index)
     lanes: list[Lane] = []
     lines: list[GanttRow] = []
@@ -124,15 +112,11 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
             idle[lane][COMMUNICATION] = idle[lane].get(COMMUNICATION, 0.0) + sync_seconds
         for action, start, end in timeline.of_rank(timeline.ranks[indices[0]]):
             kind = str(action.kind)
-            lines.append(
-                GanttRow(lane, action.stage, kind, action.microbatch, samples(action), start, end - start)
-            )
+            lines.append(GanttRow(lane, action.stage, kind, action.microbatch, samples(action), start, end - start))
     return GanttChart(timeline.seconds + sync_seconds, tuple(lanes), tuple(lines), tuple(idle))
 
 
-def measured_chart(
-    actions: Sequence[MeasuredAction], plan: Plan, waits: Sequence[DataWait] = ()
-) -> GanttChart:
+def measured_chart(actions: Sequence[MeasuredAction], plan: Plan, waits: Sequence[DataWait] = ()) -> GanttChart:
     """Return a chart with one lane per rank of `plan`, from the first action (or wait in `waits`) to the last end.
 
     Idle time has the same names as in a prediction: warm-up before a rank's first action (unless the rank holds whole
@@ -167,13 +151,7 @@ def measured_chart(
             start = one.start + one.waited_seconds - begin
             rows.append(
                 GanttRow(
-                    lane,
-                    one.action.stage,
-                    str(one.action.kind),
-                    one.action.microbatch,
-                    one.samples,
-                    start,
-                    one.seconds,
+                    lane, one.action.stage, str(one.action.kind), one.action.microbatch, one.samples, start, one.seconds
                 )
             )
         causes[DRAIN] += end - before

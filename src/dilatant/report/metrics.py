@@ -76,9 +76,7 @@ class StepMetrics:
             if name in ("step", "slowest_samples") or value is None:
                 continue
             if isinstance(value, Mapping):
-                flat |= {
-                    f"{name}/{key}": float(number) for key, number in value.items() if number is not None
-                }
+                flat |= {f"{name}/{key}": float(number) for key, number in value.items() if number is not None}
             else:
                 flat[f"train/{name}"] = float(value)
         return flat

@@ -76,9 +76,7 @@ def bar_part(name: str, fraction: float, tone: str, text: str = "") -> dict[str,
     return {"name": name, "percent": percent, "tone": tone, "text": text or percent_text(fraction)}
 
 
-def plain_bar(
-    fraction: float, tone: str, title: str = "", interval: tuple[float, float] | None = None
-) -> Cell:
+def plain_bar(fraction: float, tone: str, title: str = "", interval: tuple[float, float] | None = None) -> Cell:
     """Return a bar of one part."""
     return Cell(parts=[{**bar_part("", fraction, tone), "text": title}], interval=interval)
 

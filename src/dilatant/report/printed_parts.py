@@ -24,9 +24,7 @@ def print_parts(console: Console, parts: Iterable[Part]) -> None:
             print_line(console, (f"\n{value.title}", "bold"))
             print_parts(console, value.parts)
         elif name == "tiles":
-            print_line(
-                console, (" · ".join(f"{unbroken(figure)} {label}" for figure, label, _ in value), "dim")
-            )
+            print_line(console, (" · ".join(f"{unbroken(figure)} {label}" for figure, label, _ in value), "dim"))
         elif name == "warnings":
             for text in value:
                 print_line(console, ("warning: ", "yellow"), text)

@@ -32,9 +32,7 @@ class ProgressLine:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task(
-            "train", total=total_steps, completed=completed_steps, figures=""
-        )
+        self._task = self._progress.add_task("train", total=total_steps, completed=completed_steps, figures="")
 
     def __enter__(self) -> ProgressLine:
         self._progress.start()
@@ -57,10 +55,7 @@ class ProgressLine:
         if not self._console.is_terminal and (last or now - self._last_plain >= _PLAIN_INTERVAL_SECONDS):
             self._last_plain = now
             self._console.print(
-                f"step {metrics.step}/{metrics.total_steps}  {figures}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+                f"step {metrics.step}/{metrics.total_steps}  {figures}", highlight=False, markup=False, soft_wrap=True
             )
 
 
@@ -78,9 +73,7 @@ def describe(metrics: StepMetrics, smoothed_seconds: float | None) -> str:
     if smoothed_seconds is not None or metrics.step == metrics.total_steps:
         left = f"  left {_clock((smoothed_seconds or 0.0) * (metrics.total_steps - metrics.step))}"
     if smoothed_seconds is not None and metrics.predicted_seconds is not None and not metrics.is_rough:
-        planned = (
-            f"  step {seconds_text(metrics.step_seconds)} (planned {seconds_text(metrics.predicted_seconds)})"
-        )
+        planned = f"  step {seconds_text(metrics.step_seconds)} (planned {seconds_text(metrics.predicted_seconds)})"
     prefix, factor = ("T", 1) if metrics.teraflops >= 0.1 else ("G", 1000)
     speed = f"  {factor * metrics.teraflops:.3g} {prefix}FLOP/s" if metrics.teraflops else ""
     if metrics.mfu is not None:

@@ -70,9 +70,7 @@ class RunFolder:
         require_plain(self.path, is_run=True)
         with self._writing():
             # A copy of a run may lack the lock.
-            is_of_a_run = (self.path / ".lock").is_file() or any(
-                self.checkpoints.glob("step-*/manifest.json")
-            )
+            is_of_a_run = (self.path / ".lock").is_file() or any(self.checkpoints.glob("step-*/manifest.json"))
             foreign = next((name for name in _WRITTEN if os.path.lexists(self.path / name)), None)
             if foreign is not None and not is_of_a_run:
                 raise UserError(

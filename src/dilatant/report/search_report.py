@@ -58,8 +58,7 @@ def searched_plans(result: SearchResult) -> tuple[SearchedPlans, ...]:
     units = len(result.winner.plan.units)
     return tuple(
         SearchedPlans(
-            name=_shape_name(group.encoders_at, group.replicas, units)
-            + (f", zero {group.zero}" if several else ""),
+            name=_shape_name(group.encoders_at, group.replicas, units) + (f", zero {group.zero}" if several else ""),
             candidates=group.candidates,
             simulated=group.simulated,
             overflowed=group.overflowed,
@@ -145,10 +144,7 @@ def memory_use(
 
 
 def _parameter_bytes(
-    held: Sequence[PlacedStage],
-    model: ModelSpec,
-    rules: ParameterBytes,
-    shared_by: Sequence[NDArray[np.float64]],
+    held: Sequence[PlacedStage], model: ModelSpec, rules: ParameterBytes, shared_by: Sequence[NDArray[np.float64]]
 ) -> dict[str, int]:
     weights = gradients = optimizer = 0.0
     for placed in held:
@@ -191,8 +187,7 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
         devices=len(plan.ranks),
         step_seconds=score.seconds,
         peak_memory=max(
-            ((peak + own.reserve.total) / own.memory for peak, own in zip(score.peak_bytes, devices)),
-            default=0.0,
+            ((peak + own.reserve.total) / own.memory for peak, own in zip(score.peak_bytes, devices)), default=0.0
         ),
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,

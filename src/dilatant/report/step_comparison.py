@@ -104,12 +104,7 @@ def comparison_section(
         f"The mean over devices; what is below the step adds up to it. {note}",
         [
             ("table", Table((Column(), Column("", "whole"), Column("", "number")), bars, style="")),
-            (
-                "table",
-                Table(
-                    (Column("Seconds of"), *figures), lines, "figures stack", ["total"] + [""] * len(named)
-                ),
-            ),
+            ("table", Table((Column("Seconds of"), *figures), lines, "figures stack", ["total"] + [""] * len(named))),
         ],
     )
 

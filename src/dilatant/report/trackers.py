@@ -19,9 +19,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def open_trackers(
-    names: Iterable[str], folder: Path, config: Mapping[str, Any], first_step: int
-) -> list[Tracker]:
+def open_trackers(names: Iterable[str], folder: Path, config: Mapping[str, Any], first_step: int) -> list[Tracker]:
     """Open the trackers called `names` for the run in `folder`, continuing after step `first_step`.
 
     Raises UserError when a tracker's package is not installed.
@@ -43,9 +41,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def _not_installed(name: str) -> UserError:
-    return UserError(
-        f"train.report_to names {name!r}, which is not installed; pip install 'dilatant[{name}]'"
-    )
+    return UserError(f"train.report_to names {name!r}, which is not installed; pip install 'dilatant[{name}]'")
 
 
 def _package(name: str) -> Any:
@@ -75,11 +71,7 @@ class _WandbLike:
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
         self._module = _package(name)
-        named = (
-            {"experiment_name": folder.name}
-            if name == "swanlab"
-            else {"name": folder.name, "resume": "allow"}
-        )
+        named = {"experiment_name": folder.name} if name == "swanlab" else {"name": folder.name, "resume": "allow"}
         self._module.init(project="dilatant", config=dict(config), **named)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -39,9 +39,7 @@ class Copy:
     target: int
 
 
-def plan_copies(
-    held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], num_bytes: int = 4
-) -> tuple[Copy, ...]:
+def plan_copies(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], num_bytes: int = 4) -> tuple[Copy, ...]:
     """Plan the copies that give every rank its wanted boxes; equal arguments yield the same plan on all ranks.
 
     held, wanted: by rank. A cell's source is the target itself if it holds the cell, else the holder that has sent
@@ -74,9 +72,7 @@ def plan_copies(
 
 
 @torch.no_grad()
-def transfer(
-    comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece], round_bytes: int = ROUND_BYTES
-) -> int:
+def transfer(comm: Comm, held: Sequence[BoxPiece], wanted: Sequence[BoxPiece], round_bytes: int = ROUND_BYTES) -> int:
     """Fill the `wanted` pieces from the pieces that all ranks have `held`; called by all ranks. Returns the bytes
     received from others. round_bytes: see `ROUND_BYTES`.
 
@@ -107,14 +103,10 @@ def _exchange(
 ) -> int:
     """Send and receive the cells of one round; returns the bytes received."""
     buffers = {
-        source: torch.empty(
-            sum(_num_bytes(target_of(cell)) for cell in cells) + _HASH_BYTES, dtype=torch.uint8
-        )
+        source: torch.empty(sum(_num_bytes(target_of(cell)) for cell in cells) + _HASH_BYTES, dtype=torch.uint8)
         for source, cells in incoming.items()
     }
-    pending = [
-        comm.world.receive(buffer, source, what="state of a layer") for source, buffer in buffers.items()
-    ]
+    pending = [comm.world.receive(buffer, source, what="state of a layer") for source, buffer in buffers.items()]
     pending += [
         comm.world.send(_packed([source_of(cell) for cell in cells]), target, what="state of a layer")
         for target, cells in outgoing.items()

@@ -75,11 +75,7 @@ class Node:
     def state(self, has_ended: bool) -> str:
         """Return the node's part in the run in words."""
         if self.is_member:
-            some = (
-                f", {self.idle} of {len(self.workers)} ranks idle"
-                if self.idle < len(self.workers)
-                else ", idle"
-            )
+            some = f", {self.idle} of {len(self.workers)} ranks idle" if self.idle < len(self.workers) else ", idle"
             return f"member{some if self.idle else ''}" if self.is_alive else "member, gone"
         if self.was_member:
             return "left" if self.is_alive else "left, gone"

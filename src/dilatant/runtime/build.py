@@ -27,12 +27,7 @@ from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.sharded_stage import ShardedStage
 from dilatant.runtime.state.shared_unit import ShardedUnit
 from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights
-from dilatant.runtime.state.weight_gradients import (
-    ReplacedLayers,
-    WeightGradients,
-    replace_linears,
-    restore_linears,
-)
+from dilatant.runtime.state.weight_gradients import ReplacedLayers, WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.schedule import ActionKind
 
 
@@ -146,9 +141,7 @@ def build_bucketed_weights(
     return bucket_weights(comm, weights, stages_of, held, formats, layout, exact, before, apart)
 
 
-def _layers_apart(
-    plan: Plan, model: MultimodalModel, trained: Collection[str], layout: StateLayout
-) -> dict[str, str]:
+def _layers_apart(plan: Plan, model: MultimodalModel, trained: Collection[str], layout: StateLayout) -> dict[str, str]:
     """Return weight → layer for the trained weights of sharded units. A weight that is tied between stages is left out:
     its holders run different actions."""
     apart = {}
@@ -187,12 +180,7 @@ def shard_stages(
         if structure is not None and part is not None and local.module.runs_blocks_once:
             blocks = held_blocks(part.get_submodule(structure.blocks))
         local.sharded = shared.stages[index] = ShardedStage(
-            shared.owned.comm,
-            shared.owned,
-            blocks,
-            own,
-            layout.shard[unit] == "weights",
-            shared.sync.duplicates,
+            shared.owned.comm, shared.owned, blocks, own, layout.shard[unit] == "weights", shared.sync.duplicates
         )
         local.sharded.release_all()
 

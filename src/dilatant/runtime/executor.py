@@ -164,12 +164,7 @@ class Executor:
                 sharded.take_part(kind)
 
     def _forward(
-        self,
-        stage: LocalStage,
-        action: Action,
-        samples: tuple[int, ...],
-        routes: Routes,
-        data: StepData,
+        self, stage: LocalStage, action: Action, samples: tuple[int, ...], routes: Routes, data: StepData
     ) -> list[ForwardOutcome]:
         inputs: dict[str, Tensor] = {}
         needs_backward = stage.needs_backward and not data.predicts
@@ -199,20 +194,11 @@ class Executor:
             messages = self._to(unit, routes.sent.get(action, ()))
             self._send(messages, self._counts(stage, samples, unit, boundary), made[unit].detach())
         if output.predicted is not None:
-            return (
-                [ForwardOutcome(stage.placed.unit, output.predicted, samples)]
-                if stage.reports_predictions
-                else []
-            )
+            return [ForwardOutcome(stage.placed.unit, output.predicted, samples)] if stage.reports_predictions else []
         return outcomes
 
     def _made(
-        self,
-        stage: LocalStage,
-        action: Action,
-        output: StageOutput,
-        samples: tuple[int, ...],
-        routes: Routes,
+        self, stage: LocalStage, action: Action, output: StageOutput, samples: tuple[int, ...], routes: Routes
     ) -> dict[str, Tensor]:
         """Return the rows for each consumer in the dtype in which they are sent; a stage without output yields zero
         rows. Raises UserError if rows that a consumer needs do not have the declared shape."""
@@ -231,12 +217,7 @@ class Executor:
         return made
 
     def _backward(
-        self,
-        stage: LocalStage,
-        action: Action,
-        samples: tuple[int, ...],
-        routes: Routes,
-        is_last: bool,
+        self, stage: LocalStage, action: Action, samples: tuple[int, ...], routes: Routes, is_last: bool
     ) -> None:
         piece = self._pieces[_key(action)]
         outputs: list[Tensor] = []
@@ -325,9 +306,7 @@ class Executor:
                 self._add_deferred(stage, piece.samples, piece)
         self._pieces.clear()
 
-    def _counts(
-        self, stage: LocalStage, samples: tuple[int, ...], other: str, boundary: Boundary
-    ) -> dict[int, int]:
+    def _counts(self, stage: LocalStage, samples: tuple[int, ...], other: str, boundary: Boundary) -> dict[int, int]:
         """Return sample → number of its rows on this rank at the boundary to or from the unit `other`."""
         counts = self._owners.counts(stage.placed.index, self._rank, samples, other, boundary)
         return dict(zip(samples, counts, strict=True))
@@ -348,27 +327,18 @@ class Executor:
             return whole
         empty = torch.zeros(0, boundary.width, dtype=boundary.dtype, device=self._device)
         missing = {
-            sample: empty.new_zeros(count, boundary.width)
-            for sample, count in counts.items()
-            if sample not in parts
+            sample: empty.new_zeros(count, boundary.width) for sample, count in counts.items() if sample not in parts
         }
         assembled = torch.cat([empty, *((parts | missing)[sample] for sample in counts)])
         return assembled if whole is None else assembled + whole
 
     def _require_all(
-        self,
-        messages: Sequence[Message],
-        samples: tuple[int, ...],
-        unit: str,
-        boundary: Boundary,
-        data: StepData,
+        self, messages: Sequence[Message], samples: tuple[int, ...], unit: str, boundary: Boundary, data: StepData
     ) -> None:
         made = {sample for message in messages for sample in message.samples}
         lacking = [data.samples[s].id for s in samples if s not in made and boundary.rows_of(data.samples[s])]
         if lacking:
-            raise ValueError(
-                f"nobody makes the {unit} rows of samples {lacking[:8]}: the assignment lacks them"
-            )
+            raise ValueError(f"nobody makes the {unit} rows of samples {lacking[:8]}: the assignment lacks them")
 
     def _take(self, message: Message) -> Tensor:
         began = time.perf_counter()

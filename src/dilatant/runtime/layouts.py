@@ -57,11 +57,7 @@ def context_problems(unit: Unit) -> list[str]:
     problems = []
     if unit.row_attention is None:
         reason = unit.without_plans or why_not(unit.model) or "nobody asked for them (`choose_attention`)"
-        problems.append(
-            f"{unit.unit}: context parallelism needs attention over block tables: {reason}; {remedy}"
-        )
+        problems.append(f"{unit.unit}: context parallelism needs attention over block tables: {reason}; {remedy}")
     if unit.before_language_model is not None:
-        problems.append(
-            f"{unit.unit}: before_language_model is given whole rows, which no rank has; {remedy}"
-        )
+        problems.append(f"{unit.unit}: before_language_model is given whole rows, which no rank has; {remedy}")
     return problems

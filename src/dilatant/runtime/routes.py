@@ -66,17 +66,11 @@ def stages_before(plan: Plan) -> dict[int, tuple[int, ...]]:
         last = [placed.index for placed in stages if placed.unit == unit.name and placed.is_last]
         for fed in unit.feeds:
             feeders[fed] += last
-    return {
-        placed.index: tuple(feeders[placed.unit]) if placed.is_first else (placed.index - 1,)
-        for placed in stages
-    }
+    return {placed.index: tuple(feeders[placed.unit]) if placed.is_first else (placed.index - 1,) for placed in stages}
 
 
 def derive_routes(
-    graph: ScheduleGraph,
-    rank: int,
-    with_backward: Collection[int],
-    durations: NDArray[np.float64] | None = None,
+    graph: ScheduleGraph, rank: int, with_backward: Collection[int], durations: NDArray[np.float64] | None = None
 ) -> Routes:
     """Derive the routes of `rank`.
 
@@ -184,9 +178,7 @@ def _samples(graph: ScheduleGraph, op: int) -> tuple[int, ...]:
     return graph.packed.pieces.samples_of(int(graph.piece[op]))
 
 
-def _check_backwards(
-    graph: ScheduleGraph, actions: Mapping[int, Action], with_backward: Collection[int]
-) -> None:
+def _check_backwards(graph: ScheduleGraph, actions: Mapping[int, Action], with_backward: Collection[int]) -> None:
     wanted = {
         (action.stage, action.microbatch, action.samples): op
         for op, action in actions.items()

@@ -24,13 +24,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
 from dilatant.plan.sharding import shard_problems
-from dilatant.runtime.build import (
-    build_bucketed_weights,
-    build_stages,
-    derive_boundaries,
-    local_stages,
-    shard_stages,
-)
+from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_boundaries, local_stages, shard_stages
 from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.state.exact_sums import ExactGradients
@@ -139,9 +133,7 @@ class Runtime:
         self.comm = comm
         self._owns_comm = execution.owns_comm
         self._seed = seed or 0
-        self._plan_digest = digest(
-            plan.to_json(), f"{layout.zero} {layout.node_of} {sorted(layout.shard.items())}"
-        )
+        self._plan_digest = digest(plan.to_json(), f"{layout.zero} {layout.node_of} {sorted(layout.shard.items())}")
         attention = model.language.row_attention
         self._placement_digest = digest("" if attention is None else attention.placement)
         self._placed = plan.stages()
@@ -161,14 +153,10 @@ class Runtime:
         trainability = trainability_of(plan, trainable_layers(model.units))
         self._stages = local_stages(model, plan, rank, modules, self._boundaries, trainability.backward)
         self.parameters = {
-            name: parameter
-            for module in modules.values()
-            for name, parameter in module.named_logical_parameters()
+            name: parameter for module in modules.values() for name, parameter in module.named_logical_parameters()
         }
         owned_before = None if before is None else before.owned
-        self._shared = build_bucketed_weights(
-            model, plan, comm, modules, self.holdings, layout, weights, owned_before
-        )
+        self._shared = build_bucketed_weights(model, plan, comm, modules, self.holdings, layout, weights, owned_before)
         self._sync = self._shared.sync
         self._sync.keeps = recovery.keeps_gradients and not self._shared.sharded
         if execution.exact:
@@ -182,23 +170,15 @@ class Runtime:
             comm, [p.stage for p in self._placed], execution.look_ahead, execution.check_transport
         )
         units = {placed.index: placed.unit for placed in self._placed}
-        self._executor = Executor(
-            rank, self._stages, units, self._transport, self._sync, self._recorder, comm.device
-        )
-        self.unfinished = UnfinishedStep(
-            model, plan, rank, self._sync, self._executor.settle, execution.num_sources
-        )
+        self._executor = Executor(rank, self._stages, units, self._transport, self._sync, self._recorder, comm.device)
+        self.unfinished = UnfinishedStep(model, plan, rank, self._sync, self._executor.settle, execution.num_sources)
         # Token counts cannot be compared with measured seconds, and a single rank has nothing to balance.
         corrects = execution.correct_costs and costs is not None and len(plan.ranks) > 1
         self.costs = CostCorrection(plan, costs or token_costs(plan, trainability.backward), corrects)
         if not model.language.packs_rows:
             microbatching = replace(microbatching, alone=True)
-        self._planner = StepPlanner(
-            plan, trainability, model.graph, microbatching, self.costs, rank, layout.shard
-        )
-        self._end = StepEnd(
-            comm, plan, model.graph, self.costs, self._shared, self._recorder, execution.num_sources
-        )
+        self._planner = StepPlanner(plan, trainability, model.graph, microbatching, self.costs, rank, layout.shard)
+        self._end = StepEnd(comm, plan, model.graph, self.costs, self._shared, self._recorder, execution.num_sources)
         self.last_step: PreparedStep | None = None
         """The last executed step."""
         self._next_step = 0
@@ -256,17 +236,10 @@ class Runtime:
         reuse = None if forwards else self.unfinished.reused_in(number, samples)
         if reuse is None:
             return self._planner.plan_step(samples, number, forwards)
-        return self._planner.plan_missing(
-            samples, reuse, self.unfinished.weights, self.unfinished.loss_layers
-        )
+        return self._planner.plan_missing(samples, reuse, self.unfinished.weights, self.unfinished.loss_layers)
 
     def prepare(
-        self,
-        samples: Sequence[SizedSample],
-        assignment: Assignment,
-        schedule: Schedule,
-        *,
-        forwards: bool = False,
+        self, samples: Sequence[SizedSample], assignment: Assignment, schedule: Schedule, *, forwards: bool = False
     ) -> PreparedStep:
         """Compile a step from an assignment and a schedule; `plan_step` makes its own. For a step that cannot run,
         notifies the other ranks and raises ScheduleError."""
@@ -320,9 +293,7 @@ class Runtime:
             for outcome in self._run(data, step, self._next_step):
                 assert isinstance(outcome.value, Predictions)
                 counts = [int((samples[number].labels[1:] != -100).sum()) for number in outcome.samples]
-                parts = zip(
-                    outcome.value.tokens.cpu().split(counts), outcome.value.losses.cpu().split(counts)
-                )
+                parts = zip(outcome.value.tokens.cpu().split(counts), outcome.value.losses.cpu().split(counts))
                 for number, (tokens, losses) in zip(outcome.samples, parts, strict=True):
                     predicted[number] = SamplePredictions(tokens.tolist(), losses.tolist())
             return predicted
@@ -407,18 +378,14 @@ class Runtime:
             held |= stage_tensors(module)
         return held
 
-    def require_equal(
-        self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]
-    ) -> None:
+    def require_equal(self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Check, after loading, that all holders of a weight have equal weights and all owners of a box equal optimizer
         state; called by all ranks. masters: key → fp32 master of an owned weight. moments: key → kind → tensor, as
         `optimizer_tensors` returns them. Raises UserError."""
         copies = {key: tensor for key, tensor in masters.items() if tensor is not self.owned.parameters[key]}
         state = {"master weights": copies}
         for kind in ("exp_avg", "exp_avg_sq", "ema"):
-            state[f"moments ({kind})"] = {
-                key: tensors[kind] for key, tensors in moments.items() if kind in tensors
-            }
+            state[f"moments ({kind})"] = {key: tensors[kind] for key, tensors in moments.items() if kind in tensors}
         self._shared.require_equal(state)
 
     def train(self, mode: bool = True) -> None:
@@ -474,9 +441,7 @@ class Runtime:
         covered: AlreadyAccumulated = nothing_accumulated
         if salvaged is not None:
             covered = partial(self._covered, salvaged.reuse.covered())
-        return self._executor.run(
-            step.actions, step.routes, data, agreement, owners, ledger, covered, step.joins
-        )
+        return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered, step.joins)
 
     def _covered(
         self, by_layer: Mapping[Layer, frozenset[int]], stage: int, samples: tuple[int, ...]

@@ -210,9 +210,7 @@ class _Posted:
 class _Inbox:
     """Receives of one directed edge, in the sender's order."""
 
-    def __init__(
-        self, transport: Transport, edge: Group, link: RouteLink, messages: tuple[Message, ...]
-    ) -> None:
+    def __init__(self, transport: Transport, edge: Group, link: RouteLink, messages: tuple[Message, ...]) -> None:
         self._transport = transport
         self._edge = edge
         self._link = link
@@ -229,9 +227,7 @@ class _Inbox:
     def post_ahead(self) -> None:
         """Post the receives that may be posted although nobody needs them yet."""
         transport, last = self._transport, min(self._last, len(self._messages) - 1)
-        while (
-            self._next <= last and self.after <= transport._launched and transport._num_posted < MOST_POSTED
-        ):
+        while self._next <= last and self.after <= transport._launched and transport._num_posted < MOST_POSTED:
             self._post()
 
     def take(self, place: int) -> Tensor:
@@ -248,11 +244,7 @@ class _Inbox:
         return posted.buffer
 
     def left(self) -> list[Message]:
-        return [
-            message
-            for place, message in enumerate(self._messages)
-            if place in self._posted or place >= self._next
-        ]
+        return [message for place, message in enumerate(self._messages) if place in self._posted or place >= self._next]
 
     def _post(self) -> None:
         transport = self._transport

@@ -67,9 +67,7 @@ def plan_arrays(plan: Plan) -> PlanArrays:
     for source, unit in enumerate(plan.units):
         for name in unit.feeds:
             if name not in number:
-                raise ValueError(
-                    f"unit {unit.name!r} feeds {name!r}, which this plan lacks; it has {list(units)}"
-                )
+                raise ValueError(f"unit {unit.name!r} feeds {name!r}, which this plan lacks; it has {list(units)}")
             if number[name] <= source:
                 raise ValueError(f"unit {unit.name!r} feeds {name!r}, which must come after it in the plan")
             feeds.append((source, number[name]))
@@ -169,10 +167,7 @@ class PackedActions(Mapping[int, tuple[Action, ...]]):
             self._decoded[rank] = tuple(
                 Action(KINDS[kind], stage, microbatch[piece], part[piece])
                 for kind, stage, piece in zip(
-                    self.kind[rows].tolist(),
-                    self.stage[rows].tolist(),
-                    self.piece[rows].tolist(),
-                    strict=True,
+                    self.kind[rows].tolist(), self.stage[rows].tolist(), self.piece[rows].tolist(), strict=True
                 )
             )
         return self._decoded[rank]
@@ -188,9 +183,7 @@ class PackedActions(Mapping[int, tuple[Action, ...]]):
 
 
 def pieces_of(
-    arrays: PlanArrays,
-    assignment: Assignment,
-    parts: list[list[tuple[int, tuple[int, ...] | None]]],
+    arrays: PlanArrays, assignment: Assignment, parts: list[list[tuple[int, tuple[int, ...] | None]]]
 ) -> Pieces:
     """Number the pieces. `parts[chain]` lists (microbatch, named samples or None for all) in execution order."""
     microbatch: list[int] = []
@@ -208,11 +201,7 @@ def pieces_of(
     np.cumsum([len(member) for member in members], out=offsets[1:])
     samples = np.array(list(itertools.chain.from_iterable(members)), dtype=np.int64)
     return Pieces(
-        np.asarray(microbatch, dtype=np.int64),
-        tuple(named),
-        np.asarray(first, dtype=np.int64),
-        offsets,
-        samples,
+        np.asarray(microbatch, dtype=np.int64), tuple(named), np.asarray(first, dtype=np.int64), offsets, samples
     )
 
 

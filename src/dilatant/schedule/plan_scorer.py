@@ -95,11 +95,7 @@ class PlanSimulator:
         return _mean(steps, self.global_batch, roles_of(self.model).language)
 
     def steps(
-        self,
-        plan: Plan,
-        num_microbatches: int,
-        row_tokens: int | None = None,
-        schedule: str | None = None,
+        self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, schedule: str | None = None
     ) -> list[Step]:
         """Simulate one step for every global batch; arguments as in `PlanScorer`."""
         families = self.families or families_for
@@ -140,11 +136,7 @@ def costs_text(costs: CostModel) -> str:
         return ", ".join(dict.fromkeys(map(costs_text, costs.groups.values())))
     if costs.origin == "measured":
         return f"measured on {costs.hardware}{costs.unmeasured_text}"
-    return (
-        f"modelled for {costs.hardware}"
-        if costs.origin == "analytic"
-        else f"{costs.origin}, {costs.hardware}"
-    )
+    return f"modelled for {costs.hardware}" if costs.origin == "analytic" else f"{costs.origin}, {costs.hardware}"
 
 
 def best_steps(
@@ -190,9 +182,7 @@ def best_steps(
     quickly = replace(how, policy="balanced") if searches else how
     numbers = range(len(batches))
     quick: dict[str, list[TimedStep]] = {name: [] for name in families}
-    least = {
-        name: [0.0] * len(batches) for name in families
-    }  # seconds of each batch, or a lower bound of them
+    least = {name: [0.0] * len(batches) for name in families}  # seconds of each batch, or a lower bound of them
 
     def time_next(name: str) -> None:
         number = len(quick[name])
@@ -208,10 +198,7 @@ def best_steps(
                 if name != FIRST:
                     least[name][number] = split if name in SPLIT_BACKWARD_FAMILIES else whole
     many = len(plan.ranks) > LARGE_CLUSTER
-    queue = [
-        (many and name not in PROMISING, sum(least[name]), number, name)
-        for number, name in enumerate(families)
-    ]
+    queue = [(many and name not in PROMISING, sum(least[name]), number, name) for number, name in enumerate(families)]
     heapq.heapify(queue)
     # The memory sweep costs more than all the rest: only the fastest family is swept, unless it overflows.
     frugal: list[Step] = []

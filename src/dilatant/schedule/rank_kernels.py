@@ -59,9 +59,7 @@ def peak_by_rank(rank, when, taken, num_ranks):
         at = fill[rank[event]]
         time[at], delta[at] = when[event], taken[event]
         fill[rank[event]] = at + 1
-    order = order_within(
-        offsets, time
-    )  # mostly sorted already: actions and messages of a rank come in its run order
+    order = order_within(offsets, time)  # mostly sorted already: actions and messages of a rank come in its run order
     peak = np.zeros(num_ranks)
     for index in range(num_ranks):
         held = 0.0

@@ -120,11 +120,7 @@ class MeasuredStep:
     def to_json(self) -> str:
         """Return a JSON document that `from_json` reads back to an equal value."""
         document = _StepFile(
-            self.assignment.microbatches,
-            dict(self.schedule.actions),
-            dict(self.tokens),
-            self.actions,
-            self.waits,
+            self.assignment.microbatches, dict(self.schedule.actions), dict(self.tokens), self.actions, self.waits
         )
         return msgspec.json.encode(document).decode()
 
@@ -135,6 +131,4 @@ class MeasuredStep:
             read = msgspec.json.decode(text, type=_StepFile)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not a measured step: {error}") from error
-        return cls(
-            Assignment(read.assignment), Schedule(read.schedule), read.tokens, read.actions, read.waits
-        )
+        return cls(Assignment(read.assignment), Schedule(read.schedule), read.tokens, read.actions, read.waits)

@@ -41,9 +41,7 @@ class _Execution:
     """Executes a schedule without durations. at: row by rank (its index in `packed.ranks`); `ready`: peers → stage →
     the op of a round that could begin."""
 
-    def __init__(
-        self, graph: ScheduleGraph, peers: Mapping[int, tuple[str, int]], shard: Mapping[str, Shard]
-    ) -> None:
+    def __init__(self, graph: ScheduleGraph, peers: Mapping[int, tuple[str, int]], shard: Mapping[str, Shard]) -> None:
         packed = graph.packed
         idle = [rank for rank in graph.arrays.ranks if rank not in packed.ranks]  # without any action
         self._ops, self._ranks = graph.row_op.tolist(), (*packed.ranks, *idle)

@@ -51,9 +51,7 @@ class Timeline:
         """Return every action of `rank` with its start and end in seconds."""
         index = self.ranks.index(rank)
         rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return list(
-            zip(self.schedule.actions[rank], self.start[rows].tolist(), self.end[rows].tolist(), strict=True)
-        )
+        return list(zip(self.schedule.actions[rank], self.start[rows].tolist(), self.end[rows].tolist(), strict=True))
 
     @property
     def idle_by_cause(self) -> dict[str, float]:

@@ -94,9 +94,7 @@ def assignment_problems(
                 place = f"replica {index} microbatch {number}"
                 for sample in batch:
                     if sample in seen:
-                        problems.append(
-                            f"sample {sample} is in {unit.name} {seen[sample]} and again in {place}"
-                        )
+                        problems.append(f"sample {sample} is in {unit.name} {seen[sample]} and again in {place}")
                     seen.setdefault(sample, place)
         if samples is not None and unit.name in samples:
             wanted = set(samples[unit.name])
@@ -170,9 +168,7 @@ def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> list[str]:
     return problems
 
 
-def _presence_problems(
-    arrays: PlanArrays, packed: PackedActions, trainability: Trainability | None
-) -> list[str]:
+def _presence_problems(arrays: PlanArrays, packed: PackedActions, trainability: Trainability | None) -> list[str]:
     """List actions that a stage lacks for a piece, and kinds of action that a stage must not have."""
     problems = []
     pieces = packed.pieces
@@ -186,26 +182,18 @@ def _presence_problems(
         place = f"{entry.unit} replica {entry.replica} stage {entry.position}"
         wants = bool(backward.any()) if trainability is None else trainability.backward[entry.index]
         weights = (
-            bool(has[WEIGHT_GRADIENT].any())
-            if trainability is None
-            else trainability.weight_gradient[entry.index]
+            bool(has[WEIGHT_GRADIENT].any()) if trainability is None else trainability.weight_gradient[entry.index]
         )
         complaints = [(~has[FORWARD], "is never run forward")]
         if wants:
             complaints.append((~backward, "is never run backward"))
-            complaints.append(
-                (has[BACKWARD] & has[INPUT_GRADIENT], "has a whole backward and an input-gradient half")
-            )
+            complaints.append((has[BACKWARD] & has[INPUT_GRADIENT], "has a whole backward and an input-gradient half"))
             if weights:
                 halved = has[INPUT_GRADIENT] & ~has[WEIGHT_GRADIENT]
                 complaints.append((halved, "has no weight-gradient half"))
             else:
-                complaints.append(
-                    (has[WEIGHT_GRADIENT], "has a weight-gradient half, but nothing on it trains")
-                )
-            complaints.append(
-                (has[WEIGHT_GRADIENT] & has[BACKWARD], "has a whole backward and a weight-gradient half")
-            )
+                complaints.append((has[WEIGHT_GRADIENT], "has a weight-gradient half, but nothing on it trains"))
+            complaints.append((has[WEIGHT_GRADIENT] & has[BACKWARD], "has a whole backward and a weight-gradient half"))
         else:
             complaints.append((has[1:].any(axis=0), "is run backward, but nothing on it or before it trains"))
         for wrong, complaint in complaints:

@@ -83,9 +83,7 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Any]) -> None:
         for callback in callbacks:
             if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-                raise UserError(
-                    f"callbacks: {type(callback).__name__} has none of the methods {', '.join(EVENTS)}"
-                )
+                raise UserError(f"callbacks: {type(callback).__name__} has none of the methods {', '.join(EVENTS)}")
         self.callbacks = tuple(callbacks)
         self.control = RunControl()
         self._reported: dict[str, int] = {}

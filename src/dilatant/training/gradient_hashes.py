@@ -25,9 +25,7 @@ def owned_gradients(owned: OwnedWeights) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def gradient_hashes(
-    gradients: Mapping[str, torch.Tensor | None], layer_of: Mapping[str, str]
-) -> dict[str, int]:
+def gradient_hashes(gradients: Mapping[str, torch.Tensor | None], layer_of: Mapping[str, str]) -> dict[str, int]:
     """Map each layer, and each part of a weight, to a 61-bit hash of its gradients' bits, equal on all ranks that own
     the same.
 

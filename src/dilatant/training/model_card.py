@@ -33,8 +33,7 @@ def model_card(config: Config, run: Path, step: int, licence: str | None = None)
     versions = (f"{name} {_version(name)}" for name in ("dilatant", "torch", "transformers"))
     rows = {
         "from": ", ".join(name if name in ids else Path(name).name for name in names) or "random weights",
-        "data": ", ".join(f"{name} (weight {weight:g})" for name, weight in data.items())
-        or "given in Python",
+        "data": ", ".join(f"{name} (weight {weight:g})" for name, weight in data.items()) or "given in Python",
         "steps": f"{step:,} of {train.global_batch_size:,} samples each",
         "trained": trained,
         "learning rate": f"{train.optimizer.learning_rate:g} at its peak, {train.schedule.kind}",

@@ -72,15 +72,11 @@ def _check(config: Config, own: Mapping[str, Any]) -> None:
             raise UserError(f"{name} is a {type(function).__name__}; give a function")
     names = [getattr(metric, "__name__", "") for metric in metrics]
     if twice := [
-        name
-        for name in names
-        if not name or names.count(name) > 1 or name in (LOSS, *config.evaluation.metrics)
+        name for name in names if not name or names.count(name) > 1 or name in (LOSS, *config.evaluation.metrics)
     ]:
         raise UserError(f"metrics: a function needs a name of its own, and {twice[0] or 'one'!r} has none")
     if metrics and not config.holds_out:
-        raise UserError(
-            "metrics: there is nothing to evaluate on; pass eval_data, or name data.eval or data.val_size"
-        )
+        raise UserError("metrics: there is nothing to evaluate on; pass eval_data, or name data.eval or data.val_size")
     if config.train.preferences is not None and (useless := {"loss", "metrics"} & own.keys()):
         raise UserError(f"{min(useless)} is not used with train.preferences; leave one of them out")
     plain = OptimizerConfig(ema=config.train.optimizer.ema)
@@ -89,9 +85,7 @@ def _check(config: Config, own: Mapping[str, Any]) -> None:
         ("schedule", "train.schedule", config.train.schedule == RateSchedule()),
     ):
         if name in own and not is_plain:
-            raise UserError(
-                f"{key} is not used with {name}=... in Python; leave it out, or give its values there"
-            )
+            raise UserError(f"{key} is not used with {name}=... in Python; leave it out, or give its values there")
 
 
 def _target_tokens(sample: EncodedSample) -> float:
@@ -111,9 +105,7 @@ def find_loss(config: Config) -> TokenLoss | None:
     cross entropy. Raises UserError."""
     part, name = config.part("loss"), config.train.loss
     if part is not None and name is not None:
-        raise UserError(
-            "the loss was passed in Python, and train.loss names another one; leave one of them out"
-        )
+        raise UserError("the loss was passed in Python, and train.loss names another one; leave one of them out")
     smoothing = config.train.label_smoothing
     if smoothing and (part is not None or name is not None):
         raise UserError(

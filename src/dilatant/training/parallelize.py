@@ -16,15 +16,7 @@ from torch import nn
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker, local_worker
-from dilatant.config import (
-    ClusterConfig,
-    Config,
-    DataConfig,
-    ParallelConfig,
-    PlanConfig,
-    TrainConfig,
-    UserError,
-)
+from dilatant.config import ClusterConfig, Config, DataConfig, ParallelConfig, PlanConfig, TrainConfig, UserError
 from dilatant.config.config import DebugConfig
 from dilatant.config.environment import place_from
 from dilatant.data.sample import EncodedSample
@@ -192,14 +184,10 @@ def _taken(auto: Auto, model: MultimodalModel, is_said: object) -> list[Sequence
     if not batches or sizes[0] == 0:
         raise UserError("Auto has no batches to plan for: Auto([samples of a global batch, ...])")
     if len(sizes) > 1:
-        raise UserError(
-            f"Auto: batches of {sizes[0]} and {sizes[-1]} samples; give global batches of one size"
-        )
+        raise UserError(f"Auto: batches of {sizes[0]} and {sizes[-1]} samples; give global batches of one size")
     for sample in (sample for batch in batches for sample in batch):
         if sample.sizes.get(model.graph.anchor, 0) < 1:
-            raise UserError(
-                f"Auto: sample {sample.id!r} does not say its tokens: sizes[{model.graph.anchor!r}]"
-            )
+            raise UserError(f"Auto: sample {sample.id!r} does not say its tokens: sizes[{model.graph.anchor!r}]")
     return batches
 
 
@@ -215,10 +203,7 @@ def _find_plan(
     # A copy on the meta device: layers are measured with weights of their own, and `model` stays unchanged.
     hollow = with_weights(
         model,
-        {
-            own: nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad)
-            for own in model.parameters()
-        },
+        {own: nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad) for own in model.parameters()},
     )
     assert isinstance(hollow, MultimodalModel)
     described = describe_model(hollow, dict.fromkeys(hollow.units))

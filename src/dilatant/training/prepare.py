@@ -89,9 +89,7 @@ def prepare(
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:
-            cut = Cutter(
-                config, model, known_tokens(samples, model), target_share(samples), plan_before(config)
-            )
+            cut = Cutter(config, model, known_tokens(samples, model), target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
             if found := row_length_of_run(config, samples, model, planned):
                 config, reason = found[0].config, found[2]
@@ -116,9 +114,7 @@ def known_tokens(samples: Samples, model: MultimodalModel) -> dict[str, NDArray[
     return {name: sizes.of(name)[::each] for name in model.units}
 
 
-def with_costs(
-    config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
-) -> TrainingPlan:
+def with_costs(config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan) -> TrainingPlan:
     """Return the plan with the costs of its steps on this hardware; costs that the plan has already are kept."""
     targets = target_share(samples)
     costs = costs_of_run(config, model, planned.plan, planned.costs, targets, planned.zero, planned.shard)
@@ -142,26 +138,19 @@ def row_length_of_run(
     return row_length(problem, planned.plan, "1f1b" if planned.schedule == "serial" else planned.schedule)
 
 
-def _chain_of_layout(
-    config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
-) -> ChainCosts:
+def _chain_of_layout(config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan) -> ChainCosts:
     """Return the costs from which memberships that follow this layout are planned: those that assign samples."""
     plan, anchor = planned.plan, model.graph.anchor
     own: dict[str, dict[int, Degrees]] = {unit.name: {1: ONE} for unit in plan.units}
     for placed in plan.stages():
         own[placed.unit].setdefault(len(placed.stage.ranks), placed.stage.degrees)
-    others = {
-        width: one.without_experts for each in (*own.values(), own[anchor]) for width, one in each.items()
-    }
+    others = {width: one.without_experts for each in (*own.values(), own[anchor]) for width, one in each.items()}
     degrees = {name: {**others, **each} for name, each in own.items()}
-    here = local_costs(
-        config, model, plan, target_share(samples), planned.zero, others.values(), planned.shard
-    )
+    here = local_costs(config, model, plan, target_share(samples), planned.zero, others.values(), planned.shard)
     units, tokens = here.unit_layers(known_tokens(samples, model), config.row_tokens)
     count = planned.num_microbatches * len(plan.unit(anchor).replicas)
     size = min(
-        config.train.global_batch_size / count,
-        max(1.0, config.row_tokens / max(1.0, float(tokens[anchor].mean()))),
+        config.train.global_batch_size / count, max(1.0, config.row_tokens / max(1.0, float(tokens[anchor].mean())))
     )
     limits = config.resilience
     lost = limits.ranks_per_node, limits.fault_tolerance

@@ -76,11 +76,7 @@ class RunResult:
     def _repr_html_(self) -> str:
         """Return the result and the last step's page for a notebook."""
         figures = {} if self.loss is None else {"loss": self.loss}
-        figures |= (
-            {}
-            if self.evaluation is None
-            else {f"held-out {k}": v for k, v in self.evaluation.figures.items()}
-        )
+        figures |= {} if self.evaluation is None else {f"held-out {k}": v for k, v in self.evaluation.figures.items()}
         shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
         text = f"step {self.step} of {self.total_steps}: {shown} ({self.folder})"
         page = self.folder / "timeline.html"
@@ -130,12 +126,7 @@ def find_references(trainer: Trainer, keeps: bool, show: Show) -> None:
 
 
 def begin_folder(
-    config: Config,
-    prepared: PreparedRun,
-    planned: TrainingPlan,
-    folder: RunFolder,
-    discards: bool,
-    show: Show,
+    config: Config, prepared: PreparedRun, planned: TrainingPlan, folder: RunFolder, discards: bool, show: Show
 ) -> None:
     """Write the files that a run begins with. Call this when the config is known to be right: a mistake must not cost
     an old run. discards: delete the existing checkpoints and traces."""
@@ -153,13 +144,7 @@ def begin_folder(
     _show_data(config, samples, folder, console)
 
 
-def train_to_end(
-    config: Config,
-    trainer: Trainer,
-    folder: RunFolder,
-    show: Show,
-    stop: StopSignal,
-) -> RunResult:
+def train_to_end(config: Config, trainer: Trainer, folder: RunFolder, show: Show, stop: StopSignal) -> RunResult:
     """Train, observed on rank 0, and evaluate the final model; called by all ranks."""
     first, began_at = trainer.rank == 0, trainer.step
     with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
@@ -169,9 +154,7 @@ def train_to_end(
         if observer is None:
             evaluation = trainer.run(lambda metrics: None, lambda: stop.received)
         else:
-            evaluation = trainer.run(
-                observer.stepped, lambda: stop.received, observer.evaluated, observer.decide
-            )
+            evaluation = trainer.run(observer.stepped, lambda: stop.received, observer.evaluated, observer.decide)
         seconds = time.monotonic() - training_began
         summary = _show_last_step(trainer, folder) if trainer.step else ""
         if trainer.is_finished and evaluation is None:
@@ -259,9 +242,7 @@ class Observer:
             why = f" with {trainer.comm.size} ranks: {reason}" if reason else ""
             self._console.print(f"going on after step {trainer.step}{why}", highlight=False, markup=False)
             self._history = self._folder.evaluations_before(trainer.step)
-        if (
-            warning := self._folder.begin_metrics(trainer.step, trainer.membership.weights_follow)
-        ) is not None:
+        if (warning := self._folder.begin_metrics(trainer.step, trainer.membership.weights_follow)) is not None:
             warn(self._console, warning)
         self._trackers = open_trackers(
             self._config.train.report_to,
@@ -343,9 +324,7 @@ class Observer:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Record the evaluation after `step`."""
-        before = [
-            entry for entry in self._history if entry["step"] != step
-        ]  # another generation may repeat it
+        before = [entry for entry in self._history if entry["step"] != step]  # another generation may repeat it
         if len(before) == len(self._history):
             of_sources = {name: finite_or_none(own) for name, own in evaluation.by_source.items()}
             self._folder.log(
@@ -363,9 +342,7 @@ class Observer:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.figures.items())
         kept = self._config.evaluation.keep_best
         best = self._trainer.state.best
-        about = (
-            "" if kept is None or best.step is None else f" (best {kept} {best.value:.4g}, step {best.step})"
-        )
+        about = "" if kept is None or best.step is None else f" (best {kept} {best.value:.4g}, step {best.step})"
         self._console.print(
             f"step {step}: {len(evaluation.verdicts):,} held-out samples: {shown}{about}", highlight=False
         )

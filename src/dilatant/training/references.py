@@ -102,8 +102,7 @@ class References:
         self._inputs.use_references(tables)
         if runtime.comm.rank == 0:
             stored = {
-                name: _Stored(self._digests[name], table.astype("<f8").tobytes())
-                for name, table in tables.items()
+                name: _Stored(self._digests[name], table.astype("<f8").tobytes()) for name, table in tables.items()
             }
             try:
                 write_durably(self._file, msgspec.json.encode(stored))
@@ -120,7 +119,5 @@ class References:
         return {
             name: tables[name].copy()
             for name, content in self._content.items()
-            if name in found
-            and found[name].samples == self._digests[name]
-            and len(tables[name]) == len(content)
+            if name in found and found[name].samples == self._digests[name] and len(tables[name]) == len(content)
         }

@@ -54,11 +54,7 @@ class Resilient:
 
 
 def train(
-    config: Config,
-    *,
-    overwrite: bool = False,
-    show: Show = "nothing",
-    resilient: Resilient | None = None,
+    config: Config, *, overwrite: bool = False, show: Show = "nothing", resilient: Resilient | None = None
 ) -> RunResult:
     """Train the model of a config, evaluate it on held-out data and export it into the run folder.
 
@@ -127,11 +123,7 @@ def train(
 
 
 def _train_as_planned(
-    worker: Worker,
-    config: Config,
-    choose: Callable[..., TrainingPlan | None],
-    start: StartingPoint,
-    show: Show,
+    worker: Worker, config: Config, choose: Callable[..., TrainingPlan | None], start: StartingPoint, show: Show
 ) -> tuple[RunResult, PreparedRun]:
     """Run one rank of an outer launcher: rank 0 plans (or cuts stages) for all ranks, which then build and train."""
     assert worker.store is not None
@@ -261,10 +253,7 @@ def _describe(console: Console, config: Config, prepared: PreparedRun) -> None:
     table.add_column("")
     for part in audit(prepared.model.units):
         table.add_row(
-            part.part,
-            f"{part.parameters:,}",
-            f"{part.trainable:,}",
-            "" if part.trainable else Text("frozen", "cyan"),
+            part.part, f"{part.parameters:,}", f"{part.trainable:,}", "" if part.trainable else Text("frozen", "cyan")
         )
     console.print(table)
     samples = prepared.samples

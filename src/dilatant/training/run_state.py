@@ -60,9 +60,7 @@ class BestEvaluation:
         try:
             return msgspec.convert({} if tree is None else tree, cls)
         except msgspec.ValidationError:
-            raise UserError(
-                "the checkpoint's value 'best' is no evaluation; resume from another one"
-            ) from None
+            raise UserError("the checkpoint's value 'best' is no evaluation; resume from another one") from None
 
 
 class RunState:
@@ -76,12 +74,7 @@ class RunState:
     """
 
     def __init__(
-        self,
-        config: Config,
-        samples: Samples,
-        runtime: Runtime,
-        optimizer: WithMasters,
-        averages: Averages | None,
+        self, config: Config, samples: Samples, runtime: Runtime, optimizer: WithMasters, averages: Averages | None
     ) -> None:
         self.runtime = runtime
         self.optimizer = optimizer
@@ -192,9 +185,7 @@ class RunState:
         known = {weight.canonical for unit in self.runtime.model.units.values() for weight in unit.weights}
         values = load(checkpoint, tensors, known=known, shapes=self.shapes)
         if not isinstance(values.get("step"), int) or "position" not in values:
-            raise UserError(
-                f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
-            )
+            raise UserError(f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written")
         try:
             self._data.require(values.get("data", ()))
             self.go_on_from(values)

@@ -32,13 +32,7 @@ class StepMeter:
     peak_flops: float | None
 
     def of(
-        self,
-        state: RunState,
-        batch: GlobalBatch,
-        result: StepResult,
-        rate: float,
-        seconds: float,
-        waited: float,
+        self, state: RunState, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
     ) -> StepMetrics:
         """Return the metrics of the last step: `seconds` long, `waited` of them for data, at `rate` times the peak
         rates."""

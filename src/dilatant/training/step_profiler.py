@@ -62,9 +62,7 @@ class StepProfiler:
             if self._dump is not None and _is_out_of_memory(error):
                 name = f"out-of-memory-in-step-{number}.{self._place}.pickle"
                 _write(path := Path(self._config.output_dir, TRACES, name), self._dump)
-                warn(
-                    open_console(stderr=True), f"GPU memory ran out in step {number}; {path} has what held it"
-                )
+                warn(open_console(stderr=True), f"GPU memory ran out in step {number}; {path} has what held it")
             raise
 
     def close(self) -> None:

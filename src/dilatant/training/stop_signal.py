@@ -73,6 +73,4 @@ class RunStopped(Exception):
         self.exit_code = exit_code
         self.can_resume = Path(output_dir, "config.yaml").exists()
         then = "go on with `dilatant resume`" if self.can_resume else "nothing had begun, so start it again"
-        super().__init__(
-            f"stopped by {signal.Signals(exit_code - 128).name} while no step was trained; {then}"
-        )
+        super().__init__(f"stopped by {signal.Signals(exit_code - 128).name} while no step was trained; {then}")

@@ -101,9 +101,7 @@ class Trainer:
         own_loss, pair_loss = model.language.token_loss, model.language.pair_loss
         if pair_loss is not None or (own_loss is not None and not own_loss.is_per_token):
             sources = ()  # a data set's share of the loss is unknown
-        self.runtime = _open_runtime(
-            config, model, planned, self.comm, weights, len(sources), membership, before
-        )
+        self.runtime = _open_runtime(config, model, planned, self.comm, weights, len(sources), membership, before)
         self._profiler = StepProfiler(config, worker, self.runtime.named_ranges)
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
         shared = before.state if before is not None and self.runtime.owned.stays else None
@@ -283,9 +281,7 @@ class Trainer:
         """Return the steps of the run, which are planned and decoded until `_background` is closed."""
         if self._steps is None:
             state = self.state
-            steps = self._inputs.training(
-                state.sampler, state.position, state.step, state.total_steps, state.left_out
-            )
+            steps = self._inputs.training(state.sampler, state.position, state.step, state.total_steps, state.left_out)
             self._steps = self._background.enter_context(steps)
         return self._steps
 
@@ -440,9 +436,7 @@ def _open_runtime(
         costs=planned.costs,
         seed=config.seed,
         weights=weights,
-        layout=StateLayout(
-            planned.zero, membership.node_of, not config.train.optimizer.offload, shard=planned.shard
-        ),
+        layout=StateLayout(planned.zero, membership.node_of, not config.train.optimizer.offload, shard=planned.shard),
         execution=execution,
         recovery=Recovery(
             None if before is None else before.runtime, membership.weights_follow, membership.keeps_gradients

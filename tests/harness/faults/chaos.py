@@ -78,9 +78,7 @@ def run_with_faults(
 
 
 @contextlib.contextmanager
-def slowed(
-    run: Path, victim: str, after_step: int, works: float = 0.02, stands: float = 0.04
-) -> Iterator[None]:
+def slowed(run: Path, victim: str, after_step: int, works: float = 0.02, stands: float = 0.04) -> Iterator[None]:
     """From step `after_step` on, let a process work for `works` and stop it for `stands` seconds, repeatedly."""
     ended = threading.Event()
 
@@ -114,9 +112,7 @@ def losses(run: Path) -> list[float]:
 
 
 def _command(folder: Path, log: Path, arguments: tuple[str, ...]) -> None:
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM}
-    )  # which the fork server blocks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # which the fork server blocks
     os.chdir(folder)
     with log.open("w") as output:
         for stream in (1, 2):

@@ -145,16 +145,7 @@ class Ranks:
         self._added += 1
         agent = Child(AGENT, dataclasses.replace(self._start(self._coordinator.port), node=name))
         dies = self._dying.get(name)
-        arguments = (
-            str(self._config),
-            self._plan,
-            self._store.port,
-            name,
-            agent.port,
-            index,
-            self._size,
-            dies,
-        )
+        arguments = (str(self._config), self._plan, self._store.port, name, agent.port, index, self._size, dies)
         process = self._context.Process(target=_train, args=arguments)
         process.start()
         self._nodes[name] = agent, process
@@ -249,9 +240,7 @@ class Ranks:
         return value
 
 
-def _train(
-    config: str, plan: str, store: int, node: str, agent: int, rank: int, size: int, dies: Dies | None
-) -> None:
+def _train(config: str, plan: str, store: int, node: str, agent: int, rank: int, size: int, dies: Dies | None) -> None:
     torch.set_num_threads(1)
     rank_module.LATER_SECONDS = LATER_SECONDS
     if dies is not None:
@@ -305,9 +294,7 @@ def _least(pid: int) -> Held:
         looks.append(_held(pid))
         time.sleep(0.02)
     return Held(
-        min(look.files for look in looks),
-        min(look.threads for look in looks),
-        min(look.mebibytes for look in looks),
+        min(look.files for look in looks), min(look.threads for look in looks), min(look.mebibytes for look in looks)
     )
 
 

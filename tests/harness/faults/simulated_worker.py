@@ -153,9 +153,7 @@ class Worker:
             if self.world.random.random() < self.world.flaky:
                 self.say(0.0, Broken(generation, "a link failed"))
                 return
-            everybody = self.world.meet(
-                ("step", generation, step), self.node, self.is_asked_to_end, self.members
-            )
+            everybody = self.world.meet(("step", generation, step), self.node, self.is_asked_to_end, self.members)
             if everybody is not None:
                 for node in self.members:
                     other = self.world.workers.get(node)

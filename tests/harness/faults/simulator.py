@@ -14,16 +14,7 @@ from typing import Any
 from dilatant.resilience.protocol.agent import Agent, Command, End, Event, Rebuild
 from dilatant.resilience.protocol.candidate import LeaderCandidate
 from dilatant.resilience.protocol.coordinator import Coordinator
-from dilatant.resilience.protocol.values import (
-    FINISHED,
-    TOO_FEW,
-    Effect,
-    Persist,
-    Record,
-    Settings,
-    Status,
-    Task,
-)
+from dilatant.resilience.protocol.values import FINISHED, TOO_FEW, Effect, Persist, Record, Settings, Status, Task
 from harness.faults.simulated_worker import Violated, Weights, Worker
 
 SAVED_EVERY = 3
@@ -55,9 +46,7 @@ class World:
         self.double = draw.choice((0.0, 0.1))
         self.slow = draw.choice((0.05, 0.5, 1.5))
         self.crashes = sorted(draw.randint(1, 60 * self.size) for _ in range(draw.choice((0, 1, 1, 2, 3))))
-        self.coordinator_crashes = sorted(
-            draw.randint(3, 60 * self.size) for _ in range(draw.choice((0, 0, 1, 2)))
-        )
+        self.coordinator_crashes = sorted(draw.randint(3, 60 * self.size) for _ in range(draw.choice((0, 0, 1, 2))))
         self.leaves = draw.random() < 0.2
         self.flaky = draw.choice((0.0, 0.0, 0.0, 0.05))
         self.messages = self.coordinator_messages = 0

@@ -40,10 +40,7 @@ class AttentionPlan:
     """
 
     def __init__(
-        self,
-        mask: AttentionMask,
-        keys: AttentionMask | None = None,
-        in_windows: AttentionPlan | None = None,
+        self, mask: AttentionMask, keys: AttentionMask | None = None, in_windows: AttentionPlan | None = None
     ) -> None:
         self.mask = mask
         self.in_windows = in_windows
@@ -101,9 +98,7 @@ class AttentionPlan:
 
         def make(plan: AttentionPlan) -> DeviceWork:
             work = work_list(plan.table(block, block, transposed), copies, processors, **options)
-            units, intervals, splits = (
-                upload(one, device) for one in (work.units, work.intervals, work.splits)
-            )
+            units, intervals, splits = (upload(one, device) for one in (work.units, work.intervals, work.splits))
             return DeviceWork(units, intervals, splits, work.num_slots)
 
         key = "work", device, block, copies, processors, transposed, *sorted(options.items())

@@ -90,8 +90,7 @@ def choose_backend(request: AttentionCall, installed: MachineCapabilities, wante
         )
     if not able:
         raise AttentionError(
-            "no attention backend can run this: "
-            + "; ".join(f"{name}: {why}" for name, why in obstacles.items())
+            "no attention backend can run this: " + "; ".join(f"{name}: {why}" for name, why in obstacles.items())
         )
     chosen = able[0] if wanted == "auto" else wanted
     others = {name: obstacles[name] or f"{chosen} is preferred" for name in order if name != chosen}
@@ -104,9 +103,7 @@ def choose_kernel(request: AttentionCall, installed: MachineCapabilities, wanted
     """Return the backend among our own kernels, whose forward and backward can be called separately. Raises
     AttentionError if `wanted` is none of them or cannot run the request."""
     if wanted not in ("auto", *KERNELS):
-        raise AttentionError(
-            f"attention backend {wanted!r} has no separate backward; use one of {', '.join(KERNELS)}"
-        )
+        raise AttentionError(f"attention backend {wanted!r} has no separate backward; use one of {', '.join(KERNELS)}")
     for name in KERNELS:
         if wanted == "auto" and unsupported_reason(name, request, installed) is None:
             return name
@@ -185,9 +182,7 @@ def explain_here(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     }
     lines = {}
     for name, mask in masks.items():
-        call = AttentionCall(
-            device.type, dtype, HEAD_DIM, HEAD_DIM, not_plain=why_not_plain(AttentionPlan(mask))
-        )
+        call = AttentionCall(device.type, dtype, HEAD_DIM, HEAD_DIM, not_plain=why_not_plain(AttentionPlan(mask)))
         choice = choose_backend(call, installed(device))
         others = "".join(f"; not {other}: {why}" for other, why in choice.others.items())
         lines[name] = f"{choice.name} ({choice.reason}){others}"
@@ -219,9 +214,7 @@ def _triton(request: AttentionCall, installed: MachineCapabilities) -> str | Non
     if request.device not in ("cpu", "cuda"):
         return f"there are no kernels for {request.device} devices"
     if installed.capability is not None and installed.capability < (8, 0):
-        return (
-            f"the GPU's compute capability is {installed.capability[0]}.{installed.capability[1]}, below 8.0"
-        )
+        return f"the GPU's compute capability is {installed.capability[0]}.{installed.capability[1]}, below 8.0"
     if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels take bfloat16, float16 and float32, not {request.dtype}"
     if request.device == "cpu" and request.dtype == torch.bfloat16:

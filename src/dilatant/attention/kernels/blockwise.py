@@ -167,8 +167,7 @@ def _make_blocks(plan: AttentionPlan, device: torch.device) -> list[Block]:
     for row, (low, high) in enumerate(itertools.pairwise(table.offsets.tolist())):
         queries = slice(row * QUERY_BLOCK, min((row + 1) * QUERY_BLOCK, table.row_tokens))
         chunks = [
-            Chunk(slices, None)
-            for slices in _chunks((starts[i], ends[i]) for i in range(low, high) if not partial[i])
+            Chunk(slices, None) for slices in _chunks((starts[i], ends[i]) for i in range(low, high) if not partial[i])
         ]
         for slices in _chunks((starts[i], ends[i]) for i in range(low, high) if partial[i]):
             hidden = functools.partial(_hidden, words, queries, slices, plan.mask.window)

@@ -76,7 +76,5 @@ class KernelFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output, _):
         query, key, value, sinks, output, logsumexp = ctx.saved_tensors
-        gradients = ctx.kernel.backward(
-            grad_output, query, key, value, sinks, output, logsumexp, ctx.plan, ctx.scores
-        )
+        gradients = ctx.kernel.backward(grad_output, query, key, value, sinks, output, logsumexp, ctx.plan, ctx.scores)
         return *gradients, None, None, None

@@ -63,11 +63,7 @@ def is_one_batch(plan: AttentionPlan) -> bool:
     """Return whether the row is one batch without padding: samples of one length, each with full attention."""
     runs = plan.mask.runs
     is_alike = runs.length.size > 0 and bool((runs.length == runs.length[0]).all())
-    return (
-        why_not_plain(plan) is None
-        and is_alike
-        and bool((runs.field & (layout.OWN | layout.CAUSAL) == 1).all())
-    )
+    return why_not_plain(plan) is None and is_alike and bool((runs.field & (layout.OWN | layout.CAUSAL) == 1).all())
 
 
 def attend(
@@ -98,12 +94,7 @@ def attend(
 
 
 def _attend_batch(
-    batch: Batch,
-    mask: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
+    batch: Batch, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
     q, k, v = (part.unflatten(0, (batch.samples, -1)).transpose(1, 2) for part in (query, key, value))
     group = q.shape[1] // k.shape[1]
@@ -111,9 +102,7 @@ def _attend_batch(
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     if mask is not None:
         mask = mask.expand(-1, -1, batch.length, -1)
-    output = scaled_dot_product_attention(
-        q, k, v, mask, is_causal=batch.causal, scale=scale, enable_gqa=group > 1
-    )
+    output = scaled_dot_product_attention(q, k, v, mask, is_causal=batch.causal, scale=scale, enable_gqa=group > 1)
     return output.transpose(1, 2).flatten(0, 1)
 
 
@@ -220,9 +209,7 @@ def _fewest_batches(samples: list[tuple[int, int]]) -> list[list[tuple[int, int]
     lengths, counts = np.unique([-length for _, length in samples], return_counts=True)
     squares, before = lengths**2, np.concatenate([[0], np.cumsum(counts)])
     # From length number i to number j as one batch, padded to the longest.
-    pairs = np.where(
-        np.tri(len(squares), dtype=bool).T, squares[:, None] * (before[1:] - before[:-1, None]), np.inf
-    )
+    pairs = np.where(np.tri(len(squares), dtype=bool).T, squares[:, None] * (before[1:] - before[:-1, None]), np.inf)
     most = float(squares @ counts - PADDED_PAIRS * lengths @ counts)
     begins: list[NDArray[np.int64]] = []
     best = np.concatenate([[0.0], np.full(len(squares), np.inf)])

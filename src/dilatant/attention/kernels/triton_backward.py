@@ -41,15 +41,9 @@ def delta_kernel(
     dims = tl.arange(0, BLOCK_DIM)
     exist = rows < query_tokens
     loaded = exist[:, None] & (dims < HEAD_DIM)[None, :]
-    at = (
-        rows.to(tl.int64)[:, None] * output_stride_token
-        + tl.cast(head, tl.int64) * output_stride_head
-        + dims[None, :]
-    )
+    at = rows.to(tl.int64)[:, None] * output_stride_token + tl.cast(head, tl.int64) * output_stride_head + dims[None, :]
     grad_at = (
-        rows.to(tl.int64)[:, None] * grad_stride_token
-        + tl.cast(head, tl.int64) * grad_stride_head
-        + dims[None, :]
+        rows.to(tl.int64)[:, None] * grad_stride_token + tl.cast(head, tl.int64) * grad_stride_head + dims[None, :]
     )
     o = tl.load(output + at, mask=loaded, other=0.0).to(tl.float32)
     g = tl.load(grad_output + grad_at, mask=loaded, other=0.0).to(tl.float32)
@@ -300,9 +294,7 @@ def _visit_queries(
             score = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), inner, SOFTCAP)
             weight = tl.exp2(score * outer - log_total[None, :])
             if MASKED:
-                q_low, q_high, q_position = load_words(
-                    query_fields, query_positions, row, query_tokens, BLOCK_M
-                )
+                q_low, q_high, q_position = load_words(query_fields, query_positions, row, query_tokens, BLOCK_M)
                 seen = visible(
                     q_low[None, :], q_high[None, :], q_position[None, :],
                     k_low[:, None], k_high[:, None], k_position[:, None],

@@ -152,19 +152,12 @@ def backward(
         BLOCK_DIM=padded_head_dim(head_dim),
         BLOCK_M=JOIN_TOKENS,
     )
-    sources = query, key, value, grad_output = [
-        _loadable(x, tuning) for x in (query, key, value, grad_output)
-    ]
+    sources = query, key, value, grad_output = [_loadable(x, tuning) for x in (query, key, value, grad_output)]
     kv_heads = key.shape[1]
     group = heads // kv_heads
 
     def gradients(
-        kernel: Any,
-        tile: Tile,
-        rows: int,
-        grads: Sequence[torch.Tensor],
-        constants: dict[str, int],
-        **work: Any,
+        kernel: Any, tile: Tile, rows: int, grads: Sequence[torch.Tensor], constants: dict[str, int], **work: Any
     ) -> None:
         """Run the kernel that writes `grads`, `rows` of their tokens per program. `work`: options of `work_list`."""
         copies = grads[0].shape[1]
@@ -263,9 +256,7 @@ def _launch(
     )
 
 
-def _work(
-    plan: AttentionPlan, query: torch.Tensor, tuning: Tuning, copies: int, **options: Any
-) -> DeviceWork:
+def _work(plan: AttentionPlan, query: torch.Tensor, tuning: Tuning, copies: int, **options: Any) -> DeviceWork:
     return plan.work(
         query.device,
         tuning.block,

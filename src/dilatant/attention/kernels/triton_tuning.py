@@ -38,9 +38,7 @@ class Tuning:
         for name in ("forward", "grad_query", "grad_key_value"):
             tile = getattr(self, name)
             if self.block % tile.queries or self.block % tile.keys:
-                raise ValueError(
-                    f"{name} tile {tile.queries}x{tile.keys} does not divide the block of {self.block}"
-                )
+                raise ValueError(f"{name} tile {tile.queries}x{tile.keys} does not divide the block of {self.block}")
 
 
 _HOPPER_16_BIT = {

@@ -163,11 +163,7 @@ def _sweep(
     finished, exact, offsets, intervals, counts = sweep.sweep(
         query_runs, key_runs, window, _size(block), _size(key_block), *tokens, store, most, budget
     )
-    return (
-        (exact, offsets, intervals, counts)
-        if finished
-        else (False, *_by_sample(mask, keys, block, key_block))
-    )
+    return (exact, offsets, intervals, counts) if finished else (False, *_by_sample(mask, keys, block, key_block))
 
 
 def _by_sample(

@@ -82,9 +82,7 @@ class RowLayout:
                     continue
                 if modality not in known:
                     if modalities is not None:
-                        raise MaskError(
-                            f"{where}: unknown modality {modality!r}; known are {', '.join(known)}"
-                        )
+                        raise MaskError(f"{where}: unknown modality {modality!r}; known are {', '.join(known)}")
                     known.append(modality)
                 if instance is None and modality != known[0]:
                     instance, next_instance = next_instance, next_instance + 1
@@ -106,9 +104,7 @@ class RowLayout:
         first = np.flatnonzero(opens)
         samples, kinds, instances = columns[:, first]
         if (np.diff(samples, prepend=0) < 0).any() or (samples.size and samples[0] != 0):
-            raise MaskError(
-                "samples of a packed row must be numbered from 0 in row order, each in one stretch"
-            )
+            raise MaskError("samples of a packed row must be numbered from 0 in row order, each in one stretch")
         if kinds.size and not -1 <= kinds.min() <= kinds.max() < len(modalities):
             raise MaskError(f"modalities must be -1 (padding) or an index into {list(modalities)}")
         return cls(tuple(modalities), samples, kinds, instances, np.diff(first, append=columns.shape[1]))
@@ -181,9 +177,7 @@ def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
         raise MaskError(f"{prefix.size} prefix lengths for {row.num_samples} samples")
     tokens = np.bincount(row.sample, weights=row.length, minlength=row.num_samples)
     for sample in np.flatnonzero((prefix < 0) | (prefix > tokens)):
-        raise MaskError(
-            f"sample {sample}: prefix of {prefix[sample]} tokens in a sample of {int(tokens[sample])}"
-        )
+        raise MaskError(f"sample {sample}: prefix of {prefix[sample]} tokens in a sample of {int(tokens[sample])}")
     position = row.positions()
     inside = np.clip(prefix[row.sample] - position, 0, row.length)
     before = pack_fields(1, 1, sample=row.sample)
@@ -281,9 +275,7 @@ def pack(masks: Sequence[AttentionMask]) -> AttentionMask:
     or the row has more samples than a word distinguishes."""
     windows = {mask.window for mask in masks}
     if len(windows) > 1:
-        raise MaskError(
-            f"masks with window widths {sorted(map(str, windows))} in one row; a row has one width"
-        )
+        raise MaskError(f"masks with window widths {sorted(map(str, windows))} in one row; a row has one width")
     fields, samples = [], 0
     for mask in masks:
         field = mask.runs.field
@@ -307,9 +299,7 @@ _BRANCHES = (1 << CLASS_BITS - 1, 1 << CLASS_BITS - 2)
 """Classes of the tokens behind a shared beginning; masks of media use the lowest bits."""
 
 
-def share_beginnings(
-    mask: AttentionMask, lengths: Sequence[Sequence[int]], shared: Sequence[int]
-) -> AttentionMask:
+def share_beginnings(mask: AttentionMask, lengths: Sequence[Sequence[int]], shared: Sequence[int]) -> AttentionMask:
     """Join sequences that begin alike: of each group's `shared` first tokens one copy is kept, which all of them see.
 
     mask: of a row in which every sequence is a sample. lengths: for each group, the tokens of its sequences, one or

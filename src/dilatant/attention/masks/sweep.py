@@ -105,11 +105,7 @@ def _append_stretches(stretches, used, order, low, high, wanted, runs):
             continue
         first, end, at = start[run], start[run] + length[run], position[run]
         last = used - 1
-        if (
-            used > begin
-            and stretches[last, 1] == first
-            and stretches[last, 2] + first - stretches[last, 0] == at
-        ):
+        if used > begin and stretches[last, 1] == first and stretches[last, 2] + first - stretches[last, 0] == at:
             stretches[last, 1] = end
             continue
         stretches[used, 0] = first
@@ -322,9 +318,7 @@ def _sweep_run(piece, causal, window, stretches, bounds, buffers, filled, sizes,
         token = piece_end
         if token == (block + 1) * size or token == query_tokens:
             first = used if store else np.int64(0)
-            used, full, partial = _emit(
-                some, num_some, every, num_every, key_block, key_tokens, intervals, first
-            )
+            used, full, partial = _emit(some, num_some, every, num_every, key_block, key_tokens, intervals, first)
             counts[block, 0] = full
             counts[block, 1] = partial
             if store and used - first > most:
@@ -335,9 +329,7 @@ def _sweep_run(piece, causal, window, stretches, bounds, buffers, filled, sizes,
 
 
 @njit(cache=True, error_model="numpy")
-def sweep(
-    query_runs, key_runs, window, query_block, key_block, query_tokens, key_tokens, store, most, budget
-):
+def sweep(query_runs, key_runs, window, query_block, key_block, query_tokens, key_tokens, store, most, budget):
     """Classify every pair of blocks.
 
     Runs are int64 `[4, runs]`: start, length, word, position. Blocks are (tokens, log2 of tokens or -1). `window` is -1
@@ -410,9 +402,7 @@ def sweep(
             stretches = _grown(stretches, used_stretches + 2 * (high - low))
         group_low = group_high = used_stretches
         if attended and word & _LOCAL:
-            group_high = _append_stretches(
-                stretches, group_low, by_instance, found_low, found_high, attended, runs
-            )
+            group_high = _append_stretches(stretches, group_low, by_instance, found_low, found_high, attended, runs)
             steps += found_high - found_low
         elif attended and low < high:
             view = newest_view[sample]
@@ -426,9 +416,7 @@ def sweep(
                 used_views += 1
                 views[view, 0] = attended
                 views[view, 1] = used_stretches
-                used_stretches = _append_stretches(
-                    stretches, used_stretches, by_sample, low, high, attended, runs
-                )
+                used_stretches = _append_stretches(stretches, used_stretches, by_sample, low, high, attended, runs)
                 views[view, 2] = used_stretches
                 views[view, 3] = newest_view[sample]
                 newest_view[sample] = view
@@ -438,9 +426,7 @@ def sweep(
         if word & _TOGETHER and word & _OWN:
             if own_low + high - low > stretches.shape[0]:
                 stretches = _grown(stretches, own_low + high - low)
-            own_high = _append_stretches(
-                stretches, own_low, by_instance, found_low, found_high, word & _OWN, runs
-            )
+            own_high = _append_stretches(stretches, own_low, by_instance, found_low, found_high, word & _OWN, runs)
             steps += found_high - found_low
 
         causal = word & _CAUSAL != 0

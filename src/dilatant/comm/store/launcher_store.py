@@ -51,9 +51,7 @@ def shared_store(place: LaunchPlace, timeout_seconds: float) -> Iterator[Store]:
 def _serve(place: LaunchPlace, token: bytes) -> StoreServer:
     """Start the server, on loopback for one machine. Under torchrun, whose agent uses the port, use any free port."""
     try:
-        return StoreServer(
-            LOOPBACK if place.one_machine else "", place.port if place.hosts_store else 0, token
-        )
+        return StoreServer(LOOPBACK if place.one_machine else "", place.port if place.hosts_store else 0, token)
     except OSError as error:
         raise UserError(
             f"rank 0 cannot listen on port {place.port} ({error.strerror}); set MASTER_PORT to a free one on all ranks"
@@ -67,9 +65,7 @@ def _address(place: LaunchPlace, server: StoreServer | None, timeout_seconds: fl
         return LOOPBACK if place.one_machine else place.host, place.port
     key, timeout = f"dilatant/{place.attempt}", timedelta(seconds=timeout_seconds)
     try:
-        agent = dist.TCPStore(
-            place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False
-        )
+        agent = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
         if server is not None:
             agent.set(key, f"{LOOPBACK if place.one_machine else _own_address(place)} {server.port}")
         host, port = agent.get(key).decode().split()

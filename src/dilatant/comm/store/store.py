@@ -180,9 +180,7 @@ class _Connection:
         self._link.close()
 
 
-def connect(
-    host: str, port: int, token: bytes, on_one_machine: bool, timeout_seconds: float = 300.0
-) -> Store:
+def connect(host: str, port: int, token: bytes, on_one_machine: bool, timeout_seconds: float = 300.0) -> Store:
     """Connect to the store, which may not listen yet. Raises UserError if the tokens differ, or if nothing answers in
     time."""
     server = _Server(host, port, token, on_one_machine)

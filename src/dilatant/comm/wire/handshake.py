@@ -194,9 +194,7 @@ class PendingHandshakes:
         theirs, answer = bytes(pending.arrived[:NONCE_BYTES]), bytes(pending.arrived[NONCE_BYTES:])
         is_proved = proves(answer, self._token, b"client", pending.nonce, theirs)
         try:
-            pending.connection.sendall(
-                proof(self._token, b"server", pending.nonce, theirs) if is_proved else REFUSED
-            )
+            pending.connection.sendall(proof(self._token, b"server", pending.nonce, theirs) if is_proved else REFUSED)
         except OSError:
             is_proved = False
         if not is_proved:

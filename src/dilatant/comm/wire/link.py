@@ -137,9 +137,7 @@ class WireLink:
             for body in self._frames.feed(data):
                 messages.append(self._open(body))
         except (FrameError, LinkClosed) as error:
-            self._failure = LinkClosed(
-                str(error)
-            )  # raised by the next read; the shutdown wakes a waiting reader
+            self._failure = LinkClosed(str(error))  # raised by the next read; the shutdown wakes a waiting reader
             if not messages:
                 raise self._failure from None
             self._shut_down()
@@ -173,12 +171,7 @@ class WireLink:
 
 
 def connect(
-    host: str,
-    port: int,
-    token: bytes,
-    timeout_seconds: float = 10.0,
-    *,
-    decoder: msgspec.msgpack.Decoder[Any],
+    host: str, port: int, token: bytes, timeout_seconds: float = 10.0, *, decoder: msgspec.msgpack.Decoder[Any]
 ) -> WireLink:
     """Connect to a server. Raises OSError, or ValueError for a server of another kind."""
     return open_link(dial(host, port, token, timeout_seconds), token, decoder, is_client=True)

@@ -78,9 +78,7 @@ def is_trusted_cache_file(path: Path) -> bool:
         status, folder = path.lstat(), path.parent.stat()
     except OSError:
         return False
-    return stat.S_ISREG(status.st_mode) and (
-        status.st_uid == os.geteuid() or not folder.st_mode & stat.S_IWOTH
-    )
+    return stat.S_ISREG(status.st_mode) and (status.st_uid == os.geteuid() or not folder.st_mode & stat.S_IWOTH)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -31,14 +31,9 @@ def follow_run(tree: dict[str, Any], folder: Path, needs_data: bool = True) -> l
         elif re.fullmatch(r"data\.(train|eval)\.\d+\.path", key) and not re.search(r"[*?\[{]", path):
             lost.append((key, path))
     if lost and not needs_data:
-        changes += [
-            f"{key}: {path!r} does not exist; nothing is checked against these data" for key, path in lost
-        ]
+        changes += [f"{key}: {path!r} does not exist; nothing is checked against these data" for key, path in lost]
     elif lost:
-        lines = [
-            f"{key}: {path!r} does not exist; --set {key}=PATH says where the data are now"
-            for key, path in lost
-        ]
+        lines = [f"{key}: {path!r} does not exist; --set {key}=PATH says where the data are now" for key, path in lost]
         raise UserError("\n".join(lines))
     return changes
 

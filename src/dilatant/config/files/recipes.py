@@ -15,9 +15,7 @@ from dilatant.config.start import model_of, seen_from, source_of
 def recipe_texts() -> dict[str, str]:
     """Return recipe name → YAML text, ordered by name. The first line of a text is a comment that sums it up."""
     folder = files("dilatant").joinpath("recipes")
-    found = {
-        each.name.removesuffix(".yaml"): each for each in folder.iterdir() if each.name.endswith(".yaml")
-    }
+    found = {each.name.removesuffix(".yaml"): each for each in folder.iterdir() if each.name.endswith(".yaml")}
     return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
 
 
@@ -38,9 +36,7 @@ def filled_in(
         first, *others = tree["data"]["train"]
         places = ("path", "id")
         common = {
-            key: own
-            for key, own in first.items()
-            if key not in places and all(each.get(key) == own for each in others)
+            key: own for key, own in first.items() if key not in places and all(each.get(key) == own for each in others)
         }
         text = _with_value(text, ("data", "train"), [{**source_of(each, folder), **common} for each in data])
     if output is not None:
@@ -54,7 +50,5 @@ def _with_value(text: str, keys: Sequence[str], value: Any) -> str:
     node: Any = yaml.compose(text, yaml.SafeLoader)
     for key in keys:
         node = next(below for name, below in node.value if name.value == key)
-    written = yaml.safe_dump(
-        [value], default_flow_style=True, allow_unicode=True, sort_keys=False, width=1 << 20
-    )
+    written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, sort_keys=False, width=1 << 20)
     return text[: node.start_mark.index] + written.strip()[1:-1] + text[node.end_mark.index :]

@@ -92,6 +92,4 @@ def _is_valid_record(note: Path) -> bool:
         seen = [note.lstat(), note.parent.lstat()]
     except OSError:
         return False
-    return stat.S_ISREG(seen[0].st_mode) and all(
-        one.st_uid == os.geteuid() and not one.st_mode & 0o022 for one in seen
-    )
+    return stat.S_ISREG(seen[0].st_mode) and all(one.st_uid == os.geteuid() and not one.st_mode & 0o022 for one in seen)

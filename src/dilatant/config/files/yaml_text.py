@@ -79,9 +79,7 @@ def _require_distinct(node: yaml.MappingNode) -> None:
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
             if (name := (key.tag, key.value)) in lines:
-                raise _marked(
-                    key, f"key {key.value!r} is there already, in line {lines[name]}; write it once"
-                )
+                raise _marked(key, f"key {key.value!r} is there already, in line {lines[name]}; write it once")
             lines[name] = key.start_mark.line + 1
 
 

@@ -111,9 +111,7 @@ def unused_by_source(
     return {name: tuple(sorted(unused)) for name, unused in zip(names, keys) if unused}
 
 
-def unused_lines(
-    blend: Blend | StreamBlend | None, index: SizesIndex | None, encoding: Encoding
-) -> list[str]:
+def unused_lines(blend: Blend | StreamBlend | None, index: SizesIndex | None, encoding: Encoding) -> list[str]:
     """Return one line for each source with unused columns, and one for each source with unused files."""
     if blend is None:
         return []

@@ -142,9 +142,7 @@ def unused_keys(sample: Sample, encoding: Encoding) -> list[str]:
     reads = encoding.chat.template.reads
     unread = [f"messages[].{key}" for key in keys if not reads(key)]
     parts = [(turn.role, part) for turn in sample.turns for part in turn.content]
-    seen = {
-        media.kind for media in (*sample.unplaced, *(part for _, part in parts)) if isinstance(media, Media)
-    }
+    seen = {media.kind for media in (*sample.unplaced, *(part for _, part in parts)) if isinstance(media, Media)}
     words = {unit.marker: None for role, part in parts for unit in encoding.units_in(role)
              if isinstance(part, str) and unit.kind not in seen and unit.marker in part}  # fmt: skip
     return [*sample.unused, *unread, *(f"{word} in a text without such media" for word in words)]

@@ -135,9 +135,7 @@ def blend_sizes(
     in this process; None uses all available cores. Raises UserError for a stream, or if `cache_dir` is not writable.
     """
     if not isinstance(blend, Blend):
-        raise UserError(
-            "the sizes of a streamed data set are not known ahead; do not stream it to measure it"
-        )
+        raise UserError("the sizes of a streamed data set are not known ahead; do not stream it to measure it")
     cache = open_cache(cache_dir)
     total, done = len(blend), 0
     parts: list[Arrays] = []
@@ -148,9 +146,7 @@ def blend_sizes(
     return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
 
 
-def known_sizes(
-    blend: Blend, encoding: Encoding, *, cache_dir: str | Path | None = None
-) -> SizesIndex | None:
+def known_sizes(blend: Blend, encoding: Encoding, *, cache_dir: str | Path | None = None) -> SizesIndex | None:
     """Return the index of a blend if all of its parts are cached, else None."""
     cache = open_cache(cache_dir)
     parts: list[Arrays] = []
@@ -181,29 +177,21 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _source(
-    reader: Reader, encoding: Encoding, cache: Cache, workers: int | None, progress: Progress
-) -> Arrays:
+def _source(reader: Reader, encoding: Encoding, cache: Cache, workers: int | None, progress: Progress) -> Arrays:
     name, key = _entry(reader, encoding)
 
     def make() -> Arrays:
         before = cache.known(name, key)
         if before is not None:  # only the media files of refused samples changed
             return _mended(before, reader, encoding, workers)
-        found = measure(
-            reader, encoding, blocks=reader.blocks, name=reader.name, workers=workers, progress=progress
-        )
+        found = measure(reader, encoding, blocks=reader.blocks, name=reader.name, workers=workers, progress=progress)
         return _arrays(found)
 
     return cache.kept(name, key, make, _media_unchanged)
 
 
 def _arrays(measured: SampleMeasurements) -> Arrays:
-    arrays = {
-        "tokens": measured.tokens,
-        "target_tokens": measured.target_tokens,
-        "content": measured.content,
-    }
+    arrays = {"tokens": measured.tokens, "target_tokens": measured.target_tokens, "content": measured.content}
     watched = dict.fromkeys(state for files in measured.media.values() for state in files)
     return Arrays(
         {**arrays, **Refusals.of(measured.problems).arrays},
@@ -258,9 +246,7 @@ def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Ar
     return cache.kept(f"blend-{_digest(names)[:16]}", _digest(digests), make)
 
 
-def _index(
-    found: Arrays, encoding: Encoding, name: Callable[[int], str], parts: Sequence[Arrays]
-) -> SizesIndex:
+def _index(found: Arrays, encoding: Encoding, name: Callable[[int], str], parts: Sequence[Arrays]) -> SizesIndex:
     return SizesIndex(
         units=encoding.unit_names,
         tokens=found.arrays["tokens"].T,

@@ -130,9 +130,7 @@ class DataStats:
         return asdict(self)
 
 
-def describe(
-    index: TokenTable, sources: Sequence[BlendSource] = (), max_length: int | None = None
-) -> DataStats:
+def describe(index: TokenTable, sources: Sequence[BlendSource] = (), max_length: int | None = None) -> DataStats:
     """Compute the statistics of an index. Samples that could not be measured are counted and otherwise ignored.
 
     sources: the sources of the blend, in order; default: one source without a name. max_length: most tokens of a
@@ -153,8 +151,7 @@ def describe(
     mixes: dict[str, int] = {}
     encoders = [(column, unit) for column, unit in enumerate(index.units) if unit != text_unit]
     pattern = sum(
-        ((tokens[:, column] > 0) << bit for bit, (column, _) in enumerate(encoders)),
-        np.zeros(len(tokens), int),
+        ((tokens[:, column] > 0) << bit for bit, (column, _) in enumerate(encoders)), np.zeros(len(tokens), int)
     )
     numbers, counts = np.unique(pattern, return_counts=True)
     for number, count in sorted(zip(numbers.tolist(), counts.tolist()), key=lambda item: -item[1]):
@@ -183,9 +180,7 @@ def describe(
 def _unit_stats(unit: str, tokens: NDArray[np.int64]) -> UnitStats:
     some = tokens[tokens > 0]
     if not len(some):
-        return UnitStats(
-            unit, 0, 0, 0.0, 0.0, 0, 0, dict.fromkeys(PERCENTILES, 0.0), Histogram((0.0, 1.0), (0,))
-        )
+        return UnitStats(unit, 0, 0, 0.0, 0.0, 0, 0, dict.fromkeys(PERCENTILES, 0.0), Histogram((0.0, 1.0), (0,)))
     low, high = int(some.min()), int(some.max())
     edges = _bins(low, high, BINS)
     counts = np.bincount(_bin_of(some, edges), minlength=len(edges) - 1)
@@ -231,9 +226,7 @@ def _bin_of(values: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.i
     return (values - edges[0]) // (edges[1] - edges[0])
 
 
-def _joint(
-    unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArray[np.int64]
-) -> JointHistogram:
+def _joint(unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArray[np.int64]) -> JointHistogram:
     edges = [_bins(int(one.min()), int(one.max()), BINS // 2) for one in (language, tokens)]
     rows, columns = (len(one) - 1 for one in edges)
     cells = _bin_of(language, edges[0]) * columns + _bin_of(tokens, edges[1])

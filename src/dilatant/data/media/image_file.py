@@ -90,9 +90,7 @@ def open_picture(stream: BinaryIO, formats: Sequence[str] = FORMATS) -> tuple[Im
     Image.init()
     data, head = stream, read_at(stream, 0, 21)
     stream.seek(0)
-    if (
-        head[8:16] == b"WEBPVP8X" and head[20] & 2
-    ):  # animation frames may be transparent though no flag says so
+    if head[8:16] == b"WEBPVP8X" and head[20] & 2:  # animation frames may be transparent though no flag says so
         data = io.BytesIO(head[:20] + bytes([head[20] | 16]) + stream.read()[21:])
     image = Image.open(data, formats=[name for name in formats if name in Image.OPEN])
     return image, _orientation(image, stream)

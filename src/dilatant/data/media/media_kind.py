@@ -10,11 +10,8 @@ from dilatant.data.sample import MediaKind
 HEAD_BYTES = 64
 """Number of bytes that `kind_of_bytes` needs."""
 _SUFFIXES: Mapping[MediaKind, frozenset[str]] = {
-    "image": IMAGE_SUFFIXES
-    | {"avif", "jfif", "jpe", "jp2", "j2k", "heic", "heif", "jxl", "pbm", "apng", "ico"},
-    "audio": frozenset(
-        {"wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff", "aifc", "au", "m4a", "aac"}
-    )
+    "image": IMAGE_SUFFIXES | {"avif", "jfif", "jpe", "jp2", "j2k", "heic", "heif", "jxl", "pbm", "apng", "ico"},
+    "audio": frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff", "aifc", "au", "m4a", "aac"})
     | {"wma", "amr", "caf", "weba", "mp2", "mka"},
     "video": frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "wmv", "flv", "ts", "m2ts"})
     | {"3gp", "ogv"},

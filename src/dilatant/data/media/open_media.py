@@ -56,9 +56,7 @@ def as_media_error(media: Media, problem: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = getattr(error, "error_string", error)  # soundfile's text would name our stream object
-        raise MediaError(
-            f"{media.kind} {media.name!r} {problem}: {reason}", REPLACE, may_pass(error)
-        ) from None
+        raise MediaError(f"{media.kind} {media.name!r} {problem}: {reason}", REPLACE, may_pass(error)) from None
 
 
 class _Slice(io.RawIOBase):

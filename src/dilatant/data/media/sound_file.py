@@ -61,9 +61,7 @@ def decode_audio(media: Media, sampling_rate: int) -> NDArray[np.float32]:
             wave = np.concatenate([np.zeros(0, np.float32), *sound.blocks()])
     if abs(len(wave) - promised) > sound.rounded:
         what = "is cut off after" if len(wave) < promised else "goes on after its end, up to"
-        raise MediaError(
-            f"audio {media.name!r} {what} {len(wave) / rate:.2f} of {promised / rate:.2f} s", REPLACE
-        )
+        raise MediaError(f"audio {media.name!r} {what} {len(wave) / rate:.2f} of {promised / rate:.2f} s", REPLACE)
     wave = resample(np.pad(wave[:promised], (0, max(0, promised - len(wave)))), rate, sampling_rate)
     if not np.isfinite(wave).all():
         raise MediaError(f"audio {media.name!r} holds values that are no numbers (NaN or infinity)", REPLACE)

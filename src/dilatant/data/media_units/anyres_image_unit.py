@@ -150,7 +150,4 @@ class AnyresClipUnit(ClipUnitBase):
     def process(self, media: Media) -> dict[str, EncoderInput]:
         size = media_size(media)
         frames = decode_clip(media, self.choice.frames(size).tolist(), self.processor)
-        return {
-            "pixel_values": concatenate_inputs([each["pixel_values"] for each in frames]),
-            **self.grid(size),
-        }
+        return {"pixel_values": concatenate_inputs([each["pixel_values"] for each in frames]), **self.grid(size)}

@@ -180,9 +180,6 @@ def image_target(
     channels, height, width = pixels
     if processor is None:
         processor = PixelProcessor(
-            height=height,
-            width=width,
-            channels=channels,
-            shortest_edge=height if height == width else None,
+            height=height, width=width, channels=channels, shortest_edge=height if height == width else None
         )
     return ImageTarget(name, placeholder_id, tokens_per_item, start, processor, marker)

@@ -60,9 +60,7 @@ class PixelProcessor(Fingerprinted):
 
     def __post_init__(self) -> None:
         if self.channels not in (1, 3):
-            raise UserError(
-                f"an image encoder with {self.channels!r} channels is not supported; known: 1 and 3"
-            )
+            raise UserError(f"an image encoder with {self.channels!r} channels is not supported; known: 1 and 3")
         longest = max(self.height, self.width, self.shortest_edge or 1)
         if not 1 <= min(self.height, self.width, self.shortest_edge or 1) <= longest <= MOST_PIXELS:
             raise UserError(
@@ -72,9 +70,7 @@ class PixelProcessor(Fingerprinted):
             raise UserError(f"unknown resample {self.resample!r}; known: {', '.join(RESAMPLE_NAMES)}")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):
-                raise UserError(
-                    f"{name} {values!r} must have 1 value, or one for each of {self.channels} channels"
-                )
+                raise UserError(f"{name} {values!r} must have 1 value, or one for each of {self.channels} channels")
         if min(self.std) <= 0:
             raise UserError(f"std {self.std!r} must be positive")
 

@@ -139,9 +139,7 @@ class NativeClipUnit(ClipUnitBase):
         shape = (columns * processor.patch, rows * processor.patch)
 
         def fit(frame: Frame) -> Frame:
-            return np.asarray(
-                Image.fromarray(frame).resize(shape, Image.Resampling[processor.resample.upper()])
-            )
+            return np.asarray(Image.fromarray(frame).resize(shape, Image.Resampling[processor.resample.upper()]))
 
         frames = decode_clip(media, self.frames(size).tolist(), fit)
         frames += frames[-1:] * (time * processor.frames - len(frames))

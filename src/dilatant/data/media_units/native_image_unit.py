@@ -117,16 +117,12 @@ def mismatches(settings: Mapping[str, Any], known: Sequence[str], encoder: Mappi
         for key, value in encoder.items()
         if settings.get(key, value) != value
     ]
-    return wrong + [
-        f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True
-    ]
+    return wrong + [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
 
 
 def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, frames: int) -> PatchProcessor:
     """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
-    wrong = mismatches(
-        settings, _SETTINGS, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}
-    )
+    wrong = mismatches(settings, _SETTINGS, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames})
     if wrong:
         raise UserError(f"model.processor: {'; '.join(wrong)}")
     size = settings.get("size") or {}

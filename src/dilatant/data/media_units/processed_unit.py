@@ -60,11 +60,7 @@ class ProcessedUnit(UnitBase):
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         blank = _blank(self.processor, self.decoded_shape(size))
-        return {
-            name: array
-            for name, array in flatten(blank).items()
-            if name.endswith(SHAPE) or is_layout(blank[name])
-        }
+        return {name: array for name, array in flatten(blank).items() if name.endswith(SHAPE) or is_layout(blank[name])}
 
     def see(self, decoded: NDArray) -> dict[str, EncoderInput]:
         """Return the inputs of a decoded item: uint8 [height, width, channels], or float32 [samples]."""

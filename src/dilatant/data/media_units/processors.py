@@ -91,9 +91,7 @@ class HuggingFaceSoundProcessor(Fingerprinted):
     def __call__(self, wave: NDArray[np.float32]) -> Mapping[str, NDArray]:
         """Return the inputs of a wave, float32 [samples]. Raises ValueError if the processor refuses it."""
         # No public API prepares sounds without texts.
-        settings = self.made._merge_kwargs(
-            self.made.valid_processor_kwargs, {}, sampling_rate=self.sampling_rate
-        )
+        settings = self.made._merge_kwargs(self.made.valid_processor_kwargs, {}, sampling_rate=self.sampling_rate)
         outputs, _ = self.made._process_audio([wave], **{"return_tensors": "pt", **settings["audio_kwargs"]})
         unused = {*self.made.unused_input_names}
         return {
@@ -126,9 +124,7 @@ def image_processor(
                 given[name] = tuple(given[name]) if isinstance(given[name], list | tuple) else (given[name],)
         processor: ImageProcessor = PixelProcessor(**given)
     else:
-        processor = fixed_size(settings, channels) or HuggingFaceImageProcessor(
-            json.dumps(settings, sort_keys=True)
-        )
+        processor = fixed_size(settings, channels) or HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True))
     _check_image(processor, (channels, height, width), source)
     return processor
 
@@ -141,14 +137,10 @@ def audio_processor(source: str | ProcessorSettings | None, *, frames: int, mel_
     """
     if source is None:
         return LogMelProcessor(window_frames=frames, mel_bins=mel_bins)
-    settings = (
-        pretrained_settings(source, ("feature_extractor",)) if isinstance(source, str) else dict(source)
-    )
+    settings = pretrained_settings(source, ("feature_extractor",)) if isinstance(source, str) else dict(source)
     kind = settings.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":
-        raise UserError(
-            f"processor {_shown(source)}: {kind} is not supported; known: WhisperFeatureExtractor"
-        )
+        raise UserError(f"processor {_shown(source)}: {kind} is not supported; known: WhisperFeatureExtractor")
     names = {"feature_size": "mel_bins", "n_fft": "fft_length", "nb_max_frames": "window_frames"}
     known = {item.name for item in fields(LogMelProcessor)}
     given = {names.get(key, key): value for key, value in settings.items()}
@@ -159,9 +151,7 @@ def audio_processor(source: str | ProcessorSettings | None, *, frames: int, mel_
         if unknown:
             raise UserError(f"processor: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
     if given.get("dither"):
-        raise UserError(
-            f"processor {_shown(source)}: dither would make samples differ from run to run; set it to 0"
-        )
+        raise UserError(f"processor {_shown(source)}: dither would make samples differ from run to run; set it to 0")
     chosen = {"window_frames": frames, "mel_bins": mel_bins, **{k: v for k, v in given.items() if k in known}}
     # The encoder takes one window length, whatever the saved extractor has.
     processor = LogMelProcessor(**{**chosen, "window_frames": frames})
@@ -211,9 +201,7 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
     )
 
 
-def pretrained_settings(
-    name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")
-) -> dict[str, Any]:
+def pretrained_settings(name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")) -> dict[str, Any]:
     """Return the saved image and sound processor settings of a model in a folder or on the hub:
     `preprocessor_config.json`, or the `parts` of the newer `processor_config.json`. Raises UserError."""
     if not _lacks(name, "preprocessor_config.json") or _lacks(name, "processor_config.json"):
@@ -310,9 +298,7 @@ def _transformers_sound_processor(settings_json: str, model_type: str) -> Any:
         for kind, end in product(("audio", "image", "video", "vision"), ("", "_bos", "_eos")):
             setattr(tokenizer, f"{kind}{end}_token", f"<{kind}>")
         parts = {each: tokenizer for each in processor.get_attributes() if each.endswith("tokenizer")}
-        name = next(
-            each for each in processor.get_attributes() if each in ("feature_extractor", "audio_processor")
-        )
+        name = next(each for each in processor.get_attributes() if each in ("feature_extractor", "audio_processor"))
         made = extractor.from_dict(settings)
         try:
             return processor(**{name: made}, **parts)
@@ -340,9 +326,7 @@ class _ExtractorAlone:
         return self._audio_processor(waves, **settings), []
 
 
-def _check_image(
-    processor: ImageProcessor, shape: tuple[int, int, int], source: str | ProcessorSettings
-) -> None:
+def _check_image(processor: ImageProcessor, shape: tuple[int, int, int], source: str | ProcessorSettings) -> None:
     """Run the processor on a grey image and raise UserError if its output does not fit the encoder."""
     _, height, width = shape
     outputs = processor(np.full((height + 7, width + 3, shape[0]), 128, np.uint8))

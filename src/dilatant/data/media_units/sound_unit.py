@@ -162,16 +162,12 @@ class UsmMelProcessor(Fingerprinted):
 
 
 @lru_cache(maxsize=8)
-def _mel_filters(
-    bins: int, fft_length: int, sampling_rate: int, low: float, high: float
-) -> NDArray[np.float64]:
+def _mel_filters(bins: int, fft_length: int, sampling_rate: int, low: float, high: float) -> NDArray[np.float64]:
     from transformers.audio_utils import mel_filter_bank
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the top filters are empty, as in the family's extractor
-        return mel_filter_bank(
-            fft_length // 2 + 1, bins, low, high, sampling_rate, norm=None, mel_scale="htk"
-        )
+        return mel_filter_bank(fft_length // 2 + 1, bins, low, high, sampling_rate, norm=None, mel_scale="htk")
 
 
 def usm_processor(settings: Mapping[str, Any] | None, mel_bins: int) -> UsmMelProcessor:

@@ -97,10 +97,7 @@ class AspectImageUnit(ImageUnitBase):
         height, width = family.get_optimal_tiled_canvas(size.height, size.width, most, tile)
         rows, columns = int(height) // tile, int(width) // tile
         ratio = family.get_all_supported_aspect_ratios(most).index((rows, columns)) + 1
-        return {
-            RATIOS: np.array([[ratio]], np.int64),
-            TILES: (np.arange(most) < rows * columns).astype(np.int64)[None],
-        }
+        return {RATIOS: np.array([[ratio]], np.int64), TILES: (np.arange(most) < rows * columns).astype(np.int64)[None]}
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image

@@ -91,9 +91,7 @@ class StreamBlend:
     weights: tuple[float, ...]
 
     def __len__(self) -> int:
-        raise UserError(
-            "a streamed data set has no known length; set 'train.steps', and do not stream 'data.eval'"
-        )
+        raise UserError("a streamed data set has no known length; set 'train.steps', and do not stream 'data.eval'")
 
     def __getitem__(self, index: int) -> Sample:
         raise UserError("a streamed data set cannot be read by index; do not stream it here")
@@ -114,17 +112,14 @@ def open_blend(
     `open_source`."""
     if max_samples is not None:
         sources = [
-            source.model_copy(update={"limit": min(max_samples, source.limit or max_samples)})
-            for source in sources
+            source.model_copy(update={"limit": min(max_samples, source.limit or max_samples)}) for source in sources
         ]
     weights = tuple(source.weight for source in sources)
     if any(source.streaming for source in sources):
         from dilatant.data.readers.hub_records import HubStream
 
         if not all(source.streaming for source in sources):
-            raise UserError(
-                "data sets that are streamed cannot be blended with others; set 'streaming' on all or none"
-            )
+            raise UserError("data sets that are streamed cannot be blended with others; set 'streaming' on all or none")
         return StreamBlend(tuple(HubStream(source) for source in sources), weights)
     readers = tuple(open_source(source, cache_dir=cache_dir, held_out=held_out) for source in sources)
     return Blend(readers, weights)

@@ -45,9 +45,7 @@ class SamplerState:
             return start
         problems = []
         if self.lengths != start.lengths:
-            before, now = (
-                ", ".join(f"{length:,}" for length in each) for each in (self.lengths, start.lengths)
-            )
+            before, now = (", ".join(f"{length:,}" for length in each) for each in (self.lengths, start.lengths))
             problems.append(f"its sources had {before} samples, and now have {now}")
         if self.seed != start.seed:
             problems.append(f"'seed' was {self.seed}, and now is {start.seed}")
@@ -205,9 +203,7 @@ class _BlockOrder:
             chosen = window == number
             start = int(self.window_ends[number - 1]) if number else 0
             size = int(self.window_ends[number]) - start
-            inside = start + permute(
-                positions[chosen] - start, size, self.seed, (*self.stream, 1, int(number))
-            )
+            inside = start + permute(positions[chosen] - start, size, self.seed, (*self.stream, 1, int(number)))
             place = np.searchsorted(self.ends, inside, side="right")
             result[chosen] = self.first[place] + inside - (self.ends[place] - self.lengths[place])
         return result

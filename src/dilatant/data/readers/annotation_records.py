@@ -84,9 +84,7 @@ class AnnotationRecords(RecordsOfFiles):
             key = int(self._files.part("keys", file)[number])
             at = int(np.searchsorted(keys, key))
             if at == len(keys) or keys[at] != key:
-                raise SampleError(
-                    place, "is a question without an annotation", "add it, or remove the question"
-                )
+                raise SampleError(place, "is a question without an annotation", "add it, or remove the question")
             holder = int(np.searchsorted(first, order[at], side="right")) - 1
             fields |= self._row("answers", holder, int(order[at] - first[holder]))
         if fields["image"] is None:
@@ -152,10 +150,7 @@ def scan_annotations(path: Path, name: str) -> Scan:
         return f"COCO_{found.data_subtype}_{image:012d}.jpg" if is_of_coco else images.get(image)
 
     rows: list[dict[str, Any]] = [
-        *(
-            {"image": each.image or file_name(each.image_id), "question": each.question}
-            for each in found.questions
-        ),
+        *({"image": each.image or file_name(each.image_id), "question": each.question} for each in found.questions),
         *({"image": file_name(each.image_id), "caption": each.caption} for each in captions),
     ]
     used = {f"{each}[].{key}" for each, kind in LISTS.items() for key in (*kind.__struct_fields__, "id")}
@@ -167,9 +162,7 @@ def scan_annotations(path: Path, name: str) -> Scan:
         {
             **_texts("rows", rows),
             **_texts("answers", [{"answer": each.answer} for each in answers]),
-            "keys": np.array(
-                [*(each.question_id for each in found.questions), *[0] * len(captions)], np.int64
-            ),
+            "keys": np.array([*(each.question_id for each in found.questions), *[0] * len(captions)], np.int64),
             "answer keys": np.array([each.question_id for each in answers], np.int64),
             "unused": np.frombuffer("".join(f"{key}\0" for key in unused).encode(), np.uint8),
         },

@@ -95,9 +95,7 @@ def row_fields(table: Any, row: int, place: str) -> dict[str, Any]:
         most = 4 * MOST_CHARACTERS if is_text else MOST_ROW_BYTES
         if column.nbytes > most:
             raise SampleError(
-                place,
-                f"{name!r} has {column.nbytes:,} bytes, more than the {most:,} allowed",
-                "cut it into pieces",
+                place, f"{name!r} has {column.nbytes:,} bytes, more than the {most:,} allowed", "cut it into pieces"
             )
     convert = converters(table.schema)
     fields: dict[str, Any] = one.to_pylist()[0]

@@ -114,7 +114,4 @@ def _values(row: str, delimiter: str) -> list[str]:
     """Split a row into its values, without quotation marks around them."""
     row = row.removesuffix("\n").removesuffix("\r")
     values = re.finditer(f"(?:^|{re.escape(delimiter)}){_field(delimiter)}", row)
-    return [
-        plain if quoted is None else quoted.replace('""', '"')
-        for quoted, plain in (v.groups() for v in values)
-    ]
+    return [plain if quoted is None else quoted.replace('""', '"') for quoted, plain in (v.groups() for v in values)]

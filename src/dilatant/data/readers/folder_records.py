@@ -62,9 +62,7 @@ def find_beside(folder: Path, split: str | None, held_out: bool) -> FolderRecord
     chosen, passed_over = choose_split(folder, [(folder / name).parent for name in paired], split, held_out)
     lonely = [f"{name}.{found[name][0]}" for name in single if kinds[name] & {"medium", "text"}]
     if lonely:
-        passed_over.append(
-            f"{len(lonely):,} files without a medium or a text of the same name ({lonely[0]}, ...)"
-        )
+        passed_over.append(f"{len(lonely):,} files without a medium or a text of the same name ({lonely[0]}, ...)")
     places = frozenset(chosen)
     members = tuple((name, tuple(found[name])) for name in sorted(paired) if (folder / name).parent in places)
     texts = [

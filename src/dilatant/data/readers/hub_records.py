@@ -44,9 +44,7 @@ class HubStream:
         convert = converters(dataset.features.arrow_schema) if dataset.features else {}
         stop = self.source.limit
         columns: dict[str, str] = {**{str(key): value for key, value in self.source.columns.items()}}
-        for number, fields in enumerate(
-            islice(iter(dataset.skip(skip)), stop and max(0, stop - skip)), skip + 1
-        ):
+        for number, fields in enumerate(islice(iter(dataset.skip(skip)), stop and max(0, stop - skip)), skip + 1):
             known = {key: convert[key](value) if key in convert else value for key, value in fields.items()}
             record = FileRecord(f"{self.name}:{number}", Path(self.source.media_dir or "."), known)
             try:
@@ -59,13 +57,9 @@ def _load(source: DataSource, streaming: bool) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(
-            source.id, source.subset, split=source.split or "train", streaming=streaming
-        )
+        return datasets.load_dataset(source.id, source.subset, split=source.split or "train", streaming=streaming)
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise UserError(
-            f"data set {source.id!r} was not found on the hub, nor as a local folder: {error}"
-        ) from None
+        raise UserError(f"data set {source.id!r} was not found on the hub, nor as a local folder: {error}") from None
     except ConnectionError as error:
         raise UserError(
             f"data set {source.id!r} is on the hub, which this machine cannot reach ({error}); download it where "

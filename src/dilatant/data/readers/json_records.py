@@ -31,9 +31,7 @@ class JsonRecords(SpannedRecords):
         place, path = self.name_of(index), self._files.paths[file]
         fields = json_value(self._raw(index), place)
         if not isinstance(fields, dict):
-            raise SampleError(
-                place, f"is JSON but no object: {type(fields).__name__}", "write one object a record"
-            )
+            raise SampleError(place, f"is JSON but no object: {type(fields).__name__}", "write one object a record")
         lists = [key for key, value in fields.items() if is_objects(value) and value]
         if (
             len(self._files.part("spans", file)) == 1
@@ -161,9 +159,7 @@ def _behind_space(text: str, at: int) -> int:
 
 def _array_spans_one_by_one(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
     """Find the spans with the standard library: slower, in memory. Raises UserError naming the invalid record."""
-    characters = text[begin:].decode(
-        "latin-1"
-    )  # one character for each byte, so that positions are file offsets
+    characters = text[begin:].decode("latin-1")  # one character for each byte, so that positions are file offsets
     # Errors inside a record are reported when that record is read.
     decoder = json.JSONDecoder(parse_int=str, strict=False)
     spans: list[tuple[int, int]] = []

@@ -65,8 +65,7 @@ class ListedMedia:
                 name = fields.only(_others(fields, kind), f"{kind}s")
             if name is None and not fields.is_named(f"{kind}s"):
                 name = next(
-                    (file for file in FILE_COLUMNS if fields.has(file) and _is_of(fields.peek(file), kind)),
-                    None,
+                    (file for file in FILE_COLUMNS if fields.has(file) and _is_of(fields.peek(file), kind)), None
                 )
             if name is not None:
                 self._waiting[kind] = [
@@ -100,15 +99,11 @@ class ListedMedia:
         if not numbered or (not self._numbered and (is_plain or not named <= numbered.keys())):
             return turns
         return tuple(
-            replace(turn, content=tuple(self._placed(turn.content, numbered)))
-            if turn.role == "user"
-            else turn
+            replace(turn, content=tuple(self._placed(turn.content, numbered))) if turn.role == "user" else turn
             for turn in turns
         )
 
-    def _placed(
-        self, content: tuple[str | Media, ...], numbered: Mapping[int, Media]
-    ) -> Iterator[str | Media]:
+    def _placed(self, content: tuple[str | Media, ...], numbered: Mapping[int, Media]) -> Iterator[str | Media]:
         for part in content:
             pieces = [part] if isinstance(part, Media) else _NUMBERED_MARKER.split(part)
             for at, piece in enumerate(pieces):
@@ -137,18 +132,14 @@ class ListedMedia:
 
 def _numbered(fields: Fields, kind: MediaKind) -> list[str]:
     """Return columns such as `image_1`, in the order of their numbers."""
-    names = [
-        name for name in fields.names() if name.startswith(f"{kind}_") and name[len(kind) + 1 :].isdecimal()
-    ]
+    names = [name for name in fields.names() if name.startswith(f"{kind}_") and name[len(kind) + 1 :].isdecimal()]
     return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
 
 
 def _others(fields: Fields, kind: MediaKind) -> list[str]:
     """Return the columns with other known names whose values may be media."""
     fits = (str, bytes, list, dict)
-    return [
-        name for name in OTHER_MEDIA_COLUMNS[kind] if fields.has(name) and isinstance(fields.peek(name), fits)
-    ]
+    return [name for name in OTHER_MEDIA_COLUMNS[kind] if fields.has(name) and isinstance(fields.peek(name), fits)]
 
 
 def _is_of(value: Any, kind: MediaKind) -> bool:
@@ -227,16 +218,12 @@ def _source(record: FileRecord, name: str, value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str):
-        raise SampleError(
-            record.id, f"{name} is {kind_of(value)}", "give a path, encoded bytes or a data: address"
-        )
+        raise SampleError(record.id, f"{name} is {kind_of(value)}", "give a path, encoded bytes or a data: address")
     if value.startswith("data:"):
         return _base64(record, name, value.partition(",")[2])
     if value.startswith(("http://", "https://", "s3://", "gs://", "hf://")):
         raise SampleError(
-            record.id,
-            f"{value!r} is a remote address",
-            "download the media and give paths relative to the file",
+            record.id, f"{value!r} is a remote address", "download the media and give paths relative to the file"
         )
     if _BASE64.fullmatch(value) and kind_of_bytes(_base64(record, name, value[:64])) is not None:
         return _base64(record, name, value)
@@ -247,9 +234,7 @@ def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Ma
     """Parse a clip given as a list of frames. options: `FRAME_RATES` give frames per second; others are refused."""
     record = fields.record
     pictures = tuple(
-        parse_media(fields, "image", item, number)
-        for number, item in enumerate(value, 1)
-        if not is_blank(item)
+        parse_media(fields, "image", item, number) for number, item in enumerate(value, 1) if not is_blank(item)
     )
     if not pictures:
         raise SampleError(record.id, f"{name} is a list without frames", "give their paths")

@@ -38,8 +38,7 @@ def parse_tools(record: str, value: Any) -> str:
     if not is_objects(value):
         raise SampleError(record, "'tools' is no list of functions", "give each its 'name' and 'parameters'")
     tools = [
-        tool if "function" in tool else {"type": "function", "function": tool}
-        for tool in map(without_null, value)
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in map(without_null, value)
     ]
     nameless = [number for number, tool in enumerate(tools, 1) if not _is_named(tool["function"])]
     if nameless:
@@ -66,9 +65,7 @@ def parse_calls(record: str, where: str, value: Any) -> str:
         if isinstance(arguments, str):
             arguments = json_value(arguments or "{}", record, f"'arguments' of a call of {where}")
         kept = {"id": call["id"]} if call.get("id") is not None else {}
-        calls.append(
-            {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
-        )
+        calls.append({"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}})
     return json.dumps(calls)
 
 
@@ -120,8 +117,7 @@ def parse_turns(fields: Fields, messages: Any, listed: ListedMedia) -> tuple[Tur
     if not is_list(messages):
         fields.refuse(f"the conversation is {kind_of(messages)}", "give a list of messages")
     return tuple(
-        _Message(fields, f"message {number}", message).turn(listed)
-        for number, message in enumerate(messages, 1)
+        _Message(fields, f"message {number}", message).turn(listed) for number, message in enumerate(messages, 1)
     )
 
 
@@ -193,9 +189,7 @@ class _Message:
             if key in (*ROLE_KEYS, *CONTENT_KEYS, *LOSS_KEYS, CALLS) or is_blank(value):
                 continue
             if any(key in names for names in MEDIA_COLUMNS.values()):
-                self._refuse(
-                    f"has {key!r} of its own", "list media beside the conversation, or write typed content"
-                )
+                self._refuse(f"has {key!r} of its own", "list media beside the conversation, or write typed content")
             try:
                 extras.append((key, json.dumps(without_null(value), default=_plain)))
             except (TypeError, ValueError):

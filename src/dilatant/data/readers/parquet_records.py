@@ -79,9 +79,7 @@ class _Runs:
         )
 
     def block(self, at: int) -> _RowGroup:
-        return _RowGroup(
-            *(int(column[at]) for column in (self.file, self.group, self.number, self.count, self.rows))
-        )
+        return _RowGroup(*(int(column[at]) for column in (self.file, self.group, self.number, self.count, self.rows)))
 
 
 @dataclass(slots=True)
@@ -139,15 +137,11 @@ class ParquetRecords(RecordsOfFiles):
             while stream.next <= number:
                 self._cache[stream.next] = next(stream.tables)
                 stream.next += 1
-                while (
-                    len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
-                ):
+                while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES:
                     self._cache.popitem(last=False)
         except (OSError, ValueError, ArrowException, StopIteration) as error:
             raise SampleError(
-                self._files.names[block.file],
-                f"row group {block.group} is damaged: {error}",
-                "get the file again",
+                self._files.names[block.file], f"row group {block.group} is damaged: {error}", "get the file again"
             ) from None
         if stream.next < group + block.count:
             self._open[group] = stream

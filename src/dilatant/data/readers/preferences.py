@@ -83,9 +83,7 @@ def _split(better: str, worse: str) -> tuple[str, str, str]:
     return better[:at].strip(), better[at:], worse[at:]
 
 
-def _paired(
-    fields: Fields, chosen: Conversation, rejected: Conversation
-) -> tuple[Conversation, Conversation]:
+def _paired(fields: Fields, chosen: Conversation, rejected: Conversation) -> tuple[Conversation, Conversation]:
     if chosen == rejected:
         fields.refuse("its chosen and its rejected answer are equal", "remove the record")
     shared = _common(chosen, rejected)
@@ -93,12 +91,8 @@ def _paired(
         fields.refuse("its answers have no prompt in common", "give it in 'prompt', or begin both with it")
     for name, turns in (("chosen", chosen), ("rejected", rejected)):
         if turns[-1].role != "assistant" or len(turns) == shared:
-            fields.refuse(
-                f"its {name} conversation does not end with an answer", "add one, or remove the record"
-            )
+            fields.refuse(f"its {name} conversation does not end with an answer", "add one, or remove the record")
         if any(not isinstance(part, str) for turn in turns[shared:] for part in turn.content):
             fields.refuse(f"its {name} answer holds media", "give media in the prompt")
-    prompt = tuple(
-        replace(turn, carries_loss=False) if turn.role == "assistant" else turn for turn in chosen[:shared]
-    )
+    prompt = tuple(replace(turn, carries_loss=False) if turn.role == "assistant" else turn for turn in chosen[:shared])
     return (*prompt, *chosen[shared:]), (*prompt, *rejected[shared:])

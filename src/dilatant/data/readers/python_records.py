@@ -122,9 +122,7 @@ def as_record(
         return Sample(place, (), encoded=item)
     if not isinstance(item, Mapping):
         raise SampleError(
-            place,
-            f"is a {type(item).__name__}",
-            "give a dict in one of the forms of files, or an EncodedSample",
+            place, f"is a {type(item).__name__}", "give a dict in one of the forms of files, or an EncodedSample"
         )
     try:
         fields = {str(key): _plain(value) for key, value in item.items()}

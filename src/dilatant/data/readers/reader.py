@@ -219,9 +219,7 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
     )
 
 
-def _open_files(
-    source: DataSource, held_out: bool, cache: Cache
-) -> tuple[Records, Path, str, tuple[str, ...]]:
+def _open_files(source: DataSource, held_out: bool, cache: Cache) -> tuple[Records, Path, str, tuple[str, ...]]:
     """Return the records of a source's data files, their common folder, their identity and what is not read."""
     paths, passed_over = find_files(str(source.path), source.split, held_out)
     home = Path(os.path.commonpath([path.parent for path in paths]))
@@ -267,9 +265,7 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
             f"for example {source.path}/*{next(suffix for suffix, form in SUFFIXES.items() if form != 'json')}"
         )
     if len(kinds) > 1:
-        raise UserError(
-            f"{source.path!r} mixes {' and '.join(FORMS[kind] for kind in kinds)}; use one source for each"
-        )
+        raise UserError(f"{source.path!r} mixes {' and '.join(FORMS[kind] for kind in kinds)}; use one source for each")
     if not kinds:
         raise UserError(f"data set {source.path!r} is empty")
 

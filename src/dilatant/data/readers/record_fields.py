@@ -134,9 +134,7 @@ class Fields:
             return None
         first = there[0]
         mine = self._values[first]
-        if is_list(mine) and isinstance(
-            mine[0], FileSlice
-        ):  # a path in a tar's JSON repeats the member next to it
+        if is_list(mine) and isinstance(mine[0], FileSlice):  # a path in a tar's JSON repeats the member next to it
             there = [first]
         for other in there[1:]:
             if as_list(self._values[other]) != as_list(mine):
@@ -218,14 +216,7 @@ def rows(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "text",
-        int: "a number",
-        float: "a number",
-        bool: "a truth value",
-    }
+    names = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", bool: "a truth value"}
     return "empty" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
 

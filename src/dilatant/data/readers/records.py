@@ -58,9 +58,7 @@ def take_choices(fields: Fields) -> dict[str, str]:
     if not isinstance(value, Mapping):
         fields.refuse(f"{name!r} is {kind_of(value)}", "give a list of choices")
     return {
-        str(letter): scalar(fields.record, name, choice)
-        for letter, choice in value.items()
-        if not is_blank(choice)
+        str(letter): scalar(fields.record, name, choice) for letter, choice in value.items() if not is_blank(choice)
     }
 
 
@@ -81,8 +79,7 @@ def answer_among(fields: Fields, choices: Mapping[str, str], name: str, value: A
         )
     if number in texts and texts[int(number)] != number:
         fields.refuse(
-            f"{name!r} is {number}, which is the text of one choice and the number of another",
-            "give its letter",
+            f"{name!r} is {number}, which is the text of one choice and the number of another", "give its letter"
         )
     return list(choices)[int(number)]
 
@@ -110,9 +107,7 @@ class Blocks:
     groups: tuple[int, ...] = ()
 
 
-def parse_record(
-    record: FileRecord, prompt: str | None = None, columns: Mapping[str, str] | None = None
-) -> Sample:
+def parse_record(record: FileRecord, prompt: str | None = None, columns: Mapping[str, str] | None = None) -> Sample:
     """Parse a record into a sample.
 
     prompt: the question to ask if the record has an answer but no question.
@@ -170,17 +165,14 @@ def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools:
         if turns[0].role != "system":
             turns = (Turn("system", (text,)), *turns)
         elif turns[0].content != (text,):
-            fields.refuse(
-                f"has a system text in {system!r} and another in its conversation", "keep one of them"
-            )
+            fields.refuse(f"has a system text in {system!r} and another in its conversation", "keep one of them")
     if not turns:
         raise SampleError(record.id, "the conversation is empty", "remove the record")
     turns = listed.placed(turns)
     characters = sum(len(part) for turn in turns for part in turn.content if isinstance(part, str))
     if characters > MOST_CHARACTERS:
         fields.refuse(
-            f"has {characters:,} characters of text, more than the {MOST_CHARACTERS:,} allowed",
-            "cut it into pieces",
+            f"has {characters:,} characters of text, more than the {MOST_CHARACTERS:,} allowed", "cut it into pieces"
         )
     return Sample(record.id, turns, tuple(listed), tools, fields.unused())
 
@@ -277,9 +269,7 @@ def _without_answer(fields: Fields) -> str:
     for name, value in blank.items():
         if value is not None and name in (*CHAT_COLUMNS, "texts"):
             fields.refuse("the conversation is empty", "remove the record")
-        fields.refuse(
-            f"{name!r} is {'null' if value is None else 'empty'}", "fill it in, or remove the record"
-        )
+        fields.refuse(f"{name!r} is {'null' if value is None else 'empty'}", "fill it in, or remove the record")
     fields.refuse(
         f"is of no known form; found the fields {', '.join(sorted(fields.record.fields)) or '(none)'}",
         "give 'messages', 'conversations', 'texts', or a question and an answer (name yours with 'columns')",
@@ -304,9 +294,7 @@ def _question(fields: Fields, prompt: str | None, choices: Mapping[str, str]) ->
     if question is None and not choices:
         return None
     before = [
-        fields.text(column)
-        for column in CONTEXT_COLUMNS
-        if isinstance(fields.peek(column), str) and fields.has(column)
+        fields.text(column) for column in CONTEXT_COLUMNS if isinstance(fields.peek(column), str) and fields.has(column)
     ]
     lines = (*before, question, *(f"{letter}. {choice}" for letter, choice in choices.items()))
     return "\n".join(line for line in lines if line)

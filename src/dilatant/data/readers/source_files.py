@@ -246,9 +246,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
 """Split → the words in file and folder names that denote the split."""
 
 
-def find_files(
-    path: str, split: str | None = None, held_out: bool = False
-) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+def find_files(path: str, split: str | None = None, held_out: bool = False) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Return the data files, sorted, and descriptions of the files in a folder that are skipped.
 
     split: the split to use of a folder that has several; None means `train`. held_out: the files are for evaluation,
@@ -320,9 +318,7 @@ def choose_split(
     chosen = known or "train"
     kept = [file for file in files if chosen in words[file] or (chosen == "train" and not words[file])]
     others = [
-        f"{split} ({number:,} of {len(files):,} files)"
-        for split, number in sorted(count.items())
-        if split != chosen
+        f"{split} ({number:,} of {len(files):,} files)" for split, number in sorted(count.items()) if split != chosen
     ]
     return kept, [f"the splits {', '.join(others)}; only {chosen!r} is read"]
 

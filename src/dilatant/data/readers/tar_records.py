@@ -90,9 +90,7 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
             found = _text_fields(place, last, _read(member, member.length))
             both = next((key for key in found if fields.get(key, found[key]) != found[key]), None)
             if both is not None:
-                raise SampleError(
-                    place, f"two of its members say different things of {both!r}", "keep one of them"
-                )
+                raise SampleError(place, f"two of its members say different things of {both!r}", "keep one of them")
             fields |= found
             continue
         kind = kind_of_suffix(last) or kind_of_bytes(_read(member, min(member.length, HEAD_BYTES)))
@@ -123,17 +121,13 @@ def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
     """Raise SampleError if the members of a key cannot be one sample: two texts, or one name twice."""
     split = [suffix.rpartition(".")[::2] for suffix in suffixes]
     inner = {middle for middle, last in split if middle and last not in FIELD_SUFFIXES}
-    texts = [
-        ("txt" if last in TEXT_SUFFIXES else last, middle) for middle, last in split if last in FIELD_SUFFIXES
-    ]
+    texts = [("txt" if last in TEXT_SUFFIXES else last, middle) for middle, last in split if last in FIELD_SUFFIXES]
     twice = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
     if twice is not None:
         raise SampleError(
             place, f"has the member .{twice} more than once", "give every sample of a shard a key of its own"
         )
-    if len({last for last, _ in texts}) < len(texts) or any(
-        middle in inner and len(inner) > 1 for _, middle in texts
-    ):
+    if len({last for last, _ in texts}) < len(texts) or any(middle in inner and len(inner) > 1 for _, middle in texts):
         raise SampleError(
             place,
             f"joins members that seem to be several samples, {', '.join(f'.{suffix}' for suffix in suffixes)}: a "
@@ -147,9 +141,7 @@ def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
         try:
             text = raw.decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            raise SampleError(
-                place, f"the .{suffix} member is no text: {error}", "write the shard again"
-            ) from None
+            raise SampleError(place, f"the .{suffix} member is no text: {error}", "write the shard again") from None
         return {"label" if suffix == "cls" else "text": text}
     fields = json_value(raw, place, "the .json member")
     if isinstance(fields, list):
@@ -183,9 +175,7 @@ def scan_tar(path: Path, name: str) -> Scan:
                 if member.isdir():
                     continue
                 if member.issparse():
-                    raise UserError(
-                        f"{name} is a sparse tar, which cannot be read in place; write it without --sparse"
-                    )
+                    raise UserError(f"{name} is a sparse tar, which cannot be read in place; write it without --sparse")
                 full = posixpath.normpath(member.name)
                 if member.isreg():
                     places[full] = member.offset_data, member.size
@@ -241,9 +231,7 @@ def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:
         stream.seek(end)
         block = stream.read(tarfile.BLOCKSIZE)
         if len(block) < tarfile.BLOCKSIZE:
-            raise UserError(
-                f"{name} is cut off after member {last!r}: it has no end mark; write or fetch it again"
-            )
+            raise UserError(f"{name} is cut off after member {last!r}: it has no end mark; write or fetch it again")
         while block:
             if block.strip(b"\0"):
                 raise UserError(

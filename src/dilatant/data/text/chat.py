@@ -73,9 +73,7 @@ class ChatTokenizer:
     ends: tuple[int, ...]
     fingerprint: str
 
-    def tokens(
-        self, messages: Sequence[TemplateMessage], for_generation: bool = False, tools: str = ""
-    ) -> ChatTokens:
+    def tokens(self, messages: Sequence[TemplateMessage], for_generation: bool = False, tools: str = "") -> ChatTokens:
         """Tokenize a conversation; with `for_generation` it ends where the assistant's answer would start.
 
         tools: see `Sample`. Raises UserError if the template refuses the conversation.
@@ -104,9 +102,7 @@ class ChatTokenizer:
             marks = np.pad(marks, ((0, 0), (len(self.prefix), 0)))
         return ChatTokens(ids, *marks)
 
-    def _carry_loss(
-        self, messages: Sequence[TemplateMessage], spans: Sequence[tuple[int, int]]
-    ) -> list[bool]:
+    def _carry_loss(self, messages: Sequence[TemplateMessage], spans: Sequence[tuple[int, int]]) -> list[bool]:
         """Return for each span whether it carries loss. Raises UserError if spans cannot be matched to turns."""
         marks = [message.carries_loss for message in messages if message.role == "assistant"]
         if all(marks):
@@ -195,9 +191,7 @@ class ChatTokenizer:
         end = self._before_tool(text, end, messages, position, tools)
         return start, end + self._closing(text[start:end], text[end:])
 
-    def _before_tool(
-        self, text: str, end: int, messages: Sequence[TemplateMessage], position: int, tools: str
-    ) -> int:
+    def _before_tool(self, text: str, end: int, messages: Sequence[TemplateMessage], position: int, tools: str) -> int:
         """Return where the tool's result begins if the template writes it inside the answer's span; else `end`."""
         if position + 1 == len(messages) or messages[position + 1].role != "tool":
             return end
@@ -313,9 +307,7 @@ def chat_tokenizer(
     prefix = _prefix(backend) if processed else ()
     ours = (MEDIA, _EDGE, BREAK)
     backend.add_special_tokens([AddedToken(char, special=True, normalized=False) for char in ours])
-    named = {
-        name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
-    }
+    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     usable = usable_template(text, named, template, day)
     parts = (backend.to_str(), text, sorted(named.items()), usable.day, prefix, ends)
     digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
@@ -352,9 +344,7 @@ def _probed(answer: TemplateMessage) -> list[TemplateMessage]:
     if len(uncalled) < len(answer.extras):
         calls = json.loads(dict(answer.extras)[CALLS])
         arguments = calls[-1]["function"]["arguments"]
-        calls[-1]["function"]["arguments"] = (
-            {**arguments, "probe": PROBE} if isinstance(arguments, dict) else PROBE
-        )
+        calls[-1]["function"]["arguments"] = {**arguments, "probe": PROBE} if isinstance(arguments, dict) else PROBE
         variants.append(TemplateMessage("assistant", answer.text, (*uncalled, (CALLS, json.dumps(calls)))))
     return variants
 

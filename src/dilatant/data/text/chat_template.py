@@ -93,9 +93,7 @@ class ChatTemplate:
         named = {key for message in messages for key, _ in message.extras} | ({"tools"} if tools else set())
         unsaid = [key for key in ("tools", CALLS) if key in named and not self.reads(key)]
         if unsaid:
-            raise UserError(
-                f"the chat template does not write {unsaid[0]!r}; choose one that does, or remove them"
-            )
+            raise UserError(f"the chat template does not write {unsaid[0]!r}; choose one that does, or remove them")
         conversation = [self._as_dict(message) for message in messages]
         given = len(tools) + sum(len(m.text) + sum(len(value) for _, value in m.extras) for m in messages)
         text = self._write(conversation, for_generation, tools, given)
@@ -105,9 +103,7 @@ class ChatTemplate:
         """Return the message in the form that transformers passes to templates."""
         extras = {key: json.loads(value) for key, value in message.extras}
         thought = next((extras[key] for key in THOUGHTS if extras.get(key) is not None), None)
-        thoughts = (
-            {} if thought is None else {THOUGHTS[0]: thought, THOUGHTS[1]: extras.get(THOUGHTS[1], thought)}
-        )
+        thoughts = {} if thought is None else {THOUGHTS[0]: thought, THOUGHTS[1]: extras.get(THOUGHTS[1], thought)}
         return {
             "role": message.role,
             "content": [{"type": "text", "text": message.text}] if self.typed else message.text,
@@ -116,11 +112,7 @@ class ChatTemplate:
         }
 
     def _write(
-        self,
-        conversation: list[dict[str, Any]],
-        for_generation: bool = False,
-        tools: str = "",
-        given: int = 1,
+        self, conversation: list[dict[str, Any]], for_generation: bool = False, tools: str = "", given: int = 1
     ) -> str:
         """Render a conversation with the engine's marks around the text in generation tags. given: characters of the
         conversation."""
@@ -178,9 +170,7 @@ def _without_tags(text: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(pieces), spans
 
 
-def usable_template(
-    text: str, special_tokens: Mapping[str, str], name: str, day: str | None = None
-) -> ChatTemplate:
+def usable_template(text: str, special_tokens: Mapping[str, str], name: str, day: str | None = None) -> ChatTemplate:
     """Return the template with the content form, plain or typed, with which it writes a user's turn.
 
     name: the user's name for the template, for errors. day: the date that it writes (None: today). Raises UserError if
@@ -213,11 +203,7 @@ def _try(template: ChatTemplate, name: str) -> None:
     command = [sys.executable, "-P", "-m", template_trial.__name__, str(TRIAL_BYTES), str(TRIAL_SECONDS)]
     try:
         ended = subprocess.run(
-            command,
-            input=asked,
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_PATIENCE * TRIAL_SECONDS,
+            command, input=asked, capture_output=True, text=True, timeout=TRIAL_PATIENCE * TRIAL_SECONDS
         )
         code, said = ended.returncode, ended.stdout.strip()
     except subprocess.TimeoutExpired:

@@ -68,9 +68,7 @@ def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
     turns, answer, unplaced = sample.turns, "", sample.unplaced
     if turns and turns[-1].role == "assistant":
         if not turns[-1].carries_loss:
-            raise SampleError(
-                sample.id, "its last answer is marked as not to be learned", "remove it from data.eval"
-            )
+            raise SampleError(sample.id, "its last answer is marked as not to be learned", "remove it from data.eval")
         answer = "".join(part for part in turns[-1].content if isinstance(part, str))
         if any(encoding.chat.template.reads(key) for key, _ in turns[-1].extras):
             answer = encoding.chat.last_answer(place_media(sample, encoding)[0], sample.tools)
@@ -178,9 +176,7 @@ def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: TokenLayout) -
             )
             return
         yield SampleError(
-            sample.id,
-            "has no assistant answer that carries loss, so nothing to learn",
-            "add one or remove it",
+            sample.id, "has no assistant answer that carries loss, so nothing to learn", "add one or remove it"
         )
     elif answers and not calls and not any(isinstance(part, Media) or part.strip() for part in answers):
         yield SampleError(sample.id, "has only empty answers", "write one or remove it")
@@ -203,8 +199,7 @@ def _encoded(
         for name, values in made.items():
             collected.setdefault(name, []).append(values)
     together = {
-        unit: {name: concatenate_inputs(values) for name, values in inputs.items()}
-        for unit, inputs in media.items()
+        unit: {name: concatenate_inputs(values) for name, values in inputs.items()} for unit, inputs in media.items()
     }
     ids, labels, branch = layout.ids, layout.labels, layout.branch
     if parts is not None and QUESTION in parts:

@@ -17,9 +17,7 @@ from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, gri
 def encoded_problems(sample: EncodedSample, name: str, encoding: Encoding) -> Iterator[SampleError]:
     """Yield the errors of a user's sample, apart from its length."""
     if encoding.pairs or sample.branch is not None:
-        yield SampleError(
-            name, "is encoded, and pairs are read from records alone", "give 'chosen' and 'rejected'"
-        )
+        yield SampleError(name, "is encoded, and pairs are read from records alone", "give 'chosen' and 'rejected'")
         return
     ids, labels = np.asarray(sample.input_ids), np.asarray(sample.labels)
     if ids.ndim != 1 or ids.shape != labels.shape or {ids.dtype.kind, labels.dtype.kind} - {"i", "u"}:
@@ -29,9 +27,7 @@ def encoded_problems(sample: EncodedSample, name: str, encoding: Encoding) -> It
     if (ids < 0).any():
         yield SampleError(name, f"has the token {ids.min()}", "ids are 0 or more")
     if sample.sizes.get(LANGUAGE, len(ids)) != len(ids):
-        yield SampleError(
-            name, f"has {len(ids)} tokens, and {sample.sizes[LANGUAGE]} in its sizes", "correct them"
-        )
+        yield SampleError(name, f"has {len(ids)} tokens, and {sample.sizes[LANGUAGE]} in its sizes", "correct them")
     encoders = {unit.name for unit in encoding.units}
     for unit in sorted({*sample.media, *sample.sizes} - {LANGUAGE}):
         if unit not in encoders:
@@ -53,14 +49,10 @@ def complete(sample: EncodedSample, name: str, encoding: Encoding) -> EncodedSam
     labels[:1] = NO_LOSS
     sizes = {unit: int(sample.sizes.get(unit, 0)) for unit in encoding.unit_names}
     media = {
-        unit: {
-            key: value if isinstance(value, Pixels) else np.asarray(value) for key, value in inputs.items()
-        }
+        unit: {key: value if isinstance(value, Pixels) else np.asarray(value) for key, value in inputs.items()}
         for unit, inputs in sample.media.items()
     }
-    return EncodedSample(
-        name, np.asarray(sample.input_ids, np.int64), labels, media, {**sizes, LANGUAGE: len(labels)}
-    )
+    return EncodedSample(name, np.asarray(sample.input_ids, np.int64), labels, media, {**sizes, LANGUAGE: len(labels)})
 
 
 def reduced(sample: EncodedSample, encoding: Encoding, parts: frozenset[str] | None) -> EncodedSample:

@@ -136,9 +136,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def render(
-    text: str, day: str, messages: list[dict[str, Any]], characters: int, variables: Mapping[str, Any]
-) -> str:
+def render(text: str, day: str, messages: list[dict[str, Any]], characters: int, variables: Mapping[str, Any]) -> str:
     """Render a conversation, with `OPEN` and `CLOSE` around the text in generation tags.
 
     day: the date that the template may write, as YYYY-MM-DD; empty for today. characters: those of the conversation.
@@ -162,9 +160,7 @@ def names(text: str) -> frozenset[str]:
         return frozenset()
     found = {node.attr for node in tree.find_all(nodes.Getattr)}
     found |= {node.name for node in tree.find_all(nodes.Name)}
-    return frozenset(
-        found | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    )
+    return frozenset(found | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
 
 
 @lru_cache(32)

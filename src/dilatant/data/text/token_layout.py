@@ -80,10 +80,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
         if (found := encoding.markers[turn.role]) is not None and listed:
             pattern, unit_of = found
             written = (
-                match.group()
-                for part in turn.content
-                if isinstance(part, str)
-                for match in pattern.finditer(part)
+                match.group() for part in turn.content if isinstance(part, str) for match in pattern.finditer(part)
             )
             marked.update(unit_of[marker].kind for marker in written if marker in unit_of)
     read_by: dict[MediaKind, MediaUnit] = {}
@@ -112,9 +109,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
             if media.kind == "image":
                 remedy += ", or a generator that draws what stands in an assistant's turn"
             raise SampleError(
-                sample.id,
-                f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder",
-                remedy,
+                sample.id, f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder", remedy
             )
         if isinstance(unit, ImageTarget):
             placed.append((media, unit))
@@ -292,8 +287,7 @@ def _lay_out_turns(sample: Sample, encoding: Encoding, for_generation: bool) -> 
             )
     together = Counter((unit.name, unit.kind) for _, unit, *_ in (*prepended, *placed))
     items = tuple(
-        _sized(sample, *each, alone=together[each[1].name, each[1].kind] == 1)
-        for each in (*prepended, *placed)
+        _sized(sample, *each, alone=together[each[1].name, each[1].kind] == 1) for each in (*prepended, *placed)
     )
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = (tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1) & ~tokens.silent
@@ -324,9 +318,7 @@ def _lay_out_turns(sample: Sample, encoding: Encoding, for_generation: bool) -> 
     return _cut(ids, targets, items, encoding.cuts_at)
 
 
-def _cut(
-    ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, ...], length: int
-) -> TokenLayout:
+def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, ...], length: int) -> TokenLayout:
     """Cut to the first `length` tokens, or fewer so that no media item is split."""
     at = kept = 0
     for item in items:
@@ -339,9 +331,7 @@ def _cut(
     return TokenLayout(ids[:length], targets[:length], items[:kept], is_cut=True)
 
 
-def _sized(
-    sample: Sample, media: Media, unit: EncodingUnit, piece: ClipTokens | None = None, *, alone: bool
-) -> Item:
+def _sized(sample: Sample, media: Media, unit: EncodingUnit, piece: ClipTokens | None = None, *, alone: bool) -> Item:
     with name_item_in_errors(sample, media):
         if piece is not None and not piece.is_first:
             return Item(media, unit, 0, piece.tokens, {}, goes_on=True)

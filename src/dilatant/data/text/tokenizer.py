@@ -27,9 +27,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
         folder = Path(name)
-        if folder.is_dir() and not any(
-            re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir()
-        ):
+        if folder.is_dir() and not any(re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir()):
             raise _no_tokenizer(name) from None
         first = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -37,9 +35,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             "(give a local folder, an id that this machine can reach, or 'bytes' for the built-in one)"
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(
-            f"tokenizer {name!r} has no fast version (tokenizer.json), which is needed to place media"
-        )
+        raise UserError(f"tokenizer {name!r} has no fast version (tokenizer.json), which is needed to place media")
     if not tokenizer("A word.", add_special_tokens=False).input_ids:
         # transformers makes an empty tokenizer of a folder with a config but no tokenizer files.
         raise _no_tokenizer(name)
@@ -72,10 +68,7 @@ def _settings(source: str, file: str) -> dict[str, Any]:
 
     try:
         path = cached_file(
-            source,
-            file,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
+            source, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
         content = {} if path is None else json.loads(Path(str(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -91,15 +84,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(
-        models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
-    )
+    backend = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in names.values()]
-    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in names.values()])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **names
     )

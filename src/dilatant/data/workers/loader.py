@@ -158,9 +158,7 @@ class Loader:
         datasets = {"train": samples}
         self._owner = PoolOwner(datasets, encoding, workers) if workers else None
         self._source: SampleSource = (
-            InlineSource(datasets, encoding)
-            if self._owner is None
-            else join(self._owner.address, MEMORY_BYTES)
+            InlineSource(datasets, encoding) if self._owner is None else join(self._owner.address, MEMORY_BYTES)
         )
         parts = frozenset({TOKENS, *encoding.unit_names[1:]})
         ahead = prefetch if workers else 0

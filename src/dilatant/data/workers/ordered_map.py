@@ -31,11 +31,7 @@ from dilatant.config.errors import UserError
 T = TypeVar("T")
 R = TypeVar("R")
 
-PRELOAD = (
-    "dilatant.data.workers.pool_worker",
-    "dilatant.data.readers.reader",
-    "dilatant.data.text.template_engine",
-)
+PRELOAD = ("dilatant.data.workers.pool_worker", "dilatant.data.readers.reader", "dilatant.data.text.template_engine")
 """Modules that the fork server imports once, so that workers start quickly. None of them starts a thread."""
 
 TASKS_PER_WORKER = 3
@@ -200,9 +196,7 @@ def _end(workers: list[_RunningWorker[Any]]) -> None:
     for worker in workers:
         worker.process.kill()
     for worker in workers:
-        worker.process.join(
-            timeout=5
-        )  # it may wait for a dead file server, and exits when the server answers
+        worker.process.join(timeout=5)  # it may wait for a dead file server, and exits when the server answers
         worker.connection.close()
     workers.clear()
 

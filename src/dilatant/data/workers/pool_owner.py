@@ -53,11 +53,7 @@ class PoolOwner:
     """
 
     def __init__(
-        self,
-        datasets: Mapping[str, Dataset],
-        encoding: Encoding,
-        workers: int,
-        decode_seconds: float = DECODE_SECONDS,
+        self, datasets: Mapping[str, Dataset], encoding: Encoding, workers: int, decode_seconds: float = DECODE_SECONDS
     ) -> None:
         if workers < 1:
             raise ValueError("a pool has at least one worker")

@@ -41,9 +41,7 @@ UNGREETED = 20
 _log = logging.getLogger(__name__)
 
 
-def join(
-    address: str, budget_bytes: int, on_wait: Callable[[Waiting], None] = lambda waiting: None
-) -> PoolSource:
+def join(address: str, budget_bytes: int, on_wait: Callable[[Waiting], None] = lambda waiting: None) -> PoolSource:
     """Connect a rank to the workers at `PoolOwner.address`; call once per rank.
 
     budget_bytes: memory for samples that are being made, or are ready and not taken. on_wait: called by the thread in
@@ -186,9 +184,7 @@ class PoolSource(QueuedSource):
             self.enlarge(entry, len(packed))
             space = entry.charge
             entry.slot = self._arena.allocate(space)
-            if (
-                entry.slot is None
-            ):  # the answer may come inside the message, an undecoded sample travels in the arena
+            if entry.slot is None:  # the answer may come inside the message, an undecoded sample travels in the arena
                 space = len(packed)
                 entry.slot = self._arena.allocate(space) if packed else None
             if entry.slot is None and packed:

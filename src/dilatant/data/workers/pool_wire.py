@@ -317,9 +317,7 @@ def unpack_sample(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSamp
         if dtype.hasobject:
             raise PoolProtocolError(f"{place.unit} {place.name} is an array of Python objects")
         array: np.ndarray = (
-            np.ndarray(place.shape, dtype, held, place.offset)
-            if all(place.shape)
-            else np.empty(place.shape, dtype)
+            np.ndarray(place.shape, dtype, held, place.offset) if all(place.shape) else np.empty(place.shape, dtype)
         )
         if place.unit:
             value = Pixels(array, *place.normalization) if place.normalization else array
@@ -328,6 +326,4 @@ def unpack_sample(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSamp
             tokens[place.name] = array
     branch: Any = tuple(tokens[BRANCH].tolist()) if BRANCH in tokens else None
     ids, labels, seconds = tokens[IDS], tokens[LABELS], answer.seconds
-    return EncodedSample(
-        answer.sample, ids, labels, media, answer.sizes, draw, made_seconds=seconds, branch=branch
-    )
+    return EncodedSample(answer.sample, ids, labels, media, answer.sizes, draw, made_seconds=seconds, branch=branch)

@@ -81,9 +81,7 @@ class _RankLink:
 
 
 class _Worker:
-    def __init__(
-        self, listener: socket.socket, job: bytes, decode_seconds: float, deaths: list[wire.Death]
-    ) -> None:
+    def __init__(self, listener: socket.socket, job: bytes, decode_seconds: float, deaths: list[wire.Death]) -> None:
         self._listener = listener
         self._listener.setblocking(False)
         self._job = job

@@ -169,11 +169,7 @@ class RaySource(QueuedSource):
     def _dispatch(self) -> None:
         """Send requests in order, as long as producers and budget permit."""
         while True:
-            free = [
-                each
-                for each in self._producers
-                if not each.greeting and len(each.entries) < TASKS_PER_PRODUCER
-            ]
+            free = [each for each in self._producers if not each.greeting and len(each.entries) < TASKS_PER_PRODUCER]
             entry = self.next() if free else None
             if entry is None:
                 return

@@ -18,14 +18,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
 from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import (
-    PoolOutcome,
-    SampleRequest,
-    Waiting,
-    add_once,
-    outcome_of,
-    unknown_request,
-)
+from dilatant.data.workers.pool import PoolOutcome, SampleRequest, Waiting, add_once, outcome_of, unknown_request
 from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused
 
 UNKNOWN_BYTES = 1 << 20
@@ -121,9 +114,7 @@ class QueuedSource(ABC):
         with self.changed:
             for request in requests:
                 if (request.dataset, request.draw) in self._outcomes:
-                    raise ValueError(
-                        f"draw {request.draw} of {request.dataset!r} lies ready and was not taken"
-                    )
+                    raise ValueError(f"draw {request.draw} of {request.dataset!r} lies ready and was not taken")
                 entry = Entry(request, request.name)
                 add_once(self.entries, request, entry)
                 self.queue.append(entry)

@@ -32,9 +32,7 @@ MAGNITUDE = ".lora_magnitude_vector."
 
 def plain_key(key: str) -> str:
     """Return the key that a weight has in the plain model; for an adapter's own weight, the key in its file."""
-    return (
-        key.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".") if ".base_layer." in key else _own(key)
-    )
+    return key.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".") if ".base_layer." in key else _own(key)
 
 
 def is_adapter(key: str) -> bool:
@@ -71,9 +69,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
     )
 
 
-def inject_parts(
-    language: PreTrainedModel, encoders: Mapping[str, PreTrainedModel], config: LoraConfig
-) -> None:
+def inject_parts(language: PreTrainedModel, encoders: Mapping[str, PreTrainedModel], config: LoraConfig) -> None:
     """Call `inject` on the models of a user-composed multimodal model. Raises UserError."""
     for place in dict.fromkeys(name.removesuffix(".encoder") for name in config.units):
         own = config.model_copy(update={"units": (place,)})
@@ -89,9 +85,7 @@ def save_plain(model: PreTrainedModel, folder: Path) -> None:
         plain = type(model)(copy.deepcopy(model.config))
     known, tied = plain.state_dict(), tied_keys(plain)
     state = {
-        key: tensor.contiguous()
-        for key, tensor in merged_state(model).items()
-        if key in known and key not in tied
+        key: tensor.contiguous() for key, tensor in merged_state(model).items() if key in known and key not in tied
     }
     dtype: Any = main_dtype(state.values())  # transformers types `to` wrongly
     plain.to(dtype)  # on the meta device, for the dtype in the config
@@ -110,18 +104,14 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
     """Map each further key of a tied weight to the key under which the weight is stored."""
     first: dict[int, str] = {}
     held = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        key: first[id(weight)] for key, weight in held.items() if first.setdefault(id(weight), key) != key
-    }
+    return {key: first[id(weight)] for key, weight in held.items() if first.setdefault(id(weight), key) != key}
 
 
 def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the paths of the linear layers that get an adapter. Raises UserError if there are none."""
     unknown = [unit for unit in config.units if unit not in parts]
     if unknown:
-        raise UserError(
-            f"model.lora.units: {unknown[0]!r} is no part of this model; there are {', '.join(parts)}"
-        )
+        raise UserError(f"model.lora.units: {unknown[0]!r} is no part of this model; there are {', '.join(parts)}")
     roots = [path for unit in config.units for path in parts[unit]]
     linear = [
         name
@@ -140,9 +130,7 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
         try:
             found = [name for name in linear if re.fullmatch(wanted, name)]
         except re.error as error:
-            raise UserError(
-                f"model.lora.target_modules {wanted!r} is no regular expression: {error}"
-            ) from None
+            raise UserError(f"model.lora.target_modules {wanted!r} is no regular expression: {error}") from None
     else:
         found = [name for name in linear if any(_is_below_end(name, end) for end in wanted)]
         idle = [end for end in wanted if not any(_is_below_end(name, end) for name in linear)]

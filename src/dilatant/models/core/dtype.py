@@ -74,9 +74,7 @@ def four_bit_names(unit: Unit) -> frozenset[str]:
 
 
 @torch.no_grad()
-def quantize(
-    stage: Stage, names: Set[str], device: torch.device, weights: Mapping[str, Tensor] | None = None
-) -> None:
+def quantize(stage: Stage, names: Set[str], device: torch.device, weights: Mapping[str, Tensor] | None = None) -> None:
     """Quantise a stage's weights with logical `names` to four bits on `device`, one by one, from the stage's own values
     or from `weights`. Raises UserError for a weight of another shape."""
     for weight in stage.weights:

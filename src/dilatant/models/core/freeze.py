@@ -75,9 +75,7 @@ def check(parameters: Iterable[tuple[str, nn.Parameter]], frozen: frozenset[str]
     """Raise RuntimeError if a transformation changed which parameters train. parameters: (logical name, parameter)."""
     wrong = sorted(name for name, parameter in parameters if parameter.requires_grad == (name in frozen))
     if wrong:
-        raise RuntimeError(
-            f"{len(wrong)} weights train although frozen, or the reverse: {', '.join(wrong[:8])}"
-        )
+        raise RuntimeError(f"{len(wrong)} weights train although frozen, or the reverse: {', '.join(wrong[:8])}")
 
 
 def audit(units: Mapping[str, Unit]) -> tuple[PartAudit, ...]:

@@ -69,11 +69,7 @@ class EncoderGeometry:
         """Shape of one encoder row of the input `input_name`."""
         if self.example is not None:
             return tuple(self.example[self.input_name].shape[1:])
-        return (
-            (self.channels, self.height, self.row_width)
-            if self.kind == "image"
-            else (self.mel_bins, self.frames)
-        )
+        return (self.channels, self.height, self.row_width) if self.kind == "image" else (self.mel_bins, self.frames)
 
 
 def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry:
@@ -92,9 +88,7 @@ def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry
     height, width = height_and_width(config.image_size)
     patch_height, patch_width = height_and_width(config.patch_size)
     if height < patch_height or width < patch_width:
-        raise UserError(
-            f"image_size {height}x{width} is smaller than patch_size {patch_height}x{patch_width}"
-        )
+        raise UserError(f"image_size {height}x{width} is smaller than patch_size {patch_height}x{patch_width}")
     leading = leading_tokens(config)
     patches = (height // patch_height) * (width // patch_width)
     return EncoderGeometry(

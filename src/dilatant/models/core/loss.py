@@ -14,10 +14,7 @@ IGNORED = -100
 
 
 def shift_labels(
-    labels: Tensor,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    lengths: Sequence[int] | None = None,
+    labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, lengths: Sequence[int] | None = None
 ) -> Tensor:
     """Return the target of each position: int64 [batch, tokens], -100 without a target.
 

@@ -139,20 +139,14 @@ def allocate_meta_tensors(module: nn.Module, names: Collection[str] | None = Non
     return lacking
 
 
-def _of_own_making(
-    unit: Unit, held: Collection[str], pieces: Iterable[tuple[str, str, nn.Module]]
-) -> set[str]:
+def _of_own_making(unit: Unit, held: Collection[str], pieces: Iterable[tuple[str, str, nn.Module]]) -> set[str]:
     """Return the names of meta-device tensors in the `held` layers of a model that has its own `draw_weights`."""
     if not hasattr(unit.model, "draw_weights"):
         return set()
     named = (*unit.model.named_parameters(), *unit.model.named_buffers())
     keys = {weight.key for weight in unit.weights if weight.part == "model" and weight.layer in held}
     inside = tuple(f"{path}." for layer, path, _ in pieces if layer in held)
-    return {
-        name
-        for name, tensor in named
-        if tensor.is_meta and (name in keys or f"model.{name}".startswith(inside))
-    }
+    return {name for name, tensor in named if tensor.is_meta and (name in keys or f"model.{name}".startswith(inside))}
 
 
 def _allocate_meta_tensors(piece: nn.Module, what: str, names: Collection[str] | None = None) -> None:
@@ -193,9 +187,7 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
     if not own or len(again) < len(own):
         with excluded_from_init(again):
             models[id(module)]._init_weights(module)
-            if isinstance(module, Conv1D) and _is_undrawn(
-                module.weight
-            ):  # some families leave it to its constructor
+            if isinstance(module, Conv1D) and _is_undrawn(module.weight):  # some families leave it to its constructor
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
         drawn |= {id(parameter) for parameter in own}

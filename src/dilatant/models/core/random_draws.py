@@ -69,14 +69,10 @@ class KeyedDraws:
         self.total = sum(length for _, length in self.segments)
         # A rank without tokens of the row computes one dummy token.
         self._own = (
-            torch.from_numpy(own if own.size else np.zeros(1, np.int64))
-            if spread.packed and own is not None
-            else None
+            torch.from_numpy(own if own.size else np.zeros(1, np.int64)) if spread.packed and own is not None else None
         )
 
-    def uniform(
-        self, place: str, shape: Sequence[int], device: torch.device
-    ) -> tuple[Tensor, tuple[int, ...]]:
+    def uniform(self, place: str, shape: Sequence[int], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
         """Return float32 numbers in [0, 1) of `shape`, and the shape of one token's or item's numbers. place: layer and
         index of the call in it. Raises DoesNotFit."""
         if self._shards is not None and self._shards.is_share(tuple(shape)):
@@ -84,9 +80,7 @@ class KeyedDraws:
             return self._shards.own(numbers), each
         return self._uniform(place, shape, device)
 
-    def _uniform(
-        self, place: str, shape: Sequence[int], device: torch.device
-    ) -> tuple[Tensor, tuple[int, ...]]:
+    def _uniform(self, place: str, shape: Sequence[int], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
         tokens = self.total if self._own is None else len(self._own)
         if not self.packed:
             if not shape or shape[0] % self.total:

@@ -116,9 +116,7 @@ class TokenShards:
             rows = _padded(_rows(input), size).unflatten(0, (size, -1))
             with _ChunkTransfer(self.ranks, pieces, cached) as travel:
                 parts = [
-                    _Exchange.apply(
-                        product(rows[:, first:end]), partial(travel.scatter, n), partial(travel.take, n)
-                    )
+                    _Exchange.apply(product(rows[:, first:end]), partial(travel.scatter, n), partial(travel.take, n))
                     for n, (first, end) in enumerate(pieces)
                 ]
                 return _CollectReducedRows.apply(travel, *parts)
@@ -237,9 +235,7 @@ class _ChunkTransfer:
     """The chunks in flight of one all-gather or reduce-scatter. cached: in recomputation, this rank's cached result of
     the first forward, which replaces communication."""
 
-    def __init__(
-        self, ranks: SequenceRanks, pieces: Sequence[tuple[int, int]], cached: Tensor | None = None
-    ) -> None:
+    def __init__(self, ranks: SequenceRanks, pieces: Sequence[tuple[int, int]], cached: Tensor | None = None) -> None:
         self.ranks = ranks
         self.pieces = pieces
         self.cached = cached

@@ -114,17 +114,13 @@ class SkippedBlock(Placeholder):
     """Placeholder for a block of another stage. where: before this stage, the last block before it, or behind it.
     width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor."""
 
-    def __init__(
-        self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]
-    ) -> None:
+    def __init__(self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]) -> None:
         super().__init__(original)
         self.number = number
         self.where = where
         self.width = 0
         for key, hook in original._forward_hooks.items():
-            if (
-                getattr(hook, "__module__", "") == output_capturing.__name__
-            ):  # records families' hidden states
+            if getattr(hook, "__module__", "") == output_capturing.__name__:  # records families' hidden states
                 self._forward_hooks[key] = hook
         self.passage: _Passage | None = None
 
@@ -192,10 +188,7 @@ def with_blocks(
         setattr(shell, part, child)
         shell = child
     setattr(shell, name, nn.ModuleList(blocks))
-    for paths, keep, kind in (
-        (structure.before, keep_before, stand_in),
-        (structure.after, keep_after, Placeholder),
-    ):
+    for paths, keep, kind in ((structure.before, keep_before, stand_in), (structure.after, keep_after, Placeholder)):
         for path in () if keep else paths:
             parent, _, child_name = path.rpartition(".")
             replaced = getattr(model.get_submodule(parent), child_name)
@@ -248,8 +241,7 @@ def run_slice(
     try:
         if enters:
             handles += [
-                block.register_forward_pre_hook(passage.enter, with_kwargs=True, prepend=True)
-                for block in held
+                block.register_forward_pre_hook(passage.enter, with_kwargs=True, prepend=True) for block in held
             ]
         if ends and behind is not None:
             handles.append(behind.register_forward_pre_hook(passage.end_before, with_kwargs=True))
@@ -377,7 +369,6 @@ def _shell_with_own_dropout(module: nn.Module) -> nn.Module:
         {
             name: copy.copy(child)
             for name, child in module._modules.items()
-            if child is not None
-            and not (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
+            if child is not None and not (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
         },
     )

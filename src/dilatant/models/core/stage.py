@@ -185,9 +185,7 @@ class Stage(nn.Module, ABC):
         """Return where each of `samples` is in the tensors of a forward; by default, its items in a batch."""
         return SampleLayout(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
 
-    def draws(
-        self, data: StepData, samples: tuple[int, ...], shards: TokenShards | None = None
-    ) -> KeyedDraws:
+    def draws(self, data: StepData, samples: tuple[int, ...], shards: TokenShards | None = None) -> KeyedDraws:
         """Return the random numbers of a microbatch. shards: if tensors may be one tensor-parallel rank's slice."""
         keys = [data.draws[sample] for sample in samples]
         return KeyedDraws(data.seed, keys, self.spread(data, samples), self.own(data, samples), shards)
@@ -294,9 +292,7 @@ def media_of(
     }
 
 
-def on_device(
-    inputs: Sequence[EncoderInput], device: torch.device, items: NDArray[np.int64] | None = None
-) -> Tensor:
+def on_device(inputs: Sequence[EncoderInput], device: torch.device, items: NDArray[np.int64] | None = None) -> Tensor:
     """Return the chosen items of all inputs as encoder input on `device`; images are copied as bytes and normalised
     there. The host does not wait for the copies.
 

@@ -74,9 +74,7 @@ def find_structure(model: nn.Module, blocks: str = "") -> Structure:
             if name == part:
                 passed = True
             elif any(True for _ in child.parameters()) or child.state_dict():
-                is_after = plan.get(
-                    name, (passed or name.startswith("final")) and not name.startswith(FIRST_NAMES)
-                )
+                is_after = plan.get(name, (passed or name.startswith("final")) and not name.startswith(FIRST_NAMES))
                 (after if is_after else before).append(path + name)
         container, path = getattr(container, part), f"{path}{part}."
     # Outer modules that run after the blocks run after the inner ones.

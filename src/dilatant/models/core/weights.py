@@ -50,9 +50,7 @@ def name_weights(
         weights.append(Weight(f"{layer}.{plain_key(_rest(key, structure))}", layer, "model", key))
     if projector is not None:
         layer = f"{unit}.projector"
-        weights += [
-            Weight(f"{layer}.{plain_key(key)}", layer, "projector", key) for key in projector.state_dict()
-        ]
+        weights += [Weight(f"{layer}.{plain_key(key)}", layer, "projector", key) for key in projector.state_dict()]
     names = [weight.name for weight in weights]
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})

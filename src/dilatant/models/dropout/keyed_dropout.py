@@ -52,9 +52,7 @@ def _problems(unit: Unit) -> Iterator[str]:
                 keys = [key for key in keys if "att" in key] or keys
             yield from (f"{unit.unit}: {key} is {rate}; {remedy}" for key in keys)
             if not keys:
-                yield (
-                    f"{unit.unit}: {name} of module {path!r} ({kind}) is {rate}; set it to 0, or drop by nn.Dropout"
-                )
+                yield (f"{unit.unit}: {name} of module {path!r} ({kind}) is {rate}; set it to 0, or drop by nn.Dropout")
 
 
 def _training_modules(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

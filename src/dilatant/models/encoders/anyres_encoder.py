@@ -58,9 +58,7 @@ class AnyresStage(EncoderStage):
         if self.model is not None:
             hidden = self._encode(self.model, of_encoder, hidden)
         assert hidden is not None
-        return (
-            hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden), shapes)
-        )
+        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden), shapes)
 
 
 class AnyresEncoderUnit(StagedEncoderUnit):
@@ -93,9 +91,7 @@ class AnyresEncoderUnit(StagedEncoderUnit):
         return self.shape.rows_of(np.asarray(media[SHAPES]))
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        raise UserError(
-            f"{self.unit}: its images have unlike shapes, and ranks cannot share them; give it cp: 1"
-        )
+        raise UserError(f"{self.unit}: its images have unlike shapes, and ranks cannot share them; give it cp: 1")
 
 
 class AnyresProjection(Projection):
@@ -124,9 +120,7 @@ class AnyresProjection(Projection):
                 continue
             count = len(frames)
             clip = self.around(frames).get_video_features(self.pixels(count)[None]).pooler_output[0]
-            if len(clip) < self.shape.clip_rows(
-                count
-            ):  # some versions append the end marker after this method
+            if len(clip) < self.shape.clip_rows(count):  # some versions append the end marker after this method
                 clip = torch.cat([clip, cast(Any, self.model).image_newline[None].to(clip.dtype)])
             rows[number] = clip
         return torch.cat([rows[number] for number in range(len(tiles_of))])
@@ -160,8 +154,7 @@ class AnyresTower(FixedTower):
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> AnyresImageUnit:
         if settings is None or "image_processor_type" not in settings:
             raise UserError(
-                f"model.processor is missing: {host.config.model_type} cuts images into tiles as its own processor "
-                "says"
+                f"model.processor is missing: {host.config.model_type} cuts images into tiles as its own processor says"
             )
         geometry = self.build(host).geometry
         cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)

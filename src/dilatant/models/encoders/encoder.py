@@ -17,22 +17,8 @@ from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.slicing import (
-    Placeholder,
-    ShapePlaceholder,
-    SkippedBlock,
-    run_slice,
-    slice_model,
-)
-from dilatant.models.core.stage import (
-    Boundary,
-    Stage,
-    StageInputs,
-    StageOutput,
-    StepData,
-    in_dtype_of,
-    media_of,
-)
+from dilatant.models.core.slicing import Placeholder, ShapePlaceholder, SkippedBlock, run_slice, slice_model
+from dilatant.models.core.stage import Boundary, Stage, StageInputs, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.structure import find_structure, unused_parameters
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
@@ -177,19 +163,14 @@ class EncoderStage(Stage):
         return encoded if self.blocks_path is None else encoded.reshape(len(given), -1, encoded.shape[-1])
 
     def run_slice(
-        self,
-        forward: Callable[[Tensor], Tensor],
-        given: Tensor,
-        taps: Mapping[int, Tensor] = MappingProxyType({}),
+        self, forward: Callable[[Tensor], Tensor], given: Tensor, taps: Mapping[int, Tensor] = MappingProxyType({})
     ) -> Tensor:
         """Run the `forward` of the stage's slice on its input or, after the first stage, on hidden states."""
         if self.blocks_path is None:
             return forward(given)
         assert self.model is not None
         blocks = self.model.get_submodule(self.blocks_path)
-        return run_slice(
-            forward, given, blocks, enters=not self.is_first, ends=not self.is_through, taps=taps
-        )
+        return run_slice(forward, given, blocks, enters=not self.is_first, ends=not self.is_through, taps=taps)
 
 
 class EncoderUnit(Unit, EncoderStage):
@@ -230,9 +211,7 @@ class EncoderUnit(Unit, EncoderStage):
             weights = name_weights(name, model, structure, self.tail, projector)
         else:
             layers = ("encoder", "projector")
-            weights = name_module_weights(
-                name, {"encoder": ("model", model), "projector": ("projector", projector)}
-            )
+            weights = name_module_weights(name, {"encoder": ("model", model), "projector": ("projector", projector)})
         super().__init__(
             unit=name,
             layers=tuple(f"{name}.{layer}" for layer in layers),
@@ -281,9 +260,7 @@ class EncoderUnit(Unit, EncoderStage):
 
     def freeze(self, part: Literal["encoder", "projector", "all"] = "encoder") -> None:
         """Freeze the encoder, by default without its projector. part: the part to freeze."""
-        self.freeze_parts(
-            *{"encoder": ("model",), "projector": ("projector",), "all": ("model", "projector")}[part]
-        )
+        self.freeze_parts(*{"encoder": ("model",), "projector": ("projector",), "all": ("model", "projector")}[part])
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         is_output = end == len(self.layers)
@@ -291,9 +268,7 @@ class EncoderUnit(Unit, EncoderStage):
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
-            rows_of=partial(
-                _rows, self.unit, *(1, 1) if self.packs else (self.geometry.encoder_tokens, tokens)
-            ),
+            rows_of=partial(_rows, self.unit, *(1, 1) if self.packs else (self.geometry.encoder_tokens, tokens)),
         )
 
     def stage(self, first: int, end: int) -> EncoderStage:

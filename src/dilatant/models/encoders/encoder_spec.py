@@ -114,18 +114,14 @@ def _check_adapter(unit: EncoderUnit, where: str) -> None:
     """Raise UserError unless the layers of the encoder one by one give what its own forward gives. An encoder of
     transformers needs no adapter, and a saved one would come back without it."""
     if isinstance(unit.model, PreTrainedModel):
-        raise UserError(
-            f"{where}: adapter is for modules of your own; a transformers encoder is cut as it is"
-        )
+        raise UserError(f"{where}: adapter is for modules of your own; a transformers encoder is cut as it is")
     value, inputs = unit.example(0, 1, next(unit.model.parameters(), torch.empty(0)).device)
     fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
     drawn = tuple(f"{path.removeprefix('model.')}." for _, path in unit.pieces())
     held = {**dict(unit.model.named_parameters()), **dict(unit.model.named_buffers())}
     meta = [name for name, tensor in held.items() if tensor.is_meta]
     if alone := [name for name in meta if not name.startswith(drawn)]:
-        raise UserError(
-            f"{where}: {alone[0]} is on the meta device, outside of a module that draws it; give it memory"
-        )
+        raise UserError(f"{where}: {alone[0]} is on the meta device, outside of a module that draws it; give it memory")
     if 0 < len(meta) < len(held):
         return  # nothing runs on two devices
     try:
@@ -176,11 +172,7 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
     kind, example, tokens = encoder.kind or "", encoder.example, encoder.tokens_per_row
     usual = {"image": "pixel_values", "audio": "input_features"}
     name = next(iter(example), None) if example else encoder.input_name or usual.get(kind)
-    shape = (
-        encoder.row_shape
-        if example is None
-        else tuple(next(iter(example.values()), torch.empty(0)).shape[1:])
-    )
+    shape = encoder.row_shape if example is None else tuple(next(iter(example.values()), torch.empty(0)).shape[1:])
     problems = []
     if encoder.tokens_of is not None:
         if example is None or tokens is not None:
@@ -205,9 +197,7 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
         problems += [
             f"the example of {key!r} is no tensor of one row: [1, ...]"
             for key, row in example.items()
-            if not isinstance(row, Tensor)
-            or not row.shape
-            or (row.shape[0] != 1 and encoder.tokens_of is None)
+            if not isinstance(row, Tensor) or not row.shape or (row.shape[0] != 1 and encoder.tokens_of is None)
         ]
     dimensions = {"image": 3, "audio": 2}.get(kind)
     if shape is not None and dimensions not in (None, len(shape)):
@@ -255,6 +245,4 @@ def _check_projector(projector: nn.Module, tokens: int, width: int, hidden_size:
             f"{where}: the projector does not take the encoder's width {width}: {one_line(error, 200)}"
         ) from None
     if width_out != hidden_size:
-        raise UserError(
-            f"{where}: the projector gives width {width_out}, the language model takes {hidden_size}"
-        )
+        raise UserError(f"{where}: the projector gives width {width_out}, the language model takes {hidden_size}")

@@ -60,9 +60,7 @@ class FixedTower(Tower):
                 shape = (geometry.channels, geometry.height, geometry.row_width)
                 check_tiles(cutting, shape)
                 tokens = geometry.encoder_tokens, geometry.tokens_per_row
-                return TiledImageUnit(
-                    host.name, host.placeholder_id, *tokens, shape, cutting, written=written
-                )
+                return TiledImageUnit(host.name, host.placeholder_id, *tokens, shape, cutting, written=written)
         unit = media_unit(
             host.name,
             geometry,
@@ -102,9 +100,7 @@ class Projection(nn.Module):
     tokens, pooling and shuffles is the family's. The module's state has the composite's keys.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, path: str, projector: tuple[str, ...], batched: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, path: str, projector: tuple[str, ...], batched: bool = False) -> None:
         """path: the encoder's. projector: paths of the modules that project its rows. batched: see `FixedTower`."""
         super().__init__()
         self.model = cast(PreTrainedModel, model.base_model)
@@ -146,9 +142,7 @@ class _Rows(nn.Module):
         self._hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
-        return BaseModelOutputWithPooling(
-            last_hidden_state=self._hidden, hidden_states=_SameForEveryItem(self._hidden)
-        )
+        return BaseModelOutputWithPooling(last_hidden_state=self._hidden, hidden_states=_SameForEveryItem(self._hidden))
 
 
 class _SameForEveryItem(tuple):

@@ -24,12 +24,7 @@ from transformers import PreTrainedModel
 from dilatant.attention.hook import attend_to_items, passes_borders
 from dilatant.config.errors import UserError, type_and_text
 from dilatant.data.media.pixels import EncoderInput, as_array
-from dilatant.data.media_units.processed_unit import (
-    ProcessedImageUnit,
-    ProcessedSoundUnit,
-    flatten,
-    is_layout,
-)
+from dilatant.data.media_units.processed_unit import ProcessedImageUnit, ProcessedSoundUnit, flatten, is_layout
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
 from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import adapted_key, plain_key
@@ -97,9 +92,7 @@ class GenericStage(SampleParallel, EncoderStage):
         device = next(iter(inputs.values())).device
         return self._encode_items({name: each.cpu().numpy() for name, each in inputs.items()}, hidden, device)
 
-    def _encode_items(
-        self, arrays: Mapping[str, NDArray], hidden: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def _encode_items(self, arrays: Mapping[str, NDArray], hidden: Tensor | None, device: torch.device) -> Tensor:
         items = items_of(arrays)
         groups: dict[Layout, list[int]] = {}
         for number, item in enumerate(items):
@@ -137,12 +130,8 @@ class GenericStage(SampleParallel, EncoderStage):
                 for number in self.taps:
                     block = model.get_submodule(f"{self.blocks_path}.{number}")
                     if self.first_block <= number < self.end_block:
-                        closing.callback(
-                            block.register_forward_hook(partial(keep_output, seen, number)).remove
-                        )
-                hidden = self.run_slice(
-                    partial(rows_by, self.shapes.kind, model, inputs), first, taps
-                ).flatten(0, -2)
+                        closing.callback(block.register_forward_hook(partial(keep_output, seen, number)).remove)
+                hidden = self.run_slice(partial(rows_by, self.shapes.kind, model, inputs), first, taps).flatten(0, -2)
             if self.is_through:
                 return hidden
             return torch.cat([hidden, *(seen[tap] for tap in sent_with(self.taps, self.end_block))], dim=-1)
@@ -285,10 +274,7 @@ class RopePositions:
                     given["audio_seqlens"] = torch.tensor([int(item[_FRAMES].sum()) for item in items])
                 read = known.intersection(items[0])
                 given |= {key: torch.cat([torch.as_tensor(item[key]) for item in items]) for key in read}
-        given |= {
-            "input_ids": torch.as_tensor(tokens)[None],
-            "mm_token_type_ids": torch.as_tensor(kinds)[None],
-        }
+        given |= {"input_ids": torch.as_tensor(tokens)[None], "mm_token_type_ids": torch.as_tensor(kinds)[None]}
         if "mm_token_type_ids" not in known:  # finds media by the ids around them
             given["attention_mask"] = torch.ones_like(given["input_ids"])
         places, *_ = model.get_rope_index(**{key: each for key, each in given.items() if key in known})
@@ -341,9 +327,7 @@ class GenericTower(Tower):
             encoder_tokens=tokens,
             width=width if structure is None else getattr(config, width_key(self.shapes, typical)),
         )
-        unit = GenericEncoderUnit(
-            host.name, model, structure, projector, geometry, width, host.placeholder_id, typical
-        )
+        unit = GenericEncoderUnit(host.name, model, structure, projector, geometry, width, host.placeholder_id, typical)
         unit.shapes, unit.axes, unit.uncut = self.shapes, self.axes(host.config), self.uncut
         if structure is not None:
             try:
@@ -373,9 +357,7 @@ class GenericTower(Tower):
         """Raise the error that stops the encoder from being built."""
         item = self.typical(config)
         if not any(not is_layout(each) for each in item.values()):
-            raise UserError(
-                f"{config.model_type}: its processor makes none of the inputs that its model reads"
-            )
+            raise UserError(f"{config.model_type}: its processor makes none of the inputs that its model reads")
         self.shapes(item)
         if self.inner is not None:
             in_order(self.shapes, layout_of(item))
@@ -392,9 +374,7 @@ class GenericTower(Tower):
         items = items_of({name: each.cpu().numpy() for name, each in inputs.items()})
         axes = self.axes(host.config)
         return {
-            name: join_items([torch.as_tensor(item[name]) for item in items], axes.get(name, 0)).to(
-                ids.device
-            )
+            name: join_items([torch.as_tensor(item[name]) for item in items], axes.get(name, 0)).to(ids.device)
             for name in items[0]
         }
 

@@ -117,10 +117,7 @@ def native_limits(
 def patches_of(vision: Any, settings: ClipSettings) -> PatchProcessor:
     """Return the image processor of an encoder with this config. Raises UserError."""
     return patch_processor(
-        settings,
-        patch=vision.patch_size,
-        merge=vision.spatial_merge_size,
-        frames=vision.temporal_patch_size,
+        settings, patch=vision.patch_size, merge=vision.spatial_merge_size, frames=vision.temporal_patch_size
     )
 
 

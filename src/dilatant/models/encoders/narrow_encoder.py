@@ -17,12 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
@@ -31,11 +26,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.processed_unit import SHAPE
-from dilatant.data.media_units.processors import (
-    HuggingFaceImageProcessor,
-    HuggingFaceSoundProcessor,
-    of_family,
-)
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor, of_family
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.slicing import keep_output, run_slice, slice_model
 from dilatant.models.core.structure import Structure, find_structure, leaves_of
@@ -61,11 +52,7 @@ def items_of(arrays: Mapping[str, NDArray]) -> list[dict[str, NDArray]]:
 def layout_of(item: Mapping[str, NDArray]) -> Layout:
     """Return the layout of an item."""
     return tuple(
-        (
-            name,
-            each.shape,
-            None if np.issubdtype(each.dtype, np.floating) else (each.dtype.str, each.tobytes()),
-        )
+        (name, each.shape, None if np.issubdtype(each.dtype, np.floating) else (each.dtype.str, each.tobytes()))
         for name, each in sorted(item.items())
     )
 
@@ -149,9 +136,7 @@ def _seen(shapes: FeatureShapes, layout: Layout) -> tuple[Tensor, Tensor]:
     def run(first: int, hidden: Tensor) -> Tensor:
         part = slice_model(model, structure, first, first, keep_before=True, keep_after=True)
         blocks = part.get_submodule(structure.blocks)
-        return run_slice(
-            lambda _: shapes.rows(part, layout), hidden, blocks, enters=first > 0, ends=first == 0
-        )
+        return run_slice(lambda _: shapes.rows(part, layout), hidden, blocks, enters=first > 0, ends=first == 0)
 
     hidden = run(0, torch.zeros(1))
     return hidden, run(structure.num_blocks, hidden)
@@ -165,9 +150,7 @@ def taps_of(shapes: FeatureShapes, layout: Layout) -> tuple[int, ...]:
     return find_taps(model, in_order(shapes, layout), lambda part, *_: shapes.rows(part, layout))
 
 
-def find_taps(
-    model: PreTrainedModel, structure: Structure, forward: Callable[..., Tensor]
-) -> tuple[int, ...]:
+def find_taps(model: PreTrainedModel, structure: Structure, forward: Callable[..., Tensor]) -> tuple[int, ...]:
     """Return the blocks whose outputs are read by more than the next block: noise in such an output changes what a
     later stage computes even though its input stays the same. forward(slice, input): runs the model."""
     depth = structure.num_blocks
@@ -210,9 +193,7 @@ def _with_noise(
 
 def _ones(layout: Layout) -> dict[str, Tensor]:
     return {
-        name: torch.ones(shape)
-        if own is None
-        else torch.from_numpy(np.ndarray(shape, own[0], bytearray(own[1])))
+        name: torch.ones(shape) if own is None else torch.from_numpy(np.ndarray(shape, own[0], bytearray(own[1])))
         for name, shape, own in layout
     }
 
@@ -223,10 +204,7 @@ def in_order(shapes: FeatureShapes, layout: Layout) -> Structure:
     model, structure = narrow_encoder(shapes)
     assert structure is not None
     around = (*structure.before, *structure.after)
-    modules = {
-        path: getattr(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
-        for path in around
-    }
+    modules = {path: getattr(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in around}
     ran: list[str] = []
     handles = [
         module.register_forward_pre_hook(lambda *_, path=path: ran.append(path))

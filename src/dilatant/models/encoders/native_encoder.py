@@ -25,12 +25,7 @@ from dilatant.models.core.stage import Boundary, in_dtype_of
 from dilatant.models.core.structure import find_structure
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.media import native_limits, patches_of
-from dilatant.models.encoders.packed_encoder import (
-    PackedEncoderStage,
-    PackedEncoderUnit,
-    TowerProjector,
-    rows_of_unit,
-)
+from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit, TowerProjector, rows_of_unit
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 
 MERGERS = ("merger", "deepstack_merger_list")
@@ -62,9 +57,7 @@ class Merger(TowerProjector):
     def forward(self, hidden: Tensor) -> Tensor:
         mergers = [self.merger, *getattr(self, "deepstack_merger_list", ())]
         parts = hidden.chunk(len(mergers), dim=-1)
-        return torch.cat(
-            [merge(part.contiguous()) for merge, part in zip(mergers, parts, strict=True)], dim=-1
-        )
+        return torch.cat([merge(part.contiguous()) for merge, part in zip(mergers, parts, strict=True)], dim=-1)
 
 
 class PatchConvolution(nn.Conv3d):
@@ -104,14 +97,11 @@ class NativeStage(PackedEncoderStage):
         groups = _groups(sizes.tolist(), self.patches_at_once)
         parts = fed.split([sum(t * h * w for t, h, w in group) for group in groups])
         encoded = [
-            self._through_blocks(model, part, group, is_hidden)
-            for part, group in zip(parts, groups, strict=True)
+            self._through_blocks(model, part, group, is_hidden) for part, group in zip(parts, groups, strict=True)
         ]
         return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
 
-    def _through_blocks(
-        self, model: nn.Module, fed: Tensor, grids: list[list[int]], has_taps: bool
-    ) -> Tensor:
+    def _through_blocks(self, model: nn.Module, fed: Tensor, grids: list[list[int]], has_taps: bool) -> Tensor:
         width, tower = self.geometry.width, cast(Any, model)
         fed, taps = (fed[:, :width], [fed[:, width:]]) if has_taps else (fed, [])
         tapped: dict[int, Tensor] = {}
@@ -201,9 +191,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         grids = [(1, max(side, height), width) for _, height, width in grids]
         grid = torch.tensor(grids)
         if layer > self._merging_layer:
-            return torch.randn(int(grid.prod(1).sum()) // self.merged, self.width_merged, device=device), {
-                GRID: grid
-            }
+            return torch.randn(int(grid.prod(1).sum()) // self.merged, self.width_merged, device=device), {GRID: grid}
         taps = sum(1 for block in self._taps if block < layer - 1)
         width = self.numbers_of_patch if layer == 0 else self.geometry.width * (1 + taps)
         return torch.randn(int(grid.prod(1).sum()), width, device=device), {GRID: grid}
@@ -341,10 +329,7 @@ class NativeTower(Tower):
         places = (ids == host.placeholder_id).nonzero().split(merged)
         ids = ids.clone()
         found = {"input_ids": ids}
-        for clip, pixels, grid in (
-            (False, "pixel_values", GRID),
-            (True, "pixel_values_videos", "video_grid_thw"),
-        ):
+        for clip, pixels, grid in ((False, "pixel_values", GRID), (True, "pixel_values_videos", "video_grid_thw")):
             numbers = (is_clip == clip).nonzero()[:, 0].tolist()
             if numbers:
                 found[pixels] = torch.cat([of_items[number] for number in numbers])

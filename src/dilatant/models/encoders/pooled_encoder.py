@@ -73,9 +73,7 @@ class _BlocksDone(nn.Module):
 class PooledStage(NativeStage):
     """A `NativeStage` whose encoder takes positions and an attention plan instead of grids."""
 
-    def _through_blocks(
-        self, model: nn.Module, fed: Tensor, grids: list[list[int]], is_hidden: bool
-    ) -> Tensor:
+    def _through_blocks(self, model: nn.Module, fed: Tensor, grids: list[list[int]], is_hidden: bool) -> Tensor:
         tower: Any = model
         side = int(tower.config.pooling_kernel_size)
         plan = plan_of_items([t * h * w for t, h, w in grids])
@@ -129,9 +127,7 @@ class PooledTower(Tower):
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> NativeImageUnit:
         vision = host.config.vision_config
-        processor = soft_token_processor(
-            settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
-        )
+        processor = soft_token_processor(settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size)
         return NativeImageUnit(host.name, host.placeholder_id, processor, written=written)
 
     @property
@@ -140,9 +136,7 @@ class PooledTower(Tower):
 
     def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> FramedClipUnit:
         saved = options.saved
-        tokens = (
-            options.requested.get(SOFT_TOKENS_OF_FRAMES) or saved.get("max_soft_tokens") or SOFT_TOKENS[0]
-        )
+        tokens = options.requested.get(SOFT_TOKENS_OF_FRAMES) or saved.get("max_soft_tokens") or SOFT_TOKENS[0]
         if tokens not in SOFT_TOKENS:
             known = ", ".join(map(str, SOFT_TOKENS))
             raise UserError(f"processor: {SOFT_TOKENS_OF_FRAMES} is {tokens!r}; it must be one of {known}")

@@ -37,9 +37,7 @@ def build_projector(kind: str, width: int, hidden_size: int, where: str = "proje
                 f"model takes {hidden_size}; use 'linear' or 'mlp'"
             )
         return nn.Identity()
-    raise UserError(
-        f"{where}: projector {kind!r} is not known; use 'linear', 'mlp', 'identity' or an nn.Module"
-    )
+    raise UserError(f"{where}: projector {kind!r} is not known; use 'linear', 'mlp', 'identity' or an nn.Module")
 
 
 def stored_projector(name: str, entry: EncoderConfig) -> Path | None:
@@ -67,9 +65,7 @@ def kind_of_projector(name: str, entry: EncoderConfig) -> str:
     file = stored_projector(name, entry)
     kind = None if file is None else _KINDS.get(frozenset(_shapes(file)))
     if kind is None and entry.goes_on:
-        raise UserError(
-            f"model.encoders.{name}.projector: {str(file)!r} holds no linear, mlp or identity projector"
-        )
+        raise UserError(f"model.encoders.{name}.projector: {str(file)!r} holds no linear, mlp or identity projector")
     return kind or "mlp"
 
 

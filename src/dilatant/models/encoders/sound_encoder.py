@@ -83,9 +83,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
         """Make sounds of the typical length, and one shorter sound from the remainder."""
         one = self.geometry.encoder_tokens
         merges = layer == len(self.layers) - 1
-        rows = [one] * (tokens // one) + (
-            [max(2, tokens % one // 2 * 2)] if tokens % one or tokens < one else []
-        )
+        rows = [one] * (tokens // one) + ([max(2, tokens % one // 2 * 2)] if tokens % one or tokens < one else [])
         frames = torch.tensor([[2 * each, 2 * each] for each in rows])
         if layer == 0:
             return torch.randn(2 * sum(rows), self.geometry.mel_bins, device=device), {FRAMES: frames}
@@ -212,7 +210,4 @@ class SoundTower(Tower):
         sounds.append(sounds[0].new_zeros(window, sounds[0].shape[1]))
         features = nn.utils.rnn.pad_sequence(sounds, batch_first=True)[:-1]
         mask = torch.arange(window) < torch.tensor(frames)[:, None]
-        return {
-            FEATURES: features.transpose(1, 2),
-            "feature_attention_mask": mask.long().to(features.device),
-        }
+        return {FEATURES: features.transpose(1, 2), "feature_attention_mask": mask.long().to(features.device)}

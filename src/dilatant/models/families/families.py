@@ -73,9 +73,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": replace(
         _QWEN,
         towers={
-            "vision": replace(
-                _VISUAL, seconds="vision_config.tokens_per_second", seconds_keyword="second_per_grid_ts"
-            )
+            "vision": replace(_VISUAL, seconds="vision_config.tokens_per_second", seconds_keyword="second_per_grid_ts")
         },
     ),
     "qwen3_vl": _QWEN3,
@@ -84,9 +82,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe": _QWEN3,
     "qwen2_5_omni_thinker": Family(
         {
-            "vision": replace(
-                _VISUAL, seconds="position_id_per_seconds", seconds_keyword="video_second_per_grid"
-            ),
+            "vision": replace(_VISUAL, seconds="position_id_per_seconds", seconds_keyword="video_second_per_grid"),
             "audio": replace(_SOUND, projector=("model.audio_tower.proj",)),
         },
         spatial=True,
@@ -153,9 +149,7 @@ def family_of(config: Any, where: str) -> Family:
     for key in {tower.token for tower in family.towers.values()}:
         token = getattr(config, key, None)
         if not isinstance(token, int) or token < 0:
-            problems.append(
-                f"{key} is {token!r}; it must be the id of the token that stands for a row of an encoder"
-            )
+            problems.append(f"{key} is {token!r}; it must be the id of the token that stands for a row of an encoder")
     if isinstance(layer, list | tuple):
         problems.append(f"vision_feature_layer {list(layer)}: rows of one layer can be used, not of several")
     everywhere = getattr(config.get_text_config(), "use_bidirectional_attention", None)

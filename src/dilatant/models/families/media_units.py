@@ -20,12 +20,7 @@ from dilatant.models.families.pretrained import PretrainedModel
 
 
 def units_of_patch_merger(
-    name: str,
-    config: Any,
-    *,
-    processor: str | Mapping[str, Any] | None,
-    placeholder_id: int,
-    marker: str,
+    name: str, config: Any, *, processor: str | Mapping[str, Any] | None, placeholder_id: int, marker: str
 ) -> tuple[MediaUnit, ...]:
     """Build the `MediaUnit`s of an encoder of `PATCH_MERGER_ENCODERS` with any language model: images and clips, or
     sounds. processor: as in `media_unit`. Raises UserError."""
@@ -37,10 +32,7 @@ def units_of_patch_merger(
     return (
         NativeImageUnit(name, placeholder_id, patches_of(config, plain), marker),
         NativeClipUnit(
-            name,
-            placeholder_id,
-            *native_limits(config, {**of_clips, **(settings or {})}, of_clips, False),
-            None,
+            name, placeholder_id, *native_limits(config, {**of_clips, **(settings or {})}, of_clips, False), None
         ),
     )
 
@@ -57,10 +49,7 @@ def units_of_encoder(
 
 
 def units_of_pretrained(
-    whole: PretrainedModel,
-    processor: str | Mapping[str, Any] | None,
-    tokenizer: Any,
-    source: str | None = None,
+    whole: PretrainedModel, processor: str | Mapping[str, Any] | None, tokenizer: Any, source: str | None = None
 ) -> tuple[MediaUnit, ...]:
     """Build the `MediaUnit`s of every encoder of a pretrained multimodal model. processor: an id, a folder, or
     settings; settings that name no processor change those of `source`, an id or folder. Raises UserError."""
@@ -90,9 +79,7 @@ def _check_clip_settings(whole: PretrainedModel, requested: Mapping[str, Any]) -
     wrong = [key for key in requested if key in CLIP_KEYS and key not in known]
     if wrong:
         sees = f"knows of clips: {', '.join(known)}" if known else "sees no clips"
-        raise UserError(
-            f"model.processor: {', '.join(wrong)} says nothing to {whole.config.model_type}, which {sees}"
-        )
+        raise UserError(f"model.processor: {', '.join(wrong)} says nothing to {whole.config.model_type}, which {sees}")
 
 
 def _markup_of(tower: Tower, config: Any, tokenizer: Any) -> MediaMarkup:

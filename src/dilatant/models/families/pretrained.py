@@ -82,9 +82,7 @@ class PretrainedModel:
         UserError."""
         try:
             with on_meta():
-                model = auto_class(self.config).from_config(
-                    copy.deepcopy(self.config), dtype=self.dtype, **options
-                )
+                model = auto_class(self.config).from_config(copy.deepcopy(self.config), dtype=self.dtype, **options)
         except Exception as error:
             raise UserError(f"model: {self.config.model_type} cannot be built: {one_line(error)}") from None
         modules = dict(model.named_modules())
@@ -126,11 +124,7 @@ class PretrainedModel:
         found: dict[str, tuple[str, ...]] = {}
         for name, tower in self.family.towers.items():
             encoder, projector = tower.parts
-            found |= {
-                f"{name}.encoder": encoder,
-                f"{name}.projector": projector,
-                name: (*encoder, *projector),
-            }
+            found |= {f"{name}.encoder": encoder, f"{name}.projector": projector, name: (*encoder, *projector)}
         return {**found, LANGUAGE: (self.family.decoder,)}
 
     def _adapted(self, **options: Any) -> PreTrainedModel:
@@ -216,14 +210,10 @@ def _counted(first: int, sample: EncodedSample) -> NDArray[np.int64]:
 def _spatial(
     placeholders: tuple[tuple[str, int], ...], merge: int, behind_time: bool, sample: EncodedSample
 ) -> NDArray[np.int64]:
-    media = [
-        sample.media[name] for name, _ in placeholders if sample.sizes.get(name, 0) and name in sample.media
-    ]
+    media = [sample.media[name] for name, _ in placeholders if sample.sizes.get(name, 0) and name in sample.media]
     grids = np.concatenate([np.empty((0, 3), np.int64), *(np.asarray(each[GRID]) for each in media)])
     steps = [
-        step
-        for each in media
-        for step in np.asarray(each.get(STEP, np.ones(len(np.asarray(each[GRID]))))).tolist()
+        step for each in media for step in np.asarray(each.get(STEP, np.ones(len(np.asarray(each[GRID]))))).tolist()
     ]
     try:
         ids = [id_ for _, id_ in placeholders]
@@ -248,9 +238,7 @@ def weights_of(
     """Return the weights by the composite's key, with adapters merged in, and the keys of frozen weights without
     adapter. weights: see `MultimodalModel.weights_of_whole`."""
     held = tuple(weights)
-    merged = {
-        (unit, part): merged_state(getattr(unit, part)) for unit, part in {(u, w.part) for u, w in held}
-    }
+    merged = {(unit, part): merged_state(getattr(unit, part)) for unit, part in {(u, w.part) for u, w in held}}
     trains = {name for unit in {unit for unit, _ in held} for name in unit.trained_names}
     adapted = {(unit, adapted_key(weight.key)) for unit, weight in held if is_adapter(weight.key)}
     state: dict[str, Tensor] = {}
@@ -319,9 +307,7 @@ def stored_keys(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]
         for key in keys:
             if key not in state and (key.startswith(inner) or not listens):
                 plain = key.removeprefix(inner)
-                name, converted = rename_source_key(
-                    plain, renamings, converters, model.base_model_prefix, state
-                )
+                name, converted = rename_source_key(plain, renamings, converters, model.base_model_prefix, state)
                 if converted is None and name in state:
                     found[name] = key
     except (ImportError, AttributeError, TypeError, ValueError):

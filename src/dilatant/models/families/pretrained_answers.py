@@ -60,9 +60,7 @@ class PretrainedGeneration:
         return generated[:, input_ids.shape[1] :]
 
 
-def inputs_of_sample(
-    whole: PretrainedModel, sample: EncodedSample, device: torch.device
-) -> dict[str, Tensor]:
+def inputs_of_sample(whole: PretrainedModel, sample: EncodedSample, device: torch.device) -> dict[str, Tensor]:
     """Return the keywords of the family's own forward of a sample alone."""
     ids = torch.as_tensor(sample.input_ids)[None]
     media = {
@@ -75,10 +73,7 @@ def inputs_of_sample(
 
 
 def composite_inputs(
-    whole: PretrainedModel,
-    input_ids: Tensor,
-    encoder_inputs: Mapping[str, Mapping[str, Tensor]],
-    dtype: torch.dtype,
+    whole: PretrainedModel, input_ids: Tensor, encoder_inputs: Mapping[str, Mapping[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the keywords, without the mask, for `input_ids` [batch, tokens]; floating ones in `dtype`."""
     keywords = {"input_ids": input_ids}

@@ -115,9 +115,7 @@ def _narrow_encoder(part: Mapping[str, Any], widths: Mapping[int, int]) -> dict[
     return _equal_widths(part, narrow, widths)
 
 
-def _equal_widths(
-    part: Mapping[str, Any], narrow: dict[str, Any], widths: Mapping[int, int]
-) -> dict[str, Any]:
+def _equal_widths(part: Mapping[str, Any], narrow: dict[str, Any], widths: Mapping[int, int]) -> dict[str, Any]:
     """Give the same narrow width to all settings of the same width."""
     for name, wide in part.items():
         if isinstance(wide, int) and wide in widths and _WIDTHS.match(name):
@@ -299,8 +297,5 @@ def _fold_ids(settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if _IDS.search(key) and value is not None:
             ids = value if isinstance(value, list) else [value]
-            ids = [
-                each if each < _VOCABULARY else seen.setdefault(each, _VOCABULARY - 1 - len(seen))
-                for each in ids
-            ]
+            ids = [each if each < _VOCABULARY else seen.setdefault(each, _VOCABULARY - 1 - len(seen)) for each in ids]
             settings[key] = ids if isinstance(value, list) else ids[0]

@@ -53,10 +53,7 @@ or to that of all gradients. A wrong mask, position or scale causes changes of o
 
 
 def prove(
-    unit: LanguageUnit,
-    whole: PretrainedModel | None,
-    how: str,
-    attach: Callable[[LanguageUnit], None] | None = None,
+    unit: LanguageUnit, whole: PretrainedModel | None, how: str, attach: Callable[[LanguageUnit], None] | None = None
 ) -> Proof:
     """Test packed rows and stages of a language model on a small copy, under its current attention or that set by
     `attach`. whole: the multimodal model that contains it. how: name of that attention in the cache key."""
@@ -92,9 +89,7 @@ def _prove(
     if whole is None:
         ids = torch.as_tensor(samples[0].input_ids)[None]
         with torch.no_grad():
-            early, later = (
-                small.model(input_ids=each, use_cache=False).logits for each in (ids[:, :-1], ids)
-            )
+            early, later = (small.model(input_ids=each, use_cache=False).logits for each in (ids[:, :-1], ids))
         if (early - later[:, :-1]).abs().max() > _GRADIENT * early.abs().max():
             return Proof(_NOT_CAUSAL, _NOT_CAUSAL, alone=_NOT_CAUSAL)
     if attach is not None:
@@ -163,9 +158,7 @@ def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
     return samples
 
 
-def _of_transformers(
-    small: LanguageUnit, samples: Sequence[EncodedSample], whole: PretrainedModel | None
-) -> Result:
+def _of_transformers(small: LanguageUnit, samples: Sequence[EncodedSample], whole: PretrainedModel | None) -> Result:
     """Compute loss and gradients with each sample alone in the family's own forward."""
     loss = torch.zeros(())
     for sample in samples:
@@ -199,9 +192,7 @@ def loss_of(
                 sent = output.rows_for(name)
                 width = unit.boundary(end, name).width
                 if sent is not None and end < count and sent.shape[-1] != width:
-                    raise ValueError(
-                        f"layer {end} takes hidden states of {sent.shape[-1]} numbers, not {width}"
-                    )
+                    raise ValueError(f"layer {end} takes hidden states of {sent.shape[-1]} numbers, not {width}")
                 arrived = {} if sent is None else {name: sent}
             inbound |= arrived
         loss = loss + output.losses[anchor]

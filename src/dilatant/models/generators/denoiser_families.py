@@ -84,9 +84,7 @@ def _leave_sd3(net: Any, patches: Tensor, times: Tensor) -> Tensor:
 
 def _enter_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> BlockInputs:
     patches = net.pos_embed(seen)
-    six, one = net.adaln_single(
-        times, size_of_pictures(net, seen), batch_size=len(seen), hidden_dtype=patches.dtype
-    )
+    six, one = net.adaln_single(times, size_of_pictures(net, seen), batch_size=len(seen), hidden_dtype=patches.dtype)
     if net.caption_projection is not None:
         rows = net.caption_projection(rows)
     return BlockInputs(patches, rows, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
@@ -173,16 +171,12 @@ class DenoiserFamily:
 
 
 def _predict_sd3(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
-    return net(
-        seen, encoder_hidden_states=rows, pooled_projections=pooled, timestep=times, return_dict=False
-    )[0]
+    return net(seen, encoder_hidden_states=rows, pooled_projections=pooled, timestep=times, return_dict=False)[0]
 
 
 def _predict_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     sizes = size_of_pictures(net, seen)
-    return net(seen, encoder_hidden_states=rows, timestep=times, added_cond_kwargs=sizes, return_dict=False)[
-        0
-    ]
+    return net(seen, encoder_hidden_states=rows, timestep=times, added_cond_kwargs=sizes, return_dict=False)[0]
 
 
 def _predict_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
@@ -232,10 +226,7 @@ def _sana_problems(config: Any) -> list[str]:
 
 FAMILIES: dict[str, DenoiserFamily] = {
     "SD3Transformer2DModel": DenoiserFamily(
-        lambda config: config.joint_attention_dim,
-        _predict_sd3,
-        lambda config: config.pooled_projection_dim,
-        cut=SD3,
+        lambda config: config.joint_attention_dim, _predict_sd3, lambda config: config.pooled_projection_dim, cut=SD3
     ),
     "PixArtTransformer2DModel": DenoiserFamily(
         lambda config: config.caption_channels or config.cross_attention_dim, _predict_pixart, cut=PIXART

@@ -83,9 +83,7 @@ def source_of_entry(entry: GeneratorConfig, where: str) -> DenoiserSource:
     return read_source(where, entry.id, entry.config, entry.vae, encoder, entry.sample_size)
 
 
-def _settings_of(
-    where: str, source: str, subfolders: tuple[str, ...]
-) -> tuple[dict[str, Any], tuple[str, str]]:
+def _settings_of(where: str, source: str, subfolders: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, str]]:
     for subfolder in (*subfolders, ""):
         found = _stored_json(source, f"{subfolder}/config.json" if subfolder else "config.json")
         if found is not None and "_class_name" in found:

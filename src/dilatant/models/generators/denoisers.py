@@ -102,9 +102,7 @@ def inspect_denoiser(source: DenoiserSource, where: str) -> InspectedDenoiser:
             f"{where}: {name} draws {channels} channels, which is no picture; name the autoencoder whose latents they "
             f"are: {where}.vae"
         )
-    return InspectedDenoiser(
-        source, family, family.width(config), family.pooled(config), shape, pixels, out > channels
-    )
+    return InspectedDenoiser(source, family, family.width(config), family.pooled(config), shape, pixels, out > channels)
 
 
 @torch.no_grad()
@@ -144,12 +142,7 @@ def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, 
 
 
 def build_diffusion(
-    seen: InspectedDenoiser,
-    where: str,
-    objective: Objective,
-    drop: float,
-    hollow: bool,
-    keeps_latents: bool = False,
+    seen: InspectedDenoiser, where: str, objective: Objective, drop: float, hollow: bool, keeps_latents: bool = False
 ) -> Diffusion:
     """Build the trainable module. hollow: leave it on the meta device, for `materialize` or stored weights. Raises
     UserError if pretrained weights cannot be read."""
@@ -204,18 +197,13 @@ def pretrained_weights(source: DenoiserSource, where: str) -> dict[str, Tensor]:
     return weights
 
 
-def pretrained_autoencoder(
-    source: DenoiserSource, where: str, dtype: torch.dtype = torch.float32
-) -> nn.Module | None:
+def pretrained_autoencoder(source: DenoiserSource, where: str, dtype: torch.dtype = torch.float32) -> nn.Module | None:
     """Load the autoencoder with its stored weights; None if it has none. Raises UserError."""
     return _pretrained(source.vae_settings, source.vae_folder, where, dtype)
 
 
 def _pretrained(
-    settings: Mapping[str, Any] | None,
-    folder: tuple[str, str] | None,
-    where: str,
-    dtype: torch.dtype = torch.float32,
+    settings: Mapping[str, Any] | None, folder: tuple[str, str] | None, where: str, dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
     if folder is None or settings is None:
         return None
@@ -226,9 +214,7 @@ def _pretrained(
     try:
         return kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
     except Exception as error:
-        raise UserError(
-            f"{where}: the weights of {folder[0]!r} cannot be loaded: {one_line(error)}"
-        ) from None
+        raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {one_line(error)}") from None
 
 
 def _first_half(predict: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -153,9 +153,7 @@ class Diffusion(nn.Module):
         self._predict = predict
         self._fresh = fresh
 
-    def forward(
-        self, rows: Tensor, *, seed: int, keys: Sequence[str], place: str, **target: Tensor
-    ) -> Tensor:
+    def forward(self, rows: Tensor, *, seed: int, keys: Sequence[str], place: str, **target: Tensor) -> Tensor:
         """Return the mean squared error of every item: float32 [items].
 
         rows: [items, k, width]; keys: one per item. target: `pixel_values` [items, channels, height, width], or the
@@ -257,9 +255,7 @@ class SamplingSettings:
 def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSettings) -> Tensor:
     """Sample pictures for the conditions `rows` [items, k, width] from `noise` [items, *model.shape]: pixels, float32
     [items, channels, height, width] in -1 to 1; for a denoiser of features, the features."""
-    latents = (
-        _flow(model, rows, noise, how) if model.objective == "flow" else _ddim_steps(model, rows, noise, how)
-    )
+    latents = _flow(model, rows, noise, how) if model.objective == "flow" else _ddim_steps(model, rows, noise, how)
     if model.draws_features:
         return latents.float()
     pixels = latents if model.encoder is None else decode(model.encoder, latents)
@@ -271,9 +267,7 @@ def _flow(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSettings) 
     seen = noise.float()
     shares = np.linspace(1.0, 0.0, how.steps + 1)
     for share, following in itertools.pairwise(shares):
-        seen = seen + (following - share) * _guided_prediction(
-            model, seen, share * MOMENTS, rows, how.guidance
-        )
+        seen = seen + (following - share) * _guided_prediction(model, seen, share * MOMENTS, rows, how.guidance)
     return seen
 
 
@@ -295,9 +289,7 @@ def _ddim_steps(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSett
     return seen
 
 
-def _guided_prediction(
-    model: Diffusion, seen: Tensor, moment: float, rows: Tensor, guidance: float
-) -> Tensor:
+def _guided_prediction(model: Diffusion, seen: Tensor, moment: float, rows: Tensor, guidance: float) -> Tensor:
     times = torch.full((len(seen),), moment, dtype=torch.float32, device=seen.device)
     if guidance == 1:
         return model.predict(seen, times, rows).float()

@@ -85,9 +85,7 @@ class GeneratorStage(Stage):
         items = self.own(data, samples)
         targets: dict[str, Any] = {}
         if self.enters:
-            loaded = [
-                data.samples[s] for s in samples if items is None or data.samples[s].media.get(self.unit)
-            ]
+            loaded = [data.samples[s] for s in samples if items is None or data.samples[s].media.get(self.unit)]
             self._check_items(loaded)
             targets |= media_of(data, samples, self, items)
             if getattr(self.model, "takes_keys", False):
@@ -107,9 +105,7 @@ class GeneratorStage(Stage):
         """True for the stage that returns losses."""
         return self.model is not None and getattr(self.model, "leaves", True)
 
-    def _keys(
-        self, data: StepData, samples: tuple[int, ...], chosen: NDArray[np.int64] | None
-    ) -> dict[str, Any]:
+    def _keys(self, data: StepData, samples: tuple[int, ...], chosen: NDArray[np.int64] | None) -> dict[str, Any]:
         """Return the seed and keys of the items' random numbers."""
         items = zip(samples, self.spread(data, samples).lengths)
         keys = [f"{data.draws[sample]} item {item}" for sample, count in items for item in range(count)]
@@ -215,9 +211,7 @@ class GeneratorUnit(Unit, GeneratorStage):
             count = whole if self.rows_see_each_other else tokens
             return torch.randn(count, self.width_in, device=device), {}
         if not isinstance(self.model, Diffusion):
-            raise UserError(
-                f"{self.unit}: its module cannot be measured alone, for its targets are not known"
-            )
+            raise UserError(f"{self.unit}: its module cannot be measured alone, for its targets are not known")
         items = max(1, tokens // self.tokens_per_item)
         if layer > 1:
             boundary = self.boundary(layer, self.unit)
@@ -253,8 +247,7 @@ class GeneratorUnit(Unit, GeneratorStage):
             for name, _ in module.named_children():
                 if name == BLOCKS:
                     yield from (
-                        (layer, f"model.net.{BLOCKS}.{number}")
-                        for number, layer in enumerate(self.layers[2:-1])
+                        (layer, f"model.net.{BLOCKS}.{number}") for number, layer in enumerate(self.layers[2:-1])
                     )
                 else:
                     yield self.layers[-1 if name in self.cut.last else 1], f"model.net.{name}"
@@ -308,9 +301,7 @@ def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
     return list(model.get_submodule(f"net.{BLOCKS}").children())
 
 
-def _denoiser_weights(
-    unit: str, layers: Sequence[str], model: nn.Module, cut: DenoiserCut
-) -> tuple[Weight, ...]:
+def _denoiser_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: DenoiserCut) -> tuple[Weight, ...]:
     """Return every weight of a `Diffusion` whose denoiser is cut, in layer order."""
     found: dict[str, list[Weight]] = {layer: [] for layer in layers}
     for key in model.state_dict():

@@ -60,11 +60,7 @@ class _HiddenStates(Placeholder):
     """Replaces the module that holds the blocks; returns its input hidden states unchanged."""
 
     def forward(
-        self,
-        hidden_states: Tensor | None = None,
-        *args: Any,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor | None = None, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> Any:
         return _Output(cast(Tensor, inputs_embeds))
 
@@ -91,11 +87,7 @@ def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def chunked_loss(
-    head: PreTrainedModel,
-    hidden: Tensor,
-    targets: Tensor,
-    chunk: int | None,
-    cross_entropy: CrossEntropy,
+    head: PreTrainedModel, hidden: Tensor, targets: Tensor, chunk: int | None, cross_entropy: CrossEntropy
 ) -> Tensor:
     """Compute the cross entropy, or another loss, in fp32: [positions].
 
@@ -112,11 +104,7 @@ def chunked_loss(
 
 
 def chunked_predictions(
-    head: PreTrainedModel,
-    hidden: Tensor,
-    targets: Tensor,
-    chunk: int | None,
-    vocabulary: Any,
+    head: PreTrainedModel, hidden: Tensor, targets: Tensor, chunk: int | None, vocabulary: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the likeliest token after each position, int64 [positions], and the cross entropy of its target, fp32
     [positions]. hidden: [positions, width]; targets: int64 [positions]. vocabulary: a `Vocabulary` or its shard."""

@@ -70,8 +70,7 @@ class CrossAttention(Extension):
             sample_of = np.repeat(np.arange(len(counts)), counts)[of_rank[share.group.index]]
             counts = np.bincount(sample_of, minlength=len(counts)).tolist()
             tokens = [
-                share.tokens[(share.tokens >= start) & (share.tokens < end)] - start
-                for start, end in pairwise(starts)
+                share.tokens[(share.tokens >= start) & (share.tokens < end)] - start for start, end in pairwise(starts)
             ]
         is_row = _is_row([len(of_sample) for of_sample in tokens], counts)
         rows: Tensor | None = None
@@ -88,9 +87,7 @@ class CrossAttention(Extension):
             rows = gather_rows(rows, of_rank, share.group)
         if rows is None or not len(rows):
             rows = torch.empty(0, 0)
-            if (
-                forward.shards is None
-            ):  # tensor-parallel ranks communicate in every block, also without encoder rows
+            if forward.shards is None:  # tensor-parallel ranks communicate in every block, also without encoder rows
                 return
         forward.keywords[STATES] = self._seen(rows, forward.samples, tokens)
 

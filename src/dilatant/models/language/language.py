@@ -55,11 +55,7 @@ class Proof:
         if self.unproven is not None:
             return f"packed rows and stages could not be proven on a small copy ({self.unproven}; {when})"
         held = [name for name, why in (("packed rows", self.packed), ("stages", self.cut)) if why is None]
-        failed = [
-            f"{name} do not ({why})"
-            for name, why in (("packed rows", self.packed), ("stages", self.cut))
-            if why
-        ]
+        failed = [f"{name} do not ({why})" for name, why in (("packed rows", self.packed), ("stages", self.cut)) if why]
         said = [f"{' and '.join(held)} train a small copy as transformers does"] if held else []
         return f"{'; '.join([*said, *failed])} ({when})"
 
@@ -102,9 +98,7 @@ class LanguageUnit(Unit, LanguageStage):
             decoder = structure.containers[-1] if model.base_model is model else model.base_model_prefix
         causal = _causal_in(model, decoder or "") if is_part and model.base_model is model else ""
         is_whole = is_part and not causal
-        container = (
-            model.base_model_prefix if is_whole else structure.containers[-1].removeprefix(f"{causal}.")
-        )
+        container = model.base_model_prefix if is_whole else structure.containers[-1].removeprefix(f"{causal}.")
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         layer, outputs, extensions = f"{name}.embedding", outputs or {}, list(extensions)
@@ -177,9 +171,7 @@ class LanguageUnit(Unit, LanguageStage):
         hidden = torch.randn(1, tokens, width, device=device)
         return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
 
-    def packed_example(
-        self, layer: int, lengths: Sequence[int], device: torch.device
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def packed_example(self, layer: int, lengths: Sequence[int], device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make the input of a block like `example`, for a packed row of text samples with these token counts."""
         placeholders, count = [*self.text.placeholder_ids.values()], self.config.vocab_size
         ids = [without_placeholders(torch.arange(n) % count, placeholders).numpy() for n in lengths]
@@ -260,8 +252,7 @@ def _causal_in(model: PreTrainedModel, decoder: str) -> str:
     found = (
         path
         for path in paths
-        if isinstance(inner := model.get_submodule(path), PreTrainedModel)
-        and inner.get_output_embeddings() is not None
+        if isinstance(inner := model.get_submodule(path), PreTrainedModel) and inner.get_output_embeddings() is not None
     )
     return next(found, "")
 

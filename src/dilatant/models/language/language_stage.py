@@ -49,10 +49,7 @@ class PlansAttention(Protocol):
         """The policy by which context-parallel ranks divide a row (see `attention.masks.placement`)."""
 
     def __call__(
-        self,
-        samples: Sequence[Any],
-        padding: Sequence[int] | None = None,
-        prefixes: Sequence[int] | None = None,
+        self, samples: Sequence[Any], padding: Sequence[int] | None = None, prefixes: Sequence[int] | None = None
     ) -> Mapping[str, Any]:
         """Return the keywords for a packed row of samples with these `input_ids`. padding: padding tokens before each
         sample. prefixes: tokens of each sample before its first target (default: all)."""
@@ -118,10 +115,7 @@ class LanguageStage(Stage):
                 self.add_module(extension.part, extension)
 
     def attention_of(
-        self,
-        samples: Sequence[Any],
-        padding: Sequence[int] | None = None,
-        prefixes: Sequence[int] | None = None,
+        self, samples: Sequence[Any], padding: Sequence[int] | None = None, prefixes: Sequence[int] | None = None
     ) -> Mapping[str, Any]:
         """Return the attention keywords of every stage for a packed row (see `PlansAttention`)."""
         return {} if self.row_attention is None else self.row_attention(samples, padding, prefixes)
@@ -176,9 +170,7 @@ class LanguageStage(Stage):
         at = to_device(with_target, hidden.device)
         targets = to_device(row.targets[with_target], hidden.device)
         if data.predicts:
-            tokens, losses = chunked_predictions(
-                self.head, hidden[0, at], targets, self.loss_chunk, self.vocabulary
-            )
+            tokens, losses = chunked_predictions(self.head, hidden[0, at], targets, self.loss_chunk, self.vocabulary)
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
         sample_of = row.sample_of[with_target].to(hidden.device)
         losses = self._losses(self.head, hidden[0, at], targets, packed, sample_of)
@@ -196,12 +188,7 @@ class LanguageStage(Stage):
         return StageOutput(outputs or None, {self.unit: loss, **forward.losses}, sample_losses=by_sample)
 
     def _losses(
-        self,
-        head: PreTrainedModel,
-        hidden: Tensor,
-        targets: Tensor,
-        packed: Sequence[EncodedSample],
-        sample_of: Tensor,
+        self, head: PreTrainedModel, hidden: Tensor, targets: Tensor, packed: Sequence[EncodedSample], sample_of: Tensor
     ) -> Tensor:
         """Return the losses of the positions with a target, fp32, to be summed. hidden: [positions, width]; targets and
         sample_of, the position's sample in `packed`: int64 [positions]."""
@@ -222,9 +209,7 @@ class LanguageStage(Stage):
         return np.split(place_row(mask, size, self.row_attention.placement).owners, np.cumsum(lengths)[:-1])
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
-        return SampleLayout(
-            packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples)
-        )
+        return SampleLayout(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
 
     @property
     def undeferred(self) -> tuple[nn.Module, ...]:
@@ -266,9 +251,7 @@ class LanguageStage(Stage):
             at = positions_with_targets(targets)
             chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
             targets_there = to_device(targets[at], hidden.device)
-            losses = chunked_loss(
-                self.head, chosen, targets_there, self.loss_chunk, self.vocabulary.cross_entropy
-            )
+            losses = chunked_loss(self.head, chosen, targets_there, self.loss_chunk, self.vocabulary.cross_entropy)
         return MultimodalOutput(divide_loss(losses.sum(), targets, loss_denominator), logits)
 
     def hidden_states(

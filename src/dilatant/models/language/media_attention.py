@@ -36,9 +36,7 @@ def read_media_attention(setting: MediaMasks | None, encoders: Collection[str]) 
     if isinstance(setting, str):
         return setting
     if strange := [name for name in words if name not in encoders]:
-        raise UserError(
-            f"media_attention names {strange[0]!r}; the encoders are {', '.join(encoders) or 'none'}"
-        )
+        raise UserError(f"media_attention names {strange[0]!r}; the encoders are {', '.join(encoders) or 'none'}")
     full = {name: words.get(name, "causal") for name in encoders}
     return full if len({*full.values()}) > 1 else next(iter(full.values()), "causal")
 

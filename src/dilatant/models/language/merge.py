@@ -56,9 +56,7 @@ def merge_rows(
     return merged.view_as(embeddings)
 
 
-def find_places(
-    row: NDArray[np.int64], placeholder_ids: Mapping[str, int], device: torch.device
-) -> dict[str, Tensor]:
+def find_places(row: NDArray[np.int64], placeholder_ids: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
     """Find the `places` of a row of tokens on the host."""
     return {unit: upload(np.flatnonzero(row == id_), device) for unit, id_ in placeholder_ids.items()}
 
@@ -71,11 +69,7 @@ def without_placeholders(input_ids: Tensor, placeholders: Sequence[int], instead
 
 
 def _explain(
-    unit: str,
-    mask: Tensor,
-    rows: Tensor | None,
-    lengths: Sequence[int] | None,
-    sample_ids: Sequence[str] | None,
+    unit: str, mask: Tensor, rows: Tensor | None, lengths: Sequence[int] | None, sample_ids: Sequence[str] | None
 ) -> str:
     """Describe both counts, and the sample at which rows run out (or all samples with placeholders if rows are
     left)."""
@@ -83,10 +77,7 @@ def _explain(
     flat = mask.reshape(-1).cpu()
     spans = list(lengths) if lengths is not None else [mask.shape[-1]] * mask.shape[0]
     per_sample = [int(part.sum()) for part in flat[: sum(spans)].split(spans)]
-    names = [
-        repr(sample_ids[index]) if sample_ids is not None else f"number {index}"
-        for index in range(len(spans))
-    ]
+    names = [repr(sample_ids[index]) if sample_ids is not None else f"number {index}" for index in range(len(spans))]
     text = f"{unit}: {sum(per_sample)} placeholders in the text, {tokens} tokens from the encoder"
     used = 0
     for name, count in zip(names, per_sample, strict=True):
@@ -95,11 +86,7 @@ def _explain(
             return f"{text}; sample {name} needs {count} and only {max(tokens - used + count, 0)} are left for it"
     with_some = [f"{name} ({count})" for name, count in zip(names, per_sample, strict=True) if count]
     listed = ", ".join(with_some[:8]) + (", ..." if len(with_some) > 8 else "")
-    where = (
-        f"placeholders are in sample {listed}"
-        if with_some
-        else f"no placeholder in sample {', '.join(names[:8])}"
-    )
+    where = f"placeholders are in sample {listed}" if with_some else f"no placeholder in sample {', '.join(names[:8])}"
     return f"{text}; {where}"
 
 

@@ -40,11 +40,7 @@ class PackedRow:
 
     @classmethod
     def of(
-        cls,
-        samples: Sequence[EncodedSample],
-        unit: str,
-        outputs: Mapping[str, int],
-        positions: Positions | None = None,
+        cls, samples: Sequence[EncodedSample], unit: str, outputs: Mapping[str, int], positions: Positions | None = None
     ) -> PackedRow:
         """Pack whole samples. unit: the language model's name in `sizes`. outputs: unit → the id of its tokens.
         positions: for positions other than 0, 1, 2, ..."""
@@ -59,8 +55,7 @@ class PackedRow:
             sample_of=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
             lengths=lengths,
             outputs={
-                taker: torch.as_tensor(token_places(samples, taker, token_id))
-                for taker, token_id in outputs.items()
+                taker: torch.as_tensor(token_places(samples, taker, token_id)) for taker, token_id in outputs.items()
             },
         )
 
@@ -72,9 +67,7 @@ class PackedRow:
         mask = plan.mask
         placed = place_row(mask, len(ranks.ranks), placement)
         in_windows = None if plan.in_windows is None else plan.in_windows.mask
-        share = ContextParallelRow(
-            mask, placed.placement, ranks, block=placed.block, mask_in_windows=in_windows
-        )
+        share = ContextParallelRow(mask, placed.placement, ranks, block=placed.block, mask_in_windows=in_windows)
         return PackedRow(
             ids=share.take(self.ids, next(number for number in count() if number not in placeholders)),
             position_ids=share.take(self.position_ids.T).T,

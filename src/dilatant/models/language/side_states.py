@@ -75,9 +75,7 @@ class DeepStack(SideStates):
         super().enter(forward)
         decoder: Any = copy.copy(forward.decoder)
         add = decoder._deepstack_process
-        decoder._deepstack_process = lambda hidden, at, rows: (
-            hidden if rows is None else add(hidden, at, rows)
-        )
+        decoder._deepstack_process = lambda hidden, at, rows: hidden if rows is None else add(hidden, at, rows)
         forward.decoder = decoder  # adds nothing after skipped blocks
 
     def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:

@@ -36,11 +36,7 @@ class TokenLoss:
         a shard of them. about: int64 [positions, 2], the targets and the target tokens of each position's sample."""
         targets, of_sample = about.unbind(1)
         logits = whole(logits)
-        found = (
-            self.function(logits, targets, of_sample)
-            if self.takes_targets
-            else self.function(logits, targets)
-        )
+        found = self.function(logits, targets, of_sample) if self.takes_targets else self.function(logits, targets)
         if not isinstance(found, Tensor) or found.dim() > 1 or (found.dim() and len(found) != len(targets)):
             shown = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise UserError(

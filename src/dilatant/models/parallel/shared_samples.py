@@ -43,9 +43,7 @@ class SampleParallel(Stage):
         """Return the samples that this rank runs, except samples without items of this unit."""
         owners = self.owners(data, samples, self.context.size)
         return tuple(
-            sample
-            for sample, of_items in zip(samples, owners, strict=True)
-            if (of_items == self.context.index).any()
+            sample for sample, of_items in zip(samples, owners, strict=True) if (of_items == self.context.index).any()
         )
 
 

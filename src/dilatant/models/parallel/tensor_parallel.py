@@ -137,10 +137,7 @@ def shard_blocks(
 
 
 def shard_tokens(
-    blocks: Sequence[nn.Module],
-    regions: Sequence[Sequence[Region]],
-    ranks: SequenceRanks,
-    end: nn.Module | None = None,
+    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: SequenceRanks, end: nn.Module | None = None
 ) -> TokenShards:
     """Make blocks with local weights sequence parallel between regions. end: the module before which all tokens are
     gathered; None to gather after the last block."""
@@ -170,9 +167,7 @@ def shard_experts(
             grouped.ranks, grouped.holders = ranks, holders
 
 
-def shard_vocabulary(
-    model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup
-) -> VocabularyShard:
+def shard_vocabulary(model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup) -> VocabularyShard:
     """Make the slice's embedding and head, if it has them, vocabulary parallel, in place. Returns the head's shard.
     rows, head_rows: vocabulary sizes of the whole embedding and head (Mllama's embedding has more rows)."""
     shard, of_head = (
@@ -243,9 +238,7 @@ def _gather_at_entry(block: nn.Module, region: Region, shards: TokenShards) -> N
     def enter(own: Tensor) -> Tensor:
         # Look layers up at each call, because others that share their weights may have replaced them.
         linears = [cast(ParallelLinear, plain_linear(block, path)) for path in region.columns]
-        hidden, outputs = shards.gather_products(
-            own, [partial(linear.product, bias=linear.bias) for linear in linears]
-        )
+        hidden, outputs = shards.gather_products(own, [partial(linear.product, bias=linear.bias) for linear in linears])
         for linear, output in zip(linears, outputs):
             linear.precomputed = hidden, output
         return hidden

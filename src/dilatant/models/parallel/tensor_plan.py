@@ -20,14 +20,7 @@ from transformers import PreTrainedModel
 
 from dilatant.config.degrees import Degrees
 from dilatant.models.adapters.four_bit import BLOCK
-from dilatant.models.adapters.lora import (
-    adapted_key,
-    has_adapter,
-    is_adapter,
-    layers_of,
-    plain_key,
-    plain_linear,
-)
+from dilatant.models.adapters.lora import adapted_key, has_adapter, is_adapter, layers_of, plain_key, plain_linear
 from dilatant.models.core.cross_attention import is_cross_attention
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.experts import fused_experts
@@ -133,13 +126,7 @@ def tensor_plan(unit: Unit) -> TensorPlan:
             and name not in cuts
             and not (is_adapter(name) and adapted_key(name).removesuffix(".weight") in behind)
         }
-    return TensorPlan(
-        {**cuts, **_vocabulary(unit)},
-        frozenset(partial),
-        tuple(found),
-        mixtures,
-        of_experts,
-    )
+    return TensorPlan({**cuts, **_vocabulary(unit)}, frozenset(partial), tuple(found), mixtures, of_experts)
 
 
 def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
@@ -163,10 +150,7 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
         ("key_heads", "key heads of linear attention"),
     )
     counts = {
-        f"{count} {name}": count
-        for kind, name in kinds
-        for region in _all(plan)
-        if (count := getattr(region, kind))
+        f"{count} {name}": count for kind, name in kinds for region in _all(plan) if (count := getattr(region, kind))
     }
 
     def fits(name: str, count: int, degree: int) -> bool:
@@ -186,9 +170,7 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
                 "that have one scale in four bits; give it less tp, or leave model.lora.load_in_4bit out"
             ]
     inner = [experts.inner for of_block in plan.experts for experts in of_block]
-    narrow = min(
-        (*(part.count for region in _all(plan) for part in region.rows.values()), *inner), default=tp
-    )
+    narrow = min((*(part.count for region in _all(plan) for part in region.rows.values()), *inner), default=tp)
     if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
         return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
     return []
@@ -246,9 +228,7 @@ def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
         for norm in _NORMS_OF_HEADS:  # not every plan lists the norms that all heads share
             path = f"{parent}.{norm}" if parent else norm
             width = getattr(block.get_submodule(parent), "head_dim", None)
-            if _has(block, path) and getattr(block.get_submodule(path), "weight", torch.empty(0)).shape == (
-                width,
-            ):
+            if _has(block, path) and getattr(block.get_submodule(path), "weight", torch.empty(0)).shape == (width,):
                 found.setdefault(path, PARTIAL)
     for parent in {path.rpartition(".")[0] for path in experts}:
         for name in _SHARED_EXPERTS:
@@ -330,10 +310,7 @@ def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
             outs = {path: _features(block, path)[0] for path in columns}
             yield Region(
                 entry,
-                {
-                    p: (SplitPart(n // 2),) * 2 if _last(p) in _HALVES else (SplitPart(n),)
-                    for p, n in outs.items()
-                },
+                {p: (SplitPart(n // 2),) * 2 if _last(p) in _HALVES else (SplitPart(n),) for p, n in outs.items()},
                 {path: SplitPart(_features(block, path)[1]) for path in rows},
                 whole=whole,
             )
@@ -345,9 +322,7 @@ def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]
     (row,) = rows
     ins = _features(block, row)[1]
     heads = ins // head
-    kv_heads = heads // getattr(
-        owner, "num_key_value_groups", 1
-    )  # also if it reuses another block's keys and values
+    kv_heads = heads // getattr(owner, "num_key_value_groups", 1)  # also if it reuses another block's keys and values
     parts: dict[str, tuple[SplitPart, ...]] = {}
     for path in columns:
         out = _features(block, path)[0]

@@ -42,9 +42,7 @@ _TEXT_RULES = {
         for attention in ("self_attn", "cross_attn")
         for name, rule in (*((name, "colwise") for name in _ATTENTION), ("o_proj", "rowwise"))
     },
-    **dict.fromkeys(
-        (f"{at}.{norm}" for at in ("self_attn", "cross_attn") for norm in ("q_norm", "k_norm")), PARTIAL
-    ),
+    **dict.fromkeys((f"{at}.{norm}" for at in ("self_attn", "cross_attn") for norm in ("q_norm", "k_norm")), PARTIAL),
     **{f"mlp.{name}": rule for name, rule in GATED.items()},
 }
 _TEXTS = frozenset({"qwen3_vl_text", "mllama_text_model"})

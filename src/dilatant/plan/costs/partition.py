@@ -37,11 +37,7 @@ def partition_layers(costs: Numbers, num_stages: int) -> tuple[int, ...]:
 
 
 def partition_layers_in_memory(
-    costs: Numbers,
-    state_bytes: Numbers,
-    activation_bytes: Numbers,
-    in_flight: Numbers,
-    capacity_bytes: float | Numbers,
+    costs: Numbers, state_bytes: Numbers, activation_bytes: Numbers, in_flight: Numbers, capacity_bytes: float | Numbers
 ) -> tuple[int, ...] | None:
     """Partition as `partition_layers` does, into `len(in_flight)` stages of which each fits its memory; exact.
 
@@ -66,9 +62,7 @@ def partition_layers_in_memory(
     return tuple(min_max_cuts_in_memory(time, state, activation, held, capacity).tolist()) or None
 
 
-def missing_bytes(
-    state_bytes: Numbers, activation_bytes: Numbers, in_flight: Numbers, capacity_bytes: float
-) -> float:
+def missing_bytes(state_bytes: Numbers, activation_bytes: Numbers, in_flight: Numbers, capacity_bytes: float) -> float:
     """Return the additional memory that every stage needs for some cut to fit; 0 if one fits. Arguments as in
     `partition_layers_in_memory`."""
     costs, held = np.zeros(len(state_bytes)), (state_bytes, activation_bytes, in_flight)

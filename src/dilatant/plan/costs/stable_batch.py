@@ -86,13 +86,9 @@ def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[A
     if needed > budget:
         raise TooFewDevicesError(f"the units need at least {needed} devices, there are {budget}", needed)
     *first, last = [sorted(set(own)) for own in sizes]
-    found = tuple(
-        (*head, budget - sum(head)) for head in itertools.product(*first) if budget - sum(head) in last
-    )
+    found = tuple((*head, budget - sum(head)) for head in itertools.product(*first) if budget - sum(head) in last)
     if not found:
-        raise PlanError(
-            f"no choice of {[sorted(set(own)) for own in sizes]} devices per unit adds up to {budget}"
-        )
+        raise PlanError(f"no choice of {[sorted(set(own)) for own in sizes]} devices per unit adds up to {budget}")
     return found
 
 
@@ -206,9 +202,7 @@ def _borders(table: NDArray[np.float64], chosen: int, rival: int) -> list[list[N
     ]
 
 
-def _distance(
-    weights: NDArray[np.float64], mean: NDArray[np.float64], covariance: NDArray[np.float64]
-) -> float:
+def _distance(weights: NDArray[np.float64], mean: NDArray[np.float64], covariance: NDArray[np.float64]) -> float:
     """Return mean over standard deviation of weights @ work; infinite if weights of one sign fix the sign."""
     value = float(weights @ mean)
     variance = float(weights @ covariance @ weights)

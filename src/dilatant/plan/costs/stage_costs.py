@@ -75,9 +75,7 @@ class LayerTable:
     backward: NDArray[np.bool_]
     host_seconds: NDArray[np.float64]
 
-    def static_shared_by(
-        self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)
-    ) -> NDArray[np.float64]:
+    def static_shared_by(self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)) -> NDArray[np.float64]:
         """Return `static_bytes` of `layers` when `ranks` ranks shard the optimizer state."""
         return self.static_bytes[layers] - self.shared_bytes[layers] * (1.0 - 1.0 / ranks)
 
@@ -100,9 +98,7 @@ def layer_table(
     """
     columns: dict[str, list[Any]] = {one.name: [] for one in fields(LayerTable)}
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
-    for layer, before, how in zip(
-        unit.layers, trainable_before(unit.trainable, upstream), again, strict=True
-    ):
+    for layer, before, how in zip(unit.layers, trainable_before(unit.trainable, upstream), again, strict=True):
         cost = costs.layer(layer.kind, degrees)
         if layer.experts:
             cost = with_experts_on_ranks(cost, degrees.ep)
@@ -127,17 +123,11 @@ def layer_table(
         for name, value in row.items():
             columns[name].append(value)
     trains = np.array(columns.pop("backward"), dtype=np.bool_)
-    return LayerTable(
-        backward=trains, **{name: np.array(values, dtype=np.float64) for name, values in columns.items()}
-    )
+    return LayerTable(backward=trains, **{name: np.array(values, dtype=np.float64) for name, values in columns.items()})
 
 
 def stage_costs(
-    plan: Plan,
-    model: ModelSpec,
-    costs: CostModel,
-    rules: ParameterBytes = BF16,
-    cluster: Cluster | None = None,
+    plan: Plan, model: ModelSpec, costs: CostModel, rules: ParameterBytes = BF16, cluster: Cluster | None = None
 ) -> StageCosts:
     """Return the costs of every stage of `plan`, each on the devices of its group if `cluster` is heterogeneous.
     Raises UserError when the cost model lacks a layer type or degree."""
@@ -176,11 +166,7 @@ def _sum_stage(
 ) -> tuple[NDArray[np.float64] | float, ...]:
     """Sum the layers of one stage: the columns of `StageCosts`, in order."""
     degrees, layers = entry.stage.degrees, slice(entry.stage.first, entry.stage.end)
-    kept, common, output = (
-        table.kept_bytes[layers],
-        table.common_bytes[layers],
-        table.output_bytes[layers][-1],
-    )
+    kept, common, output = (table.kept_bytes[layers], table.common_bytes[layers], table.output_bytes[layers][-1])
     transient, weight = table.transient_bytes[layers], table.weight_bytes[layers]
     held = kept.sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
     if table.backward[layers][-1]:  # the output stays, as root of the backward
@@ -195,8 +181,7 @@ def _sum_stage(
         static -= rules.spared_by_masters(unit.name) * float((trained / shared_by)[shared_by > 1].sum())
     gradients = rules.gradients * np.array(
         [
-            layer.held_trained(degrees)
-            - (layer.held_before(degrees) * layer.trained_share if entry.is_first else 0.0)
+            layer.held_trained(degrees) - (layer.held_before(degrees) * layer.trained_share if entry.is_first else 0.0)
             if layer.trainable
             else 0.0
             for layer in unit.layers[layers]
@@ -242,9 +227,7 @@ def _gathered(
     return np.outer(running, [0.0, 0.0, 1.0])
 
 
-def stage_peaks(
-    transient: NDArray[np.float64], kept: NDArray[np.float64], cuts: Sequence[int]
-) -> NDArray[np.float64]:
+def stage_peaks(transient: NDArray[np.float64], kept: NDArray[np.float64], cuts: Sequence[int]) -> NDArray[np.float64]:
     """Return the peak of each stage's layers beyond all kept bytes of the stage: [stages, ...] of [layers, ...].
     While a layer runs, later layers keep no activations: not yet in the forward, no longer in the backward."""
     at, until = np.array(cuts), np.cumsum(kept, axis=0)
@@ -252,10 +235,7 @@ def stage_peaks(
 
 
 def _late(
-    own: NDArray[np.float64],
-    kept: NDArray[np.float64],
-    weight: NDArray[np.float64],
-    gradients: NDArray[np.float64],
+    own: NDArray[np.float64], kept: NDArray[np.float64], weight: NDArray[np.float64], gradients: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return [2, 3]: the bytes of the first of a stage's largest layers beyond all kept bytes, as in
     `stage_peaks`. Row

@@ -59,17 +59,13 @@ class StepCosts:
             # Documents of older versions have no seconds of the host.
             stages = {"host_seconds": np.zeros((count, len(KIND_ORDER))), **document["stages"]}
             arrays = {one.name: np.asarray(stages[one.name], dtype=np.float64) for one in fields(StageCosts)}
-            others = {
-                name: msgspec.convert(document[name], kind, str_keys=True) for name, kind in _READ.items()
-            }
+            others = {name: msgspec.convert(document[name], kind, str_keys=True) for name, kind in _READ.items()}
             costs = cls(StageCosts(**arrays), **others)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not the costs of a step: {type(error).__name__}: {error}") from error
         positive = _numbers([document[name] for name in ("item_tokens", "cluster", "sync")])
         pairs = [*_numbers(document["media_pairs"])]
-        if not (
-            all(number >= 0 for number in positive) and np.isfinite(pairs).all()
-        ):  # links may be infinitely fast
+        if not (all(number >= 0 for number in positive) and np.isfinite(pairs).all()):  # links may be infinitely fast
             raise ValueError("tokens, seconds and links must be numbers and not negative")
         for name, values in arrays.items():
             shape = {
@@ -77,8 +73,7 @@ class StepCosts:
                 "late_bytes": (count, 2, 3),
                 "host_seconds": (count, len(KIND_ORDER)),
                 **dict.fromkeys(
-                    ("static_bytes", "gradient_bytes", "sum_bytes", "own_gradient_bytes", "items_per_token"),
-                    (count,),
+                    ("static_bytes", "gradient_bytes", "sum_bytes", "own_gradient_bytes", "items_per_token"), (count,)
                 ),
             }.get(name, (count, 3))
             if values.shape != shape:

@@ -104,9 +104,7 @@ def _add_rings(
 
 
 @lru_cache(maxsize=2)
-def _places(
-    ranks: tuple[int, ...], cluster: Cluster
-) -> tuple[dict[int, Cluster], dict[int, tuple[int, int]]]:
+def _places(ranks: tuple[int, ...], cluster: Cluster) -> tuple[dict[int, Cluster], dict[int, tuple[int, int]]]:
     """Return by rank its group, and its node and port there; equal for all rank orders."""
     return dict(zip(ranks, map(cluster.at, ranks))), dict(zip(ranks, map(cluster.place_of, ranks)))
 
@@ -281,10 +279,7 @@ def parts_of_a_rank(layers: Sequence[LayerSpec], degrees: Degrees) -> NDArray[np
 
 
 def ranks_together(
-    layers: Sequence[LayerSpec],
-    degrees: Degrees,
-    beside: NDArray[np.float64],
-    of_experts: NDArray[np.float64],
+    layers: Sequence[LayerSpec], degrees: Degrees, beside: NDArray[np.float64], of_experts: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return [layers]: the number of ranks that would divide all of a layer's state to the same size per rank, if
     `beside` ranks shard the state outside experts and `of_experts` ranks that of experts."""

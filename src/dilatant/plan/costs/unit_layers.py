@@ -135,9 +135,7 @@ class UnitLayers:
         self._layers: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
         self._unshared: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
         self._free = {unit.name: unit.recompute is None for unit in model.units}
-        self._experts = {
-            unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units
-        }
+        self._experts = {unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units}
 
     def variant(
         self, sharing: int | None = None, by_tokens: bool | None = None, zero: Zero | None = None
@@ -265,9 +263,7 @@ class UnitLayers:
         none, block = (self._table(unit, least, level).kept_bytes for level in ("none", "block"))
         return np.asarray((none - block)[:, :2].sum(axis=1) > 0.0)
 
-    def recomputed(
-        self, unit: str, level: Recompute, where: NDArray[np.bool_] | bool = True
-    ) -> tuple[Recompute, ...]:
+    def recomputed(self, unit: str, level: Recompute, where: NDArray[np.bool_] | bool = True) -> tuple[Recompute, ...]:
         """Return `level` for layers `where` it saves memory, else "none"; empty if the model fixes recomputation."""
         if not self.is_free(unit):
             return ()

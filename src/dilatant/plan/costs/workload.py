@@ -69,9 +69,7 @@ class Workload:
         """Split the samples into consecutive global batches. Raises PlanError unless their number is a multiple."""
         count, rest = divmod(self.num_samples, global_batch)
         if rest or not count:
-            raise PlanError(
-                f"{self.num_samples} samples are no whole number of global batches of {global_batch}"
-            )
+            raise PlanError(f"{self.num_samples} samples are no whole number of global batches of {global_batch}")
         return [self.part(k * global_batch, (k + 1) * global_batch) for k in range(count)]
 
     def batches(self, global_batch: int, steps: int, seed: int = 0) -> Workload:

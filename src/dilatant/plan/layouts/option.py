@@ -143,9 +143,7 @@ def _extended(
     return found
 
 
-def _cumulated(
-    combinations: Mapping[int, Sequence[ParallelChains]], budget: int
-) -> list[list[ParallelChains]]:
+def _cumulated(combinations: Mapping[int, Sequence[ParallelChains]], budget: int) -> list[list[ParallelChains]]:
     """Return [devices up to `budget`]: the Pareto-optimal combinations on at most that many devices.
     Of equal combinations the one on the most devices is kept."""
     result: list[list[ParallelChains]] = []
@@ -201,9 +199,7 @@ class PlanCandidate:
 
     @property
     def chains(self) -> tuple[Chain, ...]:
-        return tuple(
-            replace(option.chain, replicas=count) for count, option in zip(self.counts, self.options)
-        )
+        return tuple(replace(option.chain, replicas=count) for count, option in zip(self.counts, self.options))
 
     def in_group(self, group: int) -> PlanCandidate:
         """Return this candidate, found for one group alone, as a candidate for the whole cluster."""

@@ -155,9 +155,7 @@ class OptionTable:
                 backward=np.where(again, layers.backward, free.backward),
                 kept=np.where(again, layers.kept, free.kept),
             )
-            laid_out = self._costs_of(request, cuts, mixed.by_stage(cuts)).option(
-                request.microbatches, self._capacity
-            )
+            laid_out = self._costs_of(request, cuts, mixed.by_stage(cuts)).option(request.microbatches, self._capacity)
             recompute = {
                 request.unit: self.units.recomputed(request.unit, request.level, again),
                 **{other: self.units.recomputed(other, request.level) for other in request.extra},
@@ -195,9 +193,7 @@ class OptionTable:
                 each = [self.units.layers(unit, degrees, samples, level).on(stages) for unit in units]
                 if min(len(layers.seconds) for layers in each) < stages:
                     return None
-                cuts = {
-                    unit: self._best_cut(unit, layers.seconds, stages) for unit, layers in zip(units, each)
-                }
+                cuts = {unit: self._best_cut(unit, layers.seconds, stages) for unit, layers in zip(units, each)}
                 first, *others = [layers.by_stage(cuts[unit]) for unit, layers in zip(units, each)]
                 again = {unit: self.units.recomputed(unit, level) for unit in units if level != "none"}
                 again = {unit: how for unit, how in again.items() if how}

@@ -90,9 +90,7 @@ def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) ->
     except OSError as error:
         raise UserError(f"node trace {str(path)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(
-            f"node trace {str(path)!r} is no text; see the plan page's documentation for formats"
-        ) from None
+        raise UserError(f"node trace {str(path)!r} is no text; see the plan page's documentation for formats") from None
     try:
         changes, end, unit = _changes(text, seed, unit)
     except _Misfit as misfit:
@@ -194,9 +192,7 @@ def _sampled(text: str) -> list[tuple[float, int]]:
 def _dated(lines: list[tuple[int, str]]) -> list[tuple[float, int]]:
     entries = []
     for number, line in lines:
-        day, clock, count = (
-            [part.strip() for part in line.split(",")] if line.count(",") == 2 else ("", "", "")
-        )
+        day, clock, count = [part.strip() for part in line.split(",")] if line.count(",") == 2 else ("", "", "")
         try:
             entries.append((datetime.fromisoformat(f"{day} {clock}").timestamp(), int(count)))
         except ValueError:

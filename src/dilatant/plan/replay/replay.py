@@ -132,9 +132,7 @@ def replay(
     alive: frozenset[int] = frozenset()
     for event, following in zip(trace.events, [*trace.events[1:], None]):
         end = following.seconds if following else trace.seconds
-        run.train(
-            event.seconds if event.lost else min(run.step_end(event.seconds), end), run.kept_share(event.lost)
-        )
+        run.train(event.seconds if event.lost else min(run.step_end(event.seconds), end), run.kept_share(event.lost))
         alive = (alive - set(event.lost)) | set(event.joined)
         run.change(reaction(run.current, alive), event, len(alive))
     run.train(trace.seconds, run.kept_share(()))
@@ -144,9 +142,7 @@ def replay(
         seconds=trace.seconds - trace.events[0].seconds,
         samples=run.samples,
         lost={
-            cause: run.lost[cause]
-            for cause in sorted(run.lost, key=lambda c: -run.lost[c])
-            if run.lost[cause] > 0.0
+            cause: run.lost[cause] for cause in sorted(run.lost, key=lambda c: -run.lost[c]) if run.lost[cause] > 0.0
         },
         changes=run.changes,
         rollbacks=run.rollbacks,
@@ -242,9 +238,7 @@ class _Run:
         begun = max(done.rest - begun_before, 0.0)
         assert self.current is not None
         # Work reused from an earlier interruption is not in flight.
-        in_flight = (
-            min(self.current.in_flight_seconds, begun, available) if self._costs.keeps_pipelines else 0.0
-        )
+        in_flight = min(self.current.in_flight_seconds, begun, available) if self._costs.keeps_pipelines else 0.0
         kept = (begun - in_flight) * salvaged
         self.lost[UNFINISHED] += begun - kept
         self._credit = (begun_before + kept) / step
@@ -258,11 +252,7 @@ class _Run:
     def _progress(self, available: float) -> _Progress:
         """Return the steps that fit into `available` seconds with a checkpoint after every `checkpoint_steps`."""
         assert self.current is not None
-        step, every, saving = (
-            self.current.step_seconds,
-            self._costs.checkpoint_steps,
-            self._costs.checkpoint_seconds,
-        )
+        step, every, saving = (self.current.step_seconds, self._costs.checkpoint_steps, self._costs.checkpoint_seconds)
         time = available + self._credit * step + _WHOLE * step
         before = every - self._unsaved.steps
         if time < before * step:

@@ -30,9 +30,7 @@ def enumerate_candidates(
     return _sorted(_enumerated(space, most_seconds, most_times), space.settings.all_devices)
 
 
-def _enumerated(
-    space: Space, most_seconds: float = math.inf, most_times: float = math.inf
-) -> list[PlanCandidate]:
+def _enumerated(space: Space, most_seconds: float = math.inf, most_times: float = math.inf) -> list[PlanCandidate]:
     found: list[PlanCandidate] = []
     pipelines = range(1, space.cluster.num_devices + 1)
     # Many pipelines come first where the best estimate so far limits the others: it is rarely of few.
@@ -48,9 +46,7 @@ def _enumerated(
 
 
 def spanning_candidates(
-    spaces: Sequence[Space],
-    alone: Sequence[Sequence[PlanCandidate]],
-    most_seconds: float = math.inf,
+    spaces: Sequence[Space], alone: Sequence[Sequence[PlanCandidate]], most_seconds: float = math.inf
 ) -> list[PlanCandidate]:
     """Return the candidates that span several device groups, best first; `alone`: those of each group alone.
     most_seconds: placements of units on other groups with larger estimates are omitted."""
@@ -66,9 +62,7 @@ def all_candidates(spaces: Sequence[Space]) -> list[PlanCandidate]:
     """Return `enumerate_candidates` over groups of different devices, with one space per group."""
     if len(spaces) == 1:
         return enumerate_candidates(spaces[0])
-    alone = [
-        [one.in_group(group) for one in enumerate_candidates(space)] for group, space in enumerate(spaces)
-    ]
+    alone = [[one.in_group(group) for one in enumerate_candidates(space)] for group, space in enumerate(spaces)]
     return _sorted([*itertools.chain(*alone), *spanning_candidates(spaces, alone)], all_devices=False)
 
 
@@ -76,8 +70,7 @@ def _sorted(found: list[PlanCandidate], all_devices: bool) -> list[PlanCandidate
     """Sort by estimate; among equals, candidates that leave fewer devices idle come first."""
     most = max((one.gpus for one in found), default=0) if all_devices else 0
     return sorted(
-        (one for one in found if one.gpus >= most),
-        key=lambda candidate: (candidate.estimate, -candidate.gpus),
+        (one for one in found if one.gpus >= most), key=lambda candidate: (candidate.estimate, -candidate.gpus)
     )
 
 
@@ -97,11 +90,7 @@ def kinds_of(found: Sequence[PlanCandidate]) -> Iterator[Sequence[PlanCandidate]
     """Yield the candidates of each kind of plan, which are all represented in the simulations: estimates of different
     kinds err differently (those with interleaved chunks ignore the split backward that the others' count)."""
     yield [one for one in found if len(set(one.counts)) > 1]
-    yield [
-        one
-        for one in found
-        if one.encoders_at is not EncoderPosition.IN_LANGUAGE and len(set(one.counts)) == 1
-    ]
+    yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE and len(set(one.counts)) == 1]
     yield [one for one in found if any(option.chain.chunks > 1 for option in one.options)]
 
 
@@ -111,10 +100,7 @@ pipelines. Mean error of estimates: 12 % on 1,296 devices of two kinds, 5 % on 3
 
 
 def mixed_candidates(
-    spaces: Sequence[Space],
-    found: Sequence[Sequence[PlanCandidate]],
-    placed: Sequence[PlanCandidate],
-    bound: float,
+    spaces: Sequence[Space], found: Sequence[Sequence[PlanCandidate]], placed: Sequence[PlanCandidate], bound: float
 ) -> Iterator[PlanCandidate]:
     """Yield combinations of promising pipelines on one group (`found`, by group) or spanning groups (`placed`).
 
@@ -156,9 +142,7 @@ def _kinds(
         kept[count] = []
         taken: list[list[int]] = []
         for one in own:
-            devices = [
-                one.gpus_in(group) if home is None else one.gpus * (group == home) for group in range(groups)
-            ]
+            devices = [one.gpus_in(group) if home is None else one.gpus * (group == home) for group in range(groups)]
             if not any(all(a <= b for a, b in zip(other, devices)) for other in taken):
                 kept[count].append(one if home is None else one.in_group(home))
                 taken.append(devices)
@@ -172,9 +156,7 @@ def _side_by_side(members: Sequence[PlanCandidate], spaces: Sequence[Space], bou
     speeds = np.array([1.0 / one.estimate for one in members])
     shares = speeds / speeds.sum()
     replicas, count = sum(one.replicas for one in members), members[0].num_microbatches
-    options = tuple(
-        _scaled(option, float(share)) for one, share in zip(members, shares) for option in one.options
-    )
+    options = tuple(_scaled(option, float(share)) for one, share in zip(members, shares) for option in one.options)
     groups = tuple(group for one in members for group in one.groups)
     positions = {one.encoders_at for one in members}
     return PlanCandidate(

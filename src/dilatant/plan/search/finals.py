@@ -72,9 +72,7 @@ class Finals:
         self._space, self._rules, self._scorer = space, space.table.units.rules, scorer
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
-        self._overflowing: set[tuple[Option, int, int]] = (
-            set()
-        )  # (option, pipelines, microbatches): not tried again
+        self._overflowing: set[tuple[Option, int, int]] = set()  # (option, pipelines, microbatches): not tried again
         self._seen: set[tuple[Plan, int, int | None]] = set()
         self._found: list[tuple[RankedPlan, PlanCandidate]] = []
         self.rejected: list[tuple[float, str]] = []
@@ -195,9 +193,7 @@ def _stage_seconds(candidate: PlanCandidate, cluster: Cluster) -> dict[str, tupl
     return found
 
 
-def _ranked(
-    plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Cluster, zero: Zero
-) -> RankedPlan:
+def _ranked(plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Cluster, zero: Zero) -> RankedPlan:
     return RankedPlan(
         plan=plan,
         encoders_at=candidate.encoders_at,
@@ -219,9 +215,7 @@ def _recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Pl
     return Plan(tuple(replace(unit, recompute=by_unit.get(unit.name, unit.recompute)) for unit in plan.units))
 
 
-def _more_recomputed(
-    plan: Plan, score: PlanScore, units: UnitLayers, capacity_bytes: Sequence[float]
-) -> Plan | None:
+def _more_recomputed(plan: Plan, score: PlanScore, units: UnitLayers, capacity_bytes: Sequence[float]) -> Plan | None:
     """Raise the recomputation of all layers on overflowing ranks to the next cheapest level.
     Returns None if the ranks already recompute all they can, or the model fixes recomputation. capacity_bytes: per
     rank, in the order of `Plan.ranks`."""
@@ -254,9 +248,7 @@ def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list
     """
     devices = space.cluster.num_devices
     with_idle = [
-        one
-        for one in found
-        if one.gpus < devices and one.is_uniform and one.estimate * one.gpus / devices < best
+        one for one in found if one.gpus < devices and one.is_uniform and one.estimate * one.gpus / devices < best
     ]
     return sorted(with_idle, key=lambda one: one.estimate * one.gpus)[:MAX_EXTENDED_CANDIDATES]
 
@@ -286,9 +278,7 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
                 unit.name: replicas_of(unit.name, option.chain, len(unit.layers), 0, ranks)
                 for unit in space.model.units
             }
-            yield Plan(
-                tuple(replace(unit, replicas=(*unit.replicas, *added[unit.name])) for unit in plan.units)
-            )
+            yield Plan(tuple(replace(unit, replicas=(*unit.replicas, *added[unit.name])) for unit in plan.units))
 
 
 def _groups(idle: list[int], width: int, per_node: int) -> list[tuple[int, ...]]:

@@ -94,10 +94,7 @@ def excess_by_unit(space: Space, samples: int, microbatches: int) -> dict[str, f
                 table.excess(ChainRequest(unit, degrees, stages, samples, microbatches, extra), behind)
                 for degrees in table.units.degrees([unit, *extra])
                 for stages in _halving(
-                    min(
-                        (space.cluster.num_devices - others) // degrees.ranks,
-                        space.model.unit(unit).most_stages,
-                    )
+                    min((space.cluster.num_devices - others) // degrees.ranks, space.model.unit(unit).most_stages)
                 )
             ),
             default=0.0,

@@ -135,9 +135,7 @@ class _Search:
                 pass  # perhaps only slow ones fit
         return self._within(math.inf, space, ceiling)
 
-    def _within(
-        self, most_times: float, space: Space, ceiling: float
-    ) -> tuple[list[PlanCandidate], SearchResult]:
+    def _within(self, most_times: float, space: Space, ceiling: float) -> tuple[list[PlanCandidate], SearchResult]:
         """Search as `on_group` does, among candidates within `most_times` the best estimate."""
         settings, devices, omits = self.settings, space.cluster.num_devices, most_times < math.inf
         check_devices(space)
@@ -178,9 +176,7 @@ class _Search:
             finals.simulate(candidate)
         return float(remaining_bound[done]) if done < len(found) else math.inf
 
-    def _simulate_kinds(
-        self, finals: Finals, found: Sequence[PlanCandidate], space: Space, ceiling: float
-    ) -> None:
+    def _simulate_kinds(self, finals: Finals, found: Sequence[PlanCandidate], space: Space, ceiling: float) -> None:
         """Simulate what a search on fewer devices would simulate, and the most promising candidates of each kind."""
         devices, simulated = space.cluster.num_devices, len(finals.seconds)
         for fewer in best_of_fewer(found) if devices <= LARGE_CLUSTER else ():
@@ -199,9 +195,7 @@ class _Search:
                     finals.simulate(one)
                     break
 
-    def _refusal(
-        self, found: Sequence[PlanCandidate], finals: Finals, unseen: float, space: Space
-    ) -> PlanError:
+    def _refusal(self, found: Sequence[PlanCandidate], finals: Finals, unseen: float, space: Space) -> PlanError:
         """Return the error for a search in which no plan fits memory. unseen: least bound of the others."""
         copies, cluster = self.settings.copies, space.cluster
         if self.knows:
@@ -309,16 +303,12 @@ def search_zeros(
     untried = {zero: scorers[zero] for zero in earlier if zero not in known}
     best = _under_each(best, [best.winner], untried, cluster, all_devices)
     steps = [(one.zero, one.score.seconds) for one in (best.winner, *best.runners_up)]
-    return replace(
-        best, by_zero={zero: min((s for own, s in steps if own == zero), default=None) for zero in scorers}
-    )
+    return replace(best, by_zero={zero: min((s for own, s in steps if own == zero), default=None) for zero in scorers})
 
 
 def _ceiling(answers: list[SearchResult], all_devices: bool) -> float:
     """Return the seconds a plan must beat; with `all_devices`, plans that leave devices idle set no limit."""
-    return min(
-        (one.seconds for one in answers if not (all_devices and one.winner.idle_devices)), default=math.inf
-    )
+    return min((one.seconds for one in answers if not (all_devices and one.winner.idle_devices)), default=math.inf)
 
 
 def _under_each(
@@ -346,11 +336,7 @@ def _under_each(
 
 def _is_same(one: RankedPlan, other: RankedPlan) -> bool:
     """Return True if the plans differ at most in the sharding of optimizer state."""
-    return (one.plan, one.num_microbatches, one.row_tokens) == (
-        other.plan,
-        other.num_microbatches,
-        other.row_tokens,
-    )
+    return (one.plan, one.num_microbatches, one.row_tokens) == (other.plan, other.num_microbatches, other.row_tokens)
 
 
 def _of_groups(answer: SearchResult, cluster: Cluster) -> list[RankedPlan]:

@@ -71,9 +71,7 @@ class NoneFasterError(PlanError):
     """No candidate is faster than the known plan.
     found: the candidates; lower_bound: least bound of those not simulated; groups: as in `SearchResult`."""
 
-    def __init__(
-        self, found: Sequence[PlanCandidate], lower_bound: float, groups: tuple[SearchedGroup, ...]
-    ) -> None:
+    def __init__(self, found: Sequence[PlanCandidate], lower_bound: float, groups: tuple[SearchedGroup, ...]) -> None:
         super().__init__("no plan is faster than the one that is known")
         self.found, self.lower_bound, self.groups = found, lower_bound, groups
 
@@ -83,9 +81,7 @@ def none_faster(found: Sequence[PlanCandidate], finals: Finals, unseen: float, z
     return NoneFasterError(found, unseen, _groups(found, finals, finals.best, zero))
 
 
-def answer_of(
-    found: Sequence[PlanCandidate], finals: Finals, unseen: float, all_devices: bool
-) -> SearchResult:
+def answer_of(found: Sequence[PlanCandidate], finals: Finals, unseen: float, all_devices: bool) -> SearchResult:
     """Build the result from the simulated ones of `found`. unseen: least bound of the candidates not simulated."""
     ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
     if all_devices:
@@ -109,15 +105,11 @@ def on_ranks_from(answer: SearchResult, first: int, devices: int) -> SearchResul
     def there(one: RankedPlan) -> RankedPlan:
         return replace(one, plan=one.plan.shifted(first), idle_devices=devices - len(one.plan.ranks))
 
-    return replace(
-        answer, winner=there(answer.winner), runners_up=tuple(there(one) for one in answer.runners_up)
-    )
+    return replace(answer, winner=there(answer.winner), runners_up=tuple(there(one) for one in answer.runners_up))
 
 
 def best_of(
-    answers: Sequence[SearchResult],
-    all_devices: bool = False,
-    others: Sequence[NoneFasterError] = (),
+    answers: Sequence[SearchResult], all_devices: bool = False, others: Sequence[NoneFasterError] = ()
 ) -> SearchResult:
     """Merge the results of several searches over different plans; of equally fast plans the first wins.
     others: the searches that found nothing faster."""
@@ -142,9 +134,7 @@ def best_of(
     )
 
 
-def _groups(
-    found: Sequence[PlanCandidate], finals: Finals, best: float, zero: Zero
-) -> tuple[SearchedGroup, ...]:
+def _groups(found: Sequence[PlanCandidate], finals: Finals, best: float, zero: Zero) -> tuple[SearchedGroup, ...]:
     by_shape: dict[tuple[EncoderPosition, int], list[PlanCandidate]] = defaultdict(list)
     for one in found:
         by_shape[one.encoders_at, one.replicas].append(one)

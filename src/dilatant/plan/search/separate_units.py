@@ -86,12 +86,7 @@ def pareto_layouts(own: Sequence[UnitLayout], alone: bool) -> list[UnitLayout]:
 
 
 def joined(
-    rows: Sequence[JointLayout],
-    own: Sequence[UnitLayout],
-    place: int,
-    is_encoder: bool,
-    pruned: bool,
-    last: bool,
+    rows: Sequence[JointLayout], own: Sequence[UnitLayout], place: int, is_encoder: bool, pruned: bool, last: bool
 ) -> list[JointLayout]:
     """Return each row with each layout of one more unit that fits on the group `place`.
     If `pruned`, only rows that are Pareto-optimal by slowest stage, fills and, unless `last`, free devices."""
@@ -104,16 +99,12 @@ def joined(
             before = np.maximum(before, total)
         else:
             after = np.maximum(after, total)
-        slowest = np.maximum(
-            np.array([row.slowest for row in rows])[old], np.array([one.slowest for one in own])[new]
-        )
+        slowest = np.maximum(np.array([row.slowest for row in rows])[old], np.array([one.slowest for one in own])[new])
         left = np.array([row.left for row in rows])[old]
         left[:, place] -= devices[new]
         kept = _best(slowest, before, after, left, last)
         old, new = old[kept], new[kept]
-    return [
-        rows[row].beside(own[layout], place, is_encoder) for row, layout in zip(old.tolist(), new.tolist())
-    ]
+    return [rows[row].beside(own[layout], place, is_encoder) for row, layout in zip(old.tolist(), new.tolist())]
 
 
 def _best(
@@ -143,9 +134,7 @@ def _dominated(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArra
     return np.any(np.all(others[None] <= rows[:, None], axis=2), axis=1)
 
 
-def least_by_devices(
-    own: Sequence[UnitLayout], counts_devices: bool
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def least_by_devices(own: Sequence[UnitLayout], counts_devices: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return (devices, least seconds of any layout on at most that many), ascending; devices are 0 if not counted."""
     order = sorted((one.devices if counts_devices else 0, one.times.least) for one in own)
     devices, seconds = zip(*order)
@@ -303,9 +292,7 @@ class SeparateUnits:
                 break
         return layouts
 
-    def _all(
-        self, replicas: int, microbatches: int, row_tokens: int | None, behind: int
-    ) -> UnitLayouts | None:
+    def _all(self, replicas: int, microbatches: int, row_tokens: int | None, behind: int) -> UnitLayouts | None:
         space, by_tokens = self.spaces[self.home], row_tokens is not None
         roles, shared = space.roles, 1 if by_tokens else space.global_batch // (replicas * microbatches)
         left = {group: self.spaces[group].cluster.num_devices for group in self.away.values()}
@@ -320,9 +307,7 @@ class SeparateUnits:
                 for count in counts
             }
             own = [
-                UnitLayout(
-                    option, count, chain_times(self.spaces[group], count, microbatches, option), uneven[count]
-                )
+                UnitLayout(option, count, chain_times(self.spaces[group], count, microbatches, option), uneven[count])
                 for count in counts
                 if not (at_home and count == replicas)  # already among the shapes of equal pipelines
                 for option in self._chains(unit, count, microbatches, by_tokens, depth)
@@ -339,9 +324,7 @@ class SeparateUnits:
             rows = joined(rows, own, place, unit in roles.encoders, len(self.away) > 1, last)
         if not rows:
             return None
-        used = [
-            left[self.home] - row.left[[*left].index(self.home)] if self.home in left else 0 for row in rows
-        ]
+        used = [left[self.home] - row.left[[*left].index(self.home)] if self.home in left else 0 for row in rows]
         return UnitLayouts(rows, least, np.array(used), headroom)
 
     def _chains(self, unit: str, count: int, microbatches: int, by_tokens: bool, behind: int) -> list[Option]:

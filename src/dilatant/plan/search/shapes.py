@@ -23,11 +23,7 @@ from dilatant.plan.model_spec import EncoderPosition
 
 
 def shapes(
-    space: Space,
-    replicas: int,
-    microbatches: int,
-    row_tokens: int | None = None,
-    most_seconds: float = math.inf,
+    space: Space, replicas: int, microbatches: int, row_tokens: int | None = None, most_seconds: float = math.inf
 ) -> Iterator[PlanCandidate]:
     """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches each.
 
@@ -58,9 +54,7 @@ class _Shape:
     row_tokens: int | None
     most_seconds: float
     _known: dict[tuple[object, ...], list[Option]]
-    _encoder_chains: dict[tuple[object, ...], tuple[int, list[list[ParallelChains]]]] = field(
-        default_factory=dict
-    )
+    _encoder_chains: dict[tuple[object, ...], tuple[int, list[list[ParallelChains]]]] = field(default_factory=dict)
 
     def beside(self, budget: int, encoders_at: EncoderPosition) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on separate devices, on all devices or fewer."""
@@ -134,9 +128,7 @@ class _Shape:
                     found.append(option)
         return found
 
-    def _before(
-        self, encoders_at: EncoderPosition, budget: int, behind: int, left: int
-    ) -> Sequence[ParallelChains]:
+    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int, left: int) -> Sequence[ParallelChains]:
         """Return the encoders' chains on at most `left` devices of the budget, with `behind` stages after them.
         In a shared space, those that are Pareto-optimal only for fewer devices are included."""
         for depth in (0, behind):
@@ -229,9 +221,7 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
         *least_sync(holders, degrees.tp, cluster, space.table.units.rules),
     )
 
-    def times(
-        lightest: NDArray[np.float64], heaviest: float, sync_at_end: bool
-    ) -> tuple[float, float, float, float]:
+    def times(lightest: NDArray[np.float64], heaviest: float, sync_at_end: bool) -> tuple[float, float, float, float]:
         busiest, longest, last, exposed = kernel(
             costs.work + costs.calls / replicas, costs.work_host, costs.forward, lightest, costs.lightest_split,
             costs.gradient, costs.backward, microbatches, waits, ring, *sums, float(BUCKET_BYTES), sync_at_end, shared,
@@ -269,12 +259,7 @@ def estimate(
 
 
 def computed_seconds(
-    space: Space,
-    pipelines: int,
-    microbatches: int,
-    fill: Seconds,
-    slowest: Seconds,
-    options: Sequence[Option],
+    space: Space, pipelines: int, microbatches: int, fill: Seconds, slowest: Seconds, options: Sequence[Option]
 ) -> Seconds:
     """Estimate the compute seconds of a step: the first microbatch takes `fill`, each further one `slowest`.
     The heaviest microbatch delays those behind it by about half of its excess in simulations. Where backwards may be
@@ -302,9 +287,7 @@ def computed_seconds(
     return whole - larger(0.0, whole - split) * min(1.0, 3 * late)
 
 
-def bound(
-    before: ParallelChains, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]
-) -> float:
+def bound(before: ParallelChains, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
     """Return seconds that no schedule beats; the language model waits at least for the encoders' lightest sample."""
     ahead = max((one.lightest for one in before.options), default=0.0)
     ahead_split = max((one.lightest_split for one in before.options), default=0.0)

@@ -70,9 +70,7 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
         found = read_yaml(text if text.lstrip().startswith("{") else f"{{{text}}}")
     except yaml.YAMLError:
         found = None
-    whole = {
-        key: found.pop(key, None) for key in (TOKENS, ZERO) if isinstance(found, dict) and key not in units
-    }
+    whole = {key: found.pop(key, None) for key in (TOKENS, ZERO) if isinstance(found, dict) and key not in units}
     tokens, zero = whole.get(TOKENS), whole.get(ZERO)
     if (
         not isinstance(found, dict)
@@ -80,28 +78,20 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
         or not all(isinstance(own, dict) for own in found.values())
     ):
         raise UserError(f"{text!r} is no layout; write one like 'vision: {{pp: 2}}, language: {{tp: 4}}'")
-    problems = [
-        f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in found if unit not in units
-    ]
+    problems = [f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in found if unit not in units]
     cuts = {unit: wanted.pop(CUTS) for unit, wanted in found.items() if CUTS in wanted}
     problems += [
         f"{unit}: cuts is {own!r}; it must be the first layers of its stages, as in [0, 5, 9]"
         for unit, own in cuts.items()
-        if not isinstance(own, list)
-        or own[:1] != [0]
-        or own != sorted({one for one in own if type(one) is int})
+        if not isinstance(own, list) or own[:1] != [0] or own != sorted({one for one in own if type(one) is int})
     ]
     for unit, wanted in found.items():
         for key, value in wanted.items():
             if key == GROUP:
                 if not isinstance(value, str):
-                    problems.append(
-                        f"{unit}: group is {value!r}; it must be the name of one in cluster.groups"
-                    )
+                    problems.append(f"{unit}: group is {value!r}; it must be the name of one in cluster.groups")
             elif key not in KEYS:
-                problems.append(
-                    f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)}, {CUTS} and {GROUP} can"
-                )
+                problems.append(f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)}, {CUTS} and {GROUP} can")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{unit}: {key} is {value!r}; it must be a whole number from 1 on")
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
@@ -114,11 +104,7 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
 
 
 def why_not(
-    spaces: Sequence[Space],
-    cluster: Cluster,
-    asked: AskedLayout,
-    result: SearchResult | None,
-    scorer: PlanScorer,
+    spaces: Sequence[Space], cluster: Cluster, asked: AskedLayout, result: SearchResult | None, scorer: PlanScorer
 ) -> WhyNot:
     """Explain how layouts like `asked` fared in the search that had this `result` (None: no search was made).
     `spaces`, one per group of devices, and `scorer` are those of that search. Matching layouts are simulated here if
@@ -141,9 +127,7 @@ def why_not(
         for one in ((result.winner, *result.runners_up) if result else ())
     }
     return WhyNot(
-        overflow=""
-        if plans
-        else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
+        overflow="" if plans else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
         plans=plans,
         is_chosen=result is not None and _chosen(result.winner, asked, cluster),
         was_simulated=bool(plans)
@@ -225,13 +209,8 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
             problems.append(f"{unit}: cuts {list(cuts)} are not of its {held} layers into {stages} stages")
         if stages > layers:
             problems.append(f"{unit} has {layers} layers, which {stages} stages cannot share")
-        if wanted.get("chunks", 1) not in (
-            1,
-            *(space.settings.chunks if unit == space.roles.language else ()),
-        ):
-            problems.append(
-                f"{unit}: chunks {wanted['chunks']} were not tried (plan.chunks, for the language model)"
-            )
+        if wanted.get("chunks", 1) not in (1, *(space.settings.chunks if unit == space.roles.language else ())):
+            problems.append(f"{unit}: chunks {wanted['chunks']} were not tried (plan.chunks, for the language model)")
     taken = _devices(asked).values()
     shared = {space.roles.language, *space.roles.encoders} >= asked.units.keys()
     devices = max(taken, default=0) if shared else sum(taken)

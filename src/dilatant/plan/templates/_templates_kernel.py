@@ -19,9 +19,7 @@ IMPOSSIBLE = np.int64(1) << 61
 
 
 @njit(cache=True)
-def _extend(
-    rest, lowest, time, slope, per_stage, earliest, latest, top, row, choices, mark, queue_end, queue_cost
-):
+def _extend(rest, lowest, time, slope, per_stage, earliest, latest, top, row, choices, mark, queue_end, queue_cost):
     """Lower row[i], i <= top, to the minimum over ends of slope * (time of layers i..end) + per_stage + rest[end].
 
     Ends range from earliest[i] to latest[i]; choices[i] becomes mark + end. Returns the smallest i with such an end.
@@ -243,19 +241,7 @@ def search(prefix, widths, fits, node, node_counts, num_microbatches, candidates
         for upper in range(ends):
             tau = candidates[high - 1] if upper else candidates[low]
             after = tau - 1 if leaf else candidates[high - 1]
-            _chain(
-                prefix,
-                widths,
-                fits,
-                node,
-                gpus,
-                candidates[low],
-                candidates[high - 1],
-                after,
-                tau,
-                table,
-                choice,
-            )
+            _chain(prefix, widths, fits, node, gpus, candidates[low], candidates[high - 1], after, tau, table, choice)
             tables += 1
             for n in range(num_counts):
                 own = node_counts[n] * node

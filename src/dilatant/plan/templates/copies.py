@@ -33,9 +33,7 @@ class Redundancy:
         if count >= self.wanted:
             return ""
         units = " and ".join(name for name, copies in self.by_unit.items() if copies == count)
-        copies, nodes = (
-            ("1 copy", "one node") if count == 1 else (f"{count} copies", f"{count} nodes at once")
-        )
+        copies, nodes = ("1 copy", "one node") if count == 1 else (f"{count} copies", f"{count} nodes at once")
         return (
             f"{copies} of layers of {units} left of the {self.wanted} that resilience.fault_tolerance "
             f"{self.wanted - 1} asks for; the loss of {nodes} may send the run back to its newest checkpoint"

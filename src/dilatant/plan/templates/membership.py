@@ -15,13 +15,7 @@ from dilatant.config.memory_modes import Recompute
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.templates.copies import copies_on_unlike_nodes, disjoint
-from dilatant.plan.templates.reinstantiate import (
-    LayerSpan,
-    PipelineChooser,
-    RunningPipeline,
-    best_choice,
-    node_layers,
-)
+from dilatant.plan.templates.reinstantiate import LayerSpan, PipelineChooser, RunningPipeline, best_choice, node_layers
 from dilatant.plan.templates.templates import LayerMemory, Template, plan_templates
 
 Pipeline = Mapping[str, tuple[Replica, ...]]
@@ -133,10 +127,7 @@ class MembershipPlanner:
         failure: PlanError | None = None
         found: list[Membership] = []
         own = self.costs.devices
-        sizes = [
-            *([widest] if widest > own else []),
-            *(size for size in range(own, 0, -1) if own % size == 0),
-        ]
+        sizes = [*([widest] if widest > own else []), *(size for size in range(own, 0, -1) if own % size == 0)]
         divisible = {size: [one for one in whole if _is_divisible(one, node_of, size, own)] for size in sizes}
         # Pipelines that lost nobody are broken up only where nothing else fits.
         for size, kept in sorted(divisible.items(), key=lambda each: len(each[1]) < len(whole)):
@@ -184,9 +175,7 @@ class MembershipPlanner:
         if key not in self._templates:
             widths = {width: seconds for width, seconds in costs.seconds.items() if width <= devices}
             planned = max(costs.num_microbatches, sum(costs.layers.values()))
-            found = plan_templates(
-                widths, range(1, key[1] + 1), devices, planned, costs.memory, costs.num_microbatches
-            )
+            found = plan_templates(widths, range(1, key[1] + 1), devices, planned, costs.memory, costs.num_microbatches)
 
             # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, as in long
             # pipelines. Here a step is one microbatch through all stages, plus one bottleneck per further one.
@@ -194,8 +183,7 @@ class MembershipPlanner:
                 return sum(sum(widths[gpus][first:end]) for first, end, gpus in template.stages)
 
             self._templates[key] = {
-                nodes: replace(template, seconds=one(template), num_microbatches=1)
-                for nodes, template in found.items()
+                nodes: replace(template, seconds=one(template), num_microbatches=1) for nodes, template in found.items()
             }
         return self._templates[key]
 
@@ -227,11 +215,7 @@ class MembershipPlanner:
                 spans = tuple(self._span(group, held) for group in ranks)
                 running.append(RunningPipeline(own, spans, self._times(one)))
         chooser = PipelineChooser(
-            templates,
-            costs.fault_tolerance,
-            costs.num_microbatches,
-            costs.layer_bytes,
-            costs.bytes_per_second,
+            templates, costs.fault_tolerance, costs.num_microbatches, costs.layer_bytes, costs.bytes_per_second
         )
         loose = {node: self._span(nodes[node], held) for node in range(used, len(nodes))}
         found = chooser.choose(running, loose)
@@ -261,9 +245,7 @@ class MembershipPlanner:
             tuple(sorted({*range(len(node_of))} - {*plan.ranks})),
             max(found.microbatches),
             found.seconds,
-            max(
-                times.seconds for times in [*(running[k].times for k in found.kept), *(one for one, _ in new)]
-            ),
+            max(times.seconds for times in [*(running[k].times for k in found.kept), *(one for one, _ in new)]),
             tolerance,
             found.moved_bytes,
             sum(one in whole for one in pipelines),
@@ -316,9 +298,7 @@ class MembershipPlanner:
             for (ranks, (state, kept)), depth in zip(held.items(), depths)
         }
 
-    def _held(
-        self, pipelines: Iterable[Pipeline], survivors: Mapping[int, int]
-    ) -> dict[int, list[LayerSpan]]:
+    def _held(self, pipelines: Iterable[Pipeline], survivors: Mapping[int, int]) -> dict[int, list[LayerSpan]]:
         """Return new rank → the spans of the chain's layers that it holds."""
         held: dict[int, list[LayerSpan]] = {}
         for stage, layers, _, _ in (each for one in pipelines for each in self._layers(one)):
@@ -379,9 +359,7 @@ def _is_divisible(pipeline: Pipeline, node_of: Sequence[int], devices: int, own:
     )
 
 
-def _nodes(
-    whole: Sequence[Pipeline], node_of: Sequence[int], devices: int, own: int
-) -> list[tuple[int, ...]]:
+def _nodes(whole: Sequence[Pipeline], node_of: Sequence[int], devices: int, own: int) -> list[tuple[int, ...]]:
     """Divide ranks into groups of `devices` ranks, those of `whole` pipelines first. A group of at most `own` ranks,
     the size of a node, lies on one node; ranks that fill no group are left out."""
     groups = [ranks_of(one) for one in whole]

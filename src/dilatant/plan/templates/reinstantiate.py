@@ -13,13 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from dilatant.plan.errors import BatchError, PlanError
-from dilatant.plan.templates.templates import (
-    Template,
-    compose_pipelines,
-    lines,
-    most_nodes,
-    share_microbatches,
-)
+from dilatant.plan.templates.templates import Template, compose_pipelines, lines, most_nodes, share_microbatches
 
 LayerSpan = tuple[int, int]
 
@@ -94,9 +88,7 @@ def reinstantiate(
     used, there = len(held) - idle, Counter(held.values())
     fastest = compose_pipelines(templates, used, fault_tolerance, num_microbatches)
     compositions = [Counter(size for size, _ in fastest.pipelines)]
-    compositions += _compositions(
-        templates, intact, fastest.seconds, used, fault_tolerance + 1, num_microbatches
-    )
+    compositions += _compositions(templates, intact, fastest.seconds, used, fault_tolerance + 1, num_microbatches)
     best_bytes, best_sizes, best_flow = -1, Counter[int](), {}
     for sizes in compositions:
         moved, flow = _place(sizes, intact, there, spans, prefix, idle)
@@ -139,9 +131,7 @@ def _compositions(
     most = max(1, min(COMPOSITIONS, COMPARED_NODES // max(1, num_nodes)))
     found, _ = enumerate_compositions(
         np.array(sizes, np.int64),
-        microbatches_within(
-            limit, *lines([templates[size] for size in sizes], num_microbatches), num_microbatches
-        ),
+        microbatches_within(limit, *lines([templates[size] for size in sizes], num_microbatches), num_microbatches),
         np.array([len(intact.get(size, ())) for size in sizes], np.int64),
         num_nodes,
         fewest,
@@ -179,9 +169,7 @@ def _place(
     first, end = np.maximum(one[..., 0], other[..., 0]), np.minimum(one[..., 1], other[..., 1])
     cost = np.subtract(*prefix[wants.T[::-1]]) - np.where(first < end, prefix[end] - prefix[first], 0)
     flow = transport(
-        cost,
-        np.array([free[span] for span in have], np.int64),
-        np.array([wanted[span] for span in want], np.int64),
+        cost, np.array([free[span] for span in have], np.int64), np.array([wanted[span] for span in want], np.int64)
     )
     moves = {(have[i], want[j]): int(flow[i, j]) for i, j in zip(*np.nonzero(flow))}
     return int((flow * cost).sum()), moves
@@ -213,9 +201,7 @@ def _group(
             ready[want].append(by_span[have].pop())
     for size in sorted(sizes, reverse=True):
         for _ in range(sizes[size] - min(sizes[size], len(intact.get(size, ())))):
-            homes = Counter(
-                origin for span in spans[size] for origin in {home.get(node) for node in ready[span]}
-            )
+            homes = Counter(origin for span in spans[size] for origin in {home.get(node) for node in ready[span]})
             order = {origin: rank for rank, (origin, _) in enumerate(homes.most_common())}
             nodes = []
             for span in spans[size]:
@@ -241,9 +227,7 @@ def _copies(
         if not held[target][0] <= layer < held[target][1]
     ]
     needed = {layer for _, layer in missing}
-    holders: dict[int, list[tuple[int, int]]] = defaultdict(
-        list
-    )  # layer → heap of (bytes sent when queued, node)
+    holders: dict[int, list[tuple[int, int]]] = defaultdict(list)  # layer → heap of (bytes sent when queued, node)
     for node in sorted(held) if needed else ():
         for layer in needed.intersection(range(*held[node])):
             holders[layer].append((0, node))
@@ -368,9 +352,7 @@ class PipelineChooser:
         idle = free - used if used else 0  # without any use, the error names the nodes that are needed
         while True:
             try:
-                return reinstantiate(
-                    self.templates, instances, holders, others, share, self.layer_bytes, idle
-                )
+                return reinstantiate(self.templates, instances, holders, others, share, self.layer_bytes, idle)
             except BatchError as error:  # smaller microbatches are always possible
                 share = error.nearest[0]
 

@@ -106,12 +106,7 @@ def plan_templates(
 
 
 def _search(
-    ticks: np.ndarray,
-    widths: list[int],
-    fits: np.ndarray,
-    gpus_per_node: int,
-    nodes: list[int],
-    num_microbatches: int,
+    ticks: np.ndarray, widths: list[int], fits: np.ndarray, gpus_per_node: int, nodes: list[int], num_microbatches: int
 ) -> dict[int, tuple[int, list[tuple[int, int, int]]]]:
     """Return {nodes: (cost in ticks, stages as (first, end, width index))}, without node counts that have no plan."""
     if not nodes:
@@ -121,17 +116,9 @@ def _search(
     prefix = np.concatenate([np.zeros((len(widths), 1), np.int64), np.cumsum(ticks, axis=1)], axis=1)
     first, end = np.triu_indices(prefix.shape[1], k=1)
     slowest = np.unique(prefix[:, end] - prefix[:, first])
-    slowest = slowest[
-        slowest >= ticks.min(axis=0).max()
-    ]  # some stage holds the layer with the largest minimum
+    slowest = slowest[slowest >= ticks.min(axis=0).max()]  # some stage holds the layer with the largest minimum
     costs, stages, counts, _ = search(
-        prefix,
-        np.array(widths, np.int64),
-        fits,
-        gpus_per_node,
-        np.array(nodes, np.int64),
-        num_microbatches,
-        slowest,
+        prefix, np.array(widths, np.int64), fits, gpus_per_node, np.array(nodes, np.int64), num_microbatches, slowest
     )
     return {
         n: (cost, [(first, end, w) for first, end, w in chain[:count]])
@@ -147,9 +134,7 @@ def _latest_ends(memory: LayerMemory, widths: list[int], levels: int, most_kept:
         state = np.concatenate([[0.0], np.cumsum(memory.state_bytes[width])])
         activation = np.concatenate([[0.0], np.cumsum(memory.activation_bytes[width])])
         held = np.minimum(np.arange(levels) + memory.early, most_kept)[:, None] * activation + state
-        ends.append(
-            [np.searchsorted(row, row[:-1] + memory.capacity_bytes, side="right") - 1 for row in held]
-        )
+        ends.append([np.searchsorted(row, row[:-1] + memory.capacity_bytes, side="right") - 1 for row in held])
     return np.array(ends, np.int64)
 
 
@@ -173,8 +158,7 @@ def _check(
         problems.append(f"a pipeline needs at least one node, not {wanted[0]}")
     if not widths:
         problems.append(
-            f"layer_seconds allows {sorted(layer_seconds)} GPUs per stage, of which none fits a node of "
-            f"{gpus_per_node}"
+            f"layer_seconds allows {sorted(layer_seconds)} GPUs per stage, of which none fits a node of {gpus_per_node}"
         )
     elif len(lengths := {len(layer_seconds[width]) for width in widths}) > 1 or 0 in lengths:
         problems.append(f"layer_seconds describes {sorted(lengths)} layers for different numbers of GPUs")

@@ -39,9 +39,7 @@ def store_costs(costs: CostModel, model: ModelDescription, known: CostModel | No
         write_durably(path, costs.to_yaml())  # never through a link in a shared cache
 
 
-def cached_costs(
-    model: ModelDescription, target: Target, degrees: Iterable[Degrees], longest: int
-) -> CostModel | None:
+def cached_costs(model: ModelDescription, target: Target, degrees: Iterable[Degrees], longest: int) -> CostModel | None:
     """Return the costs kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows not
     much shorter than `longest` tokens; else None."""
     path = _path(target.hardware.name, target.dtype, model)

@@ -87,9 +87,7 @@ def _costs_of_groups(config: Config, model: ModelDescription, target: Target, sa
         }
         if not known:
             kinds = ", ".join(repr(own.requested) for own in target.groups)
-            raise UserError(
-                f"plan.costs holds costs of {', '.join(map(repr, there))}, but groups have {kinds}"
-            )
+            raise UserError(f"plan.costs holds costs of {', '.join(map(repr, there))}, but groups have {kinds}")
     unnamed = config.model_copy(update={"plan": config.plan.model_copy(update={"costs": None})})
     groups = {
         own.cluster.name: layer_costs(config if own.cluster.name in known else unnamed, model, own, say)
@@ -197,9 +195,7 @@ def _completed(found: CostModel, known: CostModel, degrees: Mapping[str, Sequenc
         now = found.layers.get(kind, {})
         best = {**now, **_measured_of(known.layers.get(kind, {})), **_measured_of(now)}
         layers[kind] = {one: best[one] for one in own}
-    is_used = any(
-        _measured_of(own) != _measured_of(found.layers.get(kind, {})) for kind, own in layers.items()
-    )
+    is_used = any(_measured_of(own) != _measured_of(found.layers.get(kind, {})) for kind, own in layers.items())
     has_measured = any(map(_measured_of, found.layers.values()))
     return replace(
         found,
@@ -229,9 +225,7 @@ def _on_groups(
                 cost = group_cost(share, shapes[kind], links, target.dtype, own)
                 layers.setdefault(kind, {})[own] = cost
     source = target.hardware.source or target.hardware.name
-    note = (
-        f"one tp rank's share measured; cp's part of a row modelled, and collectives, from links of: {source}"
-    )
+    note = f"one tp rank's share measured; cp's part of a row modelled, and collectives, from links of: {source}"
     return replace(measured, layers=layers, note=f"{measured.note}; {note}")
 
 
@@ -248,9 +242,7 @@ def long_row(longest: int) -> tuple[int, ...]:
     return (longest,) * count if count > 1 else ()
 
 
-def costs_in_use(
-    costs: CostModel, model: ModelDescription, targets: float, row: int, chunk: int | None
-) -> CostModel:
+def costs_in_use(costs: CostModel, model: ModelDescription, targets: float, row: int, chunk: int | None) -> CostModel:
     """Return the costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by
     chunks if a microbatch of up to `row` tokens has more than `chunk` of them; weight gradients are postponed only in
     linear layers, and never in the head; and only blocks are recomputed."""
@@ -274,8 +266,7 @@ def costs_in_use(
     return replace(
         costs,
         layers={
-            kind: {degrees: used(kind, cost) for degrees, cost in own.items()}
-            for kind, own in costs.layers.items()
+            kind: {degrees: used(kind, cost) for degrees, cost in own.items()} for kind, own in costs.layers.items()
         },
     )
 
@@ -334,14 +325,7 @@ def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
 
 
 def _on_targets(cost: LayerCost, share: float) -> LayerCost:
-    names = (
-        "forward",
-        "input_gradient",
-        "weight_gradient",
-        "first_trainable",
-        "weight_bytes",
-        "checkpoint_bytes",
-    )
+    names = ("forward", "input_gradient", "weight_gradient", "first_trainable", "weight_bytes", "checkpoint_bytes")
     grows = {
         **dict.fromkeys(names, ZERO),
         **dict.fromkeys(("activation_bytes", "frozen_bytes", "forward_bytes"), cost.row_bytes),

@@ -113,9 +113,7 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
             parameter.requires_grad_(parameter.is_floating_point())
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-    replace_linears(
-        stage, WeightGradients(), stage.undeferred
-    )  # as in the runtime; it matters for tiny layers
+    replace_linears(stage, WeightGradients(), stage.undeferred)  # as in the runtime; it matters for tiny layers
     return OneLayer(stage).to(device).train()
 
 

@@ -49,9 +49,7 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
                 raise
             shapes[entry.kind] = _plain_shape(entry)
         shapes[entry.kind] = replace(
-            shapes[entry.kind],
-            trained_share=_trained_share(entry),
-            divided=entry.unit.structure is not None,
+            shapes[entry.kind], trained_share=_trained_share(entry), divided=entry.unit.structure is not None
         )
     return shapes
 
@@ -133,9 +131,7 @@ def _modules(entry: LayerType) -> tuple[list[nn.Module], int]:
 
 def _projector(entry: LayerType, parameters: int) -> LayerShape:
     assert entry.geometry is not None
-    linears = [
-        module for each in _modules(entry)[0] for module in each.modules() if isinstance(module, nn.Linear)
-    ]
+    linears = [module for each in _modules(entry)[0] for module in each.modules() if isinstance(module, nn.Linear)]
     share = entry.geometry.tokens_per_row / entry.geometry.encoder_tokens
     if not linears:
         return LayerShape(0, 0, parameters, 0, 0, 0, entry.geometry.width, output_share=share, launches=0)

@@ -29,9 +29,7 @@ def dense_rows(model: ModelDescription, costs: CostModel) -> dict[str, DenseRows
     if costs.groups:
         each = [dense_rows(model, own) for own in costs.groups.values()]
         return {unit: reduce(DenseRows.or_dearer, (own[unit] for own in each)) for unit in model.dense}
-    return {
-        unit: _measured(model, unit, costs) or DenseRows.always(times) for unit, times in model.dense.items()
-    }
+    return {unit: _measured(model, unit, costs) or DenseRows.always(times) for unit, times in model.dense.items()}
 
 
 def is_assumed(model: ModelDescription, costs: CostModel) -> bool:

@@ -128,9 +128,7 @@ def _media(media: Media, unit: str, tokens: int, learned: bool) -> ExampleSpan:
     if media.kind == "image":
         pixels = decode_image(media, 3)
         height, width = pixels.shape[:2]
-        return ExampleSpan(
-            f"{media.name}, {width} × {height} pixels", tokens, learned, unit, picture=_small(pixels)
-        )
+        return ExampleSpan(f"{media.name}, {width} × {height} pixels", tokens, learned, unit, picture=_small(pixels))
     if media.kind == "video":
         size = media_size(media)
         (frame,) = decode_clip(media, [0], np.asarray)
@@ -140,9 +138,7 @@ def _media(media: Media, unit: str, tokens: int, learned: bool) -> ExampleSpan:
     loud = [float(np.abs(part).max(initial=0.0)) for part in np.array_split(wave, PEAKS)]
     top = max(loud, default=0.0) or 1.0
     seconds = len(wave) / SAMPLING_RATE
-    return ExampleSpan(
-        f"{media.name}, {seconds:.1f} s", tokens, learned, unit, peaks=tuple(one / top for one in loud)
-    )
+    return ExampleSpan(f"{media.name}, {seconds:.1f} s", tokens, learned, unit, peaks=tuple(one / top for one in loud))
 
 
 def _small(pixels: NDArray[np.uint8]) -> bytes:

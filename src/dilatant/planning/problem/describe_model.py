@@ -92,9 +92,7 @@ class ModelDescription:
         """Tokens of one image or clip by encoder; items do not attend to each other, so a sample's square is that of
         one, times their number."""
         return {
-            entry.unit.unit: float(entry.geometry.encoder_tokens)
-            for entry in self.types
-            if entry.geometry is not None
+            entry.unit.unit: float(entry.geometry.encoder_tokens) for entry in self.types if entry.geometry is not None
         }
 
 
@@ -106,9 +104,7 @@ def build_meta_model(config: Config, vocab_size: int) -> MultimodalModel:
     return model
 
 
-def describe_model(
-    model: MultimodalModel, recompute: Mapping[str, Recompute | None] | None = None
-) -> ModelDescription:
+def describe_model(model: MultimodalModel, recompute: Mapping[str, Recompute | None] | None = None) -> ModelDescription:
     """Describe a model, on the meta device or not, as planners need it.
 
     Layers share a type if their weights have the same names and shapes, their family calls them alike and they are in
@@ -143,9 +139,7 @@ def describe_model(
                     divided=types[kind].is_divided,
                     **_trained_fields(weights),
                     four_bit=four_bit,
-                    tied=sum(
-                        parameter.numel() for _, parameter in weights if index and id(parameter) in leading
-                    ),
+                    tied=sum(parameter.numel() for _, parameter in weights if index and id(parameter) in leading),
                     experts=experts.get(unit.layers[index], (0, 0))[0],
                     expert_parameters=experts.get(unit.layers[index], (0, 0))[1],
                 )
@@ -228,9 +222,7 @@ def _media_pairs(model: MultimodalModel) -> MediaPairs:
 
 def weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Yield for every layer of the unit its parameters by their name inside the layer, tied ones in each layer."""
-    parameters = {
-        part: dict(getattr(unit, part).named_parameters(remove_duplicate=False)) for part in unit.parts
-    }
+    parameters = {part: dict(getattr(unit, part).named_parameters(remove_duplicate=False)) for part in unit.parts}
     for layer in unit.layers:
         yield [
             (weight.name.removeprefix(layer), parameters[weight.part][weight.key])

@@ -60,9 +60,7 @@ def measure_links(worker: Worker) -> MeasuredLinks:
         near = next(([(ranks[0], ranks[1])] for ranks in nodes if len(ranks) > 1), [])
         far = list(zip(nodes[0], nodes[1])) if len(nodes) > 1 else []
         return MeasuredLinks(
-            _measured(comm, "inside", near),
-            _measured(comm, "between", far),
-            _measured(comm, "alone", far[:1]),
+            _measured(comm, "inside", near), _measured(comm, "between", far), _measured(comm, "alone", far[:1])
         )
     finally:
         comm.close()
@@ -79,10 +77,7 @@ def _measured(comm: Comm, name: str, pairs: list[tuple[int, int]]) -> MeasuredLi
     found = [one for one in all_gather_object(comm, mine) if one]
     if not found:
         return None
-    link = Link(
-        bandwidth=sum(one["bandwidth"] for one in found),
-        latency=max(one["latency"] for one in found),
-    )
+    link = Link(bandwidth=sum(one["bandwidth"] for one in found), latency=max(one["latency"] for one in found))
     return MeasuredLink(link, max(one["error"] for one in found), len(found))
 
 

@@ -91,9 +91,7 @@ def target_of_run(config: Config, cluster: ClusterConfig | None = None) -> Targe
     return plan_target(cluster or config.cluster, config.train, config.resilience.keeps_gradients)
 
 
-def plan_target(
-    config: ClusterConfig, train: TrainConfig | None = None, keeps_gradients: bool = False
-) -> Target:
+def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_gradients: bool = False) -> Target:
     """Return the devices of `cluster:` in the config, for runs with these `train:` settings. keeps_gradients: see
     `ParameterBytes`.
 
@@ -121,9 +119,7 @@ def plan_target(
         dtype = str(pick_precision(train.precision, device)).removeprefix("torch.")
     else:
         on_gpu = not is_same_hardware("CPU", hardware.name)
-        dtype = (
-            "bfloat16" if train.precision == "bf16" or (train.precision == "auto" and on_gpu) else "float32"
-        )
+        dtype = "bfloat16" if train.precision == "bf16" or (train.precision == "auto" and on_gpu) else "float32"
     return Target(
         hardware=hardware,
         requested=config.hardware or here.name,
@@ -174,9 +170,7 @@ def target_of_group(config: ClusterConfig, name: str, train: TrainConfig) -> Tar
     return replace(target, dtype=whole.dtype, rules=whole.rules)
 
 
-def _rules(
-    dtype: str, train: TrainConfig, ranks_per_node: int, keeps_gradients: bool = False
-) -> ParameterBytes:
+def _rules(dtype: str, train: TrainConfig, ranks_per_node: int, keeps_gradients: bool = False) -> ParameterBytes:
     words = train.shard  # one word for all units, or by unit
     return replace(
         rules_of(FP32 if dtype == "float32" else BF16, train.optimizer),
@@ -197,15 +191,11 @@ def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> Memory
         usual = usual.model_copy(update={"communicators_gib": 0.0})
     chosen = {**usual.model_dump(), **(config.reserve or ReserveConfig()).model_dump(exclude_none=True)}
     reserve = MemoryReserve(
-        chosen["context_gib"] * GIB,
-        chosen["communicators_gib"] * GIB,
-        chosen["fragmentation"] * hardware.memory,
+        chosen["context_gib"] * GIB, chosen["communicators_gib"] * GIB, chosen["fragmentation"] * hardware.memory
     )
     if reserve.total >= hardware.memory:
         there, free = bytes_text(hardware.memory), bytes_text(reserve.total)
-        raise UserError(
-            f"cluster.reserve: of {hardware.name}'s {there}, {free} are to be left free; lower it"
-        )
+        raise UserError(f"cluster.reserve: of {hardware.name}'s {there}, {free} are to be left free; lower it")
     return reserve
 
 
@@ -221,9 +211,7 @@ def rules_of(rules: ParameterBytes, optimizer: OptimizerConfig) -> ParameterByte
 def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
     """Return the hardware with the links that were measured; the others as they are."""
     measured = {
-        name: one.link
-        for name, one in (("inside", found.inside), ("between", found.between))
-        if one is not None
+        name: one.link for name, one in (("inside", found.inside), ("between", found.between)) if one is not None
     }
     source = f"links {' and '.join(measured)} measured on {hardware.name}; the rest: {hardware.source}"
     return replace(hardware, inside=measured.get("inside", hardware.inside),

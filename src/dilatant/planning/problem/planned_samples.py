@@ -41,19 +41,14 @@ class PlannedSamples:
 
 
 def planned_samples(
-    config: Config,
-    samples: Samples,
-    model: ModelDescription,
-    progress: Progress = lambda done, total: None,
+    config: Config, samples: Samples, model: ModelDescription, progress: Progress = lambda done, total: None
 ) -> PlannedSamples:
     """Return global batches with `debug.planned_samples` samples in all and at least `debug.planned_steps`, but at most
     one pass over the data. Raises UserError for streamed data, and for samples that cannot be measured unless
     `data.on_error` is skip."""
     blend, batch = samples.train, config.train.global_batch_size
     if not isinstance(blend, Blend):
-        raise UserError(
-            "a plan needs the sizes of samples, which a stream does not tell ahead; do not stream to plan"
-        )
+        raise UserError("a plan needs the sizes of samples, which a stream does not tell ahead; do not stream to plan")
     order, sizes = _sizes(config, samples, blend, progress)
     taken = set(order.tolist())
     bad = [at for at in sizes.problems if at in taken]
@@ -76,9 +71,7 @@ def planned_samples(
     )
 
 
-def _sizes(
-    config: Config, samples: Samples, blend: Blend, progress: Progress
-) -> tuple[NDArray[np.int64], SizesIndex]:
+def _sizes(config: Config, samples: Samples, blend: Blend, progress: Progress) -> tuple[NDArray[np.int64], SizesIndex]:
     """Return the samples in the order of training, as positions in an index, and that index."""
     batch, wanted = config.train.global_batch_size, config.debug.planned_samples
     steps = min(max(config.debug.planned_steps, -(-wanted // batch)), max(1, len(blend) // batch))

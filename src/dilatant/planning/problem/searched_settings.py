@@ -42,9 +42,7 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
     return [one for one in found if asked or one.ranks <= max(node, *one)]
 
 
-def with_requested_degrees(
-    config: Config, model: ModelDescription, target: Target, asked: AskedLayout
-) -> Config:
+def with_requested_degrees(config: Config, model: ModelDescription, target: Target, asked: AskedLayout) -> Config:
     """Return a config whose plans may also have the degrees that a layout asks for; a cost file may still lack them."""
     offered = planned_degrees(config.plan, model, target)
     wanted = {Degrees(*(own.get(name, 1) for name in AXES)) for own in asked.units.values()}
@@ -107,9 +105,7 @@ def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degrees]) -> dict
         own = own or sorted({one._replace(tp=1) for one in wanted})
         found |= {entry.kind: own for entry in model.types if entry.unit is unit}
     if nobody := [problem for tp in problems if tp not in taken for problem in problems[tp]]:
-        raise list_problems(
-            "tensor-parallel degrees (plan.tensor_parallel, --tp):", list(dict.fromkeys(nobody))
-        )
+        raise list_problems("tensor-parallel degrees (plan.tensor_parallel, --tp):", list(dict.fromkeys(nobody)))
     return found
 
 
@@ -125,14 +121,9 @@ def tensor_shard(unit: Unit, degree: int) -> Unit:
     problems = degree_problems(unit, plan, degree)
     if problems:
         raise list_problems("it can be measured at tp = 1 only:", problems)
-    weights = {
-        parameter: _share(plan, name, parameter, degree)
-        for name, parameter in unit.named_logical_parameters()
-    }
+    weights = {parameter: _share(plan, name, parameter, degree) for name, parameter in unit.named_logical_parameters()}
     model = with_weights(unit.model, weights)
-    for block, regions in zip(
-        model.get_submodule(unit.structure.blocks).children(), plan.regions, strict=True
-    ):
+    for block, regions in zip(model.get_submodule(unit.structure.blocks).children(), plan.regions, strict=True):
         for region in regions:
             set_local_heads(block, region, degree)
         for linear in block.modules():
@@ -146,11 +137,7 @@ def tensor_shard(unit: Unit, degree: int) -> Unit:
 
 def _share(plan: TensorPlan, name: str, whole: nn.Parameter, degree: int) -> nn.Parameter:
     intervals, _ = plan.held(name, tuple(whole.shape), Degrees(degree), degree - 1)
-    shape = (
-        whole.shape
-        if intervals is None
-        else [sum(end - first for first, end in spans) for spans in intervals]
-    )
+    shape = whole.shape if intervals is None else [sum(end - first for first, end in spans) for spans in intervals]
     return nn.Parameter(torch.empty(*shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
 
 

@@ -43,9 +43,7 @@ class Generation:
         return sum(self.lost.values())
 
 
-def write_generations_page(
-    path: Path, generations: Sequence[Generation], title: str, stopped: str = ""
-) -> Path:
+def write_generations_page(path: Path, generations: Sequence[Generation], title: str, stopped: str = "") -> Path:
     """Write the page to `path` and return the path. Raises UserError if it cannot be written."""
     return write_page(path, render_generations_page(generations, title, stopped))
 
@@ -86,9 +84,7 @@ def render_generations_page(generations: Sequence[Generation], title: str, stopp
 def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str, ...]:
     """Return the history in sentences."""
     changes = generations[1:]
-    left, joined = (
-        sum(len(names) for names in nodes) for nodes in zip(*((g.left, g.joined) for g in changes))
-    )
+    left, joined = (sum(len(names) for names in nodes) for nodes in zip(*((g.left, g.joined) for g in changes)))
     sentences = [
         f"{counted(len(changes), 'change')} of membership: {counted(left, 'node')} left, "
         f"{counted(joined, 'node')} joined."
@@ -99,9 +95,7 @@ def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str
             f"From noticing a change to the next committed step it took {seconds_text(known[len(known) // 2])} "
             f"(median; the longest {seconds_text(known[-1])}), {seconds_text(sum(known))} in all."
         )
-    kept, missing = (
-        sum(getattr(one, name) or 0 for one in changes if one.left) for name in ("kept", "missing")
-    )
+    kept, missing = (sum(getattr(one, name) or 0 for one in changes if one.left) for name in ("kept", "missing"))
     if kept:
         sentences.append(
             f"Of the steps in hand at losses {counted(kept, 'pair')} of a layer and a sample were kept, "
@@ -118,8 +112,7 @@ def _row(one: Generation, longest: float) -> tuple[str | Cell, ...]:
     spare = f"idle until the next change: {listed(list(one.idle))}" if one.idle else ""
     phases = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in one.phases.items())
     parts = [
-        bar_part(cause, seconds / longest, TONES[cause], seconds_text(seconds))
-        for cause, seconds in one.lost.items()
+        bar_part(cause, seconds / longest, TONES[cause], seconds_text(seconds)) for cause, seconds in one.lost.items()
     ]
     return (
         str(one.number),

@@ -222,9 +222,7 @@ def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard])
 
 def _trainable_upstream(plan: Plan, facts: dict[str, UnitFacts]) -> dict[str, bool]:
     """Return by unit True if anything in the unit or before it trains; unknown units count as trained."""
-    learns = {
-        unit.name: unit.name not in facts or facts[unit.name].trainable_parameters > 0 for unit in plan.units
-    }
+    learns = {unit.name: unit.name not in facts or facts[unit.name].trainable_parameters > 0 for unit in plan.units}
     for unit in plan.units:
         for consumer in unit.feeds:
             learns[consumer] = learns[consumer] or learns[unit.name]

@@ -35,12 +35,7 @@ _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
 
 
 def render(
-    tab: str,
-    title: str,
-    subtitle: str,
-    parts: Iterable[Part],
-    footer: str,
-    timelines: Sequence[dict[str, Any]] = (),
+    tab: str, title: str, subtitle: str, parts: Iterable[Part], footer: str, timelines: Sequence[dict[str, Any]] = ()
 ) -> Page:
     """Render one HTML file that needs no network and opens from a disk.
 

@@ -64,10 +64,7 @@ def write_timeline(
 
 
 def trace_events(
-    actions: Sequence[MeasuredAction],
-    plan: Plan,
-    arrows: Iterable[FlowArrow] = (),
-    waits: Sequence[DataWait] = (),
+    actions: Sequence[MeasuredAction], plan: Plan, arrows: Iterable[FlowArrow] = (), waits: Sequence[DataWait] = ()
 ) -> dict[str, Any]:
     """Return the document that `write_timeline` writes; times are microseconds since the first action or wait."""
     placed = plan.stages()

@@ -177,9 +177,7 @@ def _histogram(report: PlanReport, sizes: SizeDistribution) -> dict[str, Any]:
 
 def _shares(report: PlanReport, ratio: WorkloadRatio) -> Table:
     devices = {
-        unit.name: len(
-            {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
-        )
+        unit.name: len({rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks})
         for unit in report.plan.units
     }
     total = len(report.plan.ranks)
@@ -217,10 +215,7 @@ def _shares(report: PlanReport, ratio: WorkloadRatio) -> Table:
 
 
 def _memory(report: PlanReport) -> Section:
-    stages, uses = (
-        report.plan.stages(),
-        list(dict.fromkeys(n for use in report.memory for n in use.bytes_by_use)),
-    )
+    stages, uses = (report.plan.stages(), list(dict.fromkeys(n for use in report.memory for n in use.bytes_by_use)))
     fullest: dict[str, MemoryUse] = {}
     for use in report.memory:
         name = stage_name([stages[index] for index in use.stages])
@@ -231,8 +226,7 @@ def _memory(report: PlanReport) -> Section:
     for name, use in fullest.items():
         scale, over = max(use.capacity_bytes, use.peak_bytes) or 1, use.fraction > 1.0
         parts = [
-            bar_part(part, count / scale, tones[part], bytes_text(count))
-            for part, count in use.bytes_by_use.items()
+            bar_part(part, count / scale, tones[part], bytes_text(count)) for part, count in use.bytes_by_use.items()
         ]
         rows.append(
             (
@@ -297,13 +291,9 @@ def _searched(report: PlanReport) -> Section:
         for group in report.groups
     ]
     figures = ("candidates", "simulated", "cut off", "left", "least bound", "fastest")
-    table = Table(
-        (Column("Shape"), *map(number, figures)), rows, most=24, more="more shapes are in report.json."
-    )
+    table = Table((Column("Shape"), *map(number, figures)), rows, most=24, more="more shapes are in report.json.")
     note = "Cut off: no schedule of such a plan can beat this one. Left: others promised more by their closed form."
-    return Section(
-        "searched", "What was searched", note, [("table", table)] if rows else (), in_terminal=False
-    )
+    return Section("searched", "What was searched", note, [("table", table)] if rows else (), in_terminal=False)
 
 
 def _why_not(report: PlanReport) -> list[Section]:

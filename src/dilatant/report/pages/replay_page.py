@@ -21,15 +21,7 @@ from dilatant.plan.replay.replay import (
 )
 from dilatant.report.pages.page import render
 from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, legend, number, summary
-from dilatant.report.text.wording import (
-    bytes_text,
-    count_text,
-    counted,
-    listed,
-    percent_text,
-    ranks_text,
-    seconds_text,
-)
+from dilatant.report.text.wording import bytes_text, count_text, counted, listed, percent_text, ranks_text, seconds_text
 
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
 _SPARKS = 60
@@ -95,9 +87,7 @@ def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[
     """Return the output of `--json`: every replay with its rate, and its segments unchanged."""
     return {
         "setting": list(setting.sentences()),
-        "replays": [
-            {**msgspec.to_builtins(one), "samples_per_second": one.samples_per_second} for one in replays
-        ],
+        "replays": [{**msgspec.to_builtins(one), "samples_per_second": one.samples_per_second} for one in replays],
     }
 
 
@@ -119,9 +109,7 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
         sentences.append(f"{changes} cost finished steps: training fell back to a checkpoint.")
     if ours.exposed_seconds:
         part = percent_text(ours.exposed_seconds / ours.seconds)
-        sentences.append(
-            f"For {part} of the time there were fewer replicas than the fault tolerance asks for."
-        )
+        sentences.append(f"For {part} of the time there were fewer replicas than the fault tolerance asks for.")
     for other in replays[1:]:
         if other.samples_per_second > 0.0:
             factor = ours.samples_per_second / other.samples_per_second
@@ -167,10 +155,7 @@ def replay_parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part
     return [
         summary(summarize_replays(replays)),
         summary(setting.sentences(), "What was replayed, and what was assumed"),
-        (
-            "section",
-            Section("rate", "Throughput over time", note, [("throughput", _chart(replays))], "replay"),
-        ),
+        ("section", Section("rate", "Throughput over time", note, [("throughput", _chart(replays))], "replay")),
         ("section", Section("lost", "What time was lost to", parts=[("table", lost)])),
     ]
 
@@ -245,9 +230,7 @@ def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
         ],
         "legend": legend({one.name: f"shade u{order % HUES} B" for order, one in enumerate(replays)}),
         "nodes": f"{x(start):.1f},{base:.1f} {area} {x(start + seconds):.1f},{base:.1f}",
-        "marks": [
-            {"y": _HEIGHT - (_HEIGHT - 14) * part, "text": count_text(top * part)} for part in (0.0, 0.5, 1.0)
-        ],
+        "marks": [{"y": _HEIGHT - (_HEIGHT - 14) * part, "text": count_text(top * part)} for part in (0.0, 0.5, 1.0)],
         "most": most,
         "alive": _line("nodes alive", _nodes(replays[0], _SPARKS), f"up to {most}"),
         "ticks": [

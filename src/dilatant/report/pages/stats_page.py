@@ -159,13 +159,9 @@ def _joint_chart(joint: JointHistogram, hue: int) -> dict[str, Any]:
         "facts": {},
         "marks": [],
         "bars": cells,
-        "rows": [
-            {"y": y(value), "text": count_text(value)}
-            for value in ticks(*joint.edges[:: len(joint.edges) - 1])
-        ],
+        "rows": [{"y": y(value), "text": count_text(value)} for value in ticks(*joint.edges[:: len(joint.edges) - 1])],
         "columns": [
-            {"x": x(value), "text": count_text(value)}
-            for value in ticks(*joint.to_edges[:: len(joint.to_edges) - 1])
+            {"x": x(value), "text": count_text(value)} for value in ticks(*joint.to_edges[:: len(joint.to_edges) - 1])
         ],
     }
 
@@ -180,10 +176,7 @@ def _sources(stats: DataStats, hues: dict[str, int]) -> Section:
         for unit, hue in hues.items():
             tokens = source.tokens[unit]
             tone, title = f"u{hue} shade F", f"{count_text(tokens)} tokens"
-            cells += [
-                plain_bar(tokens / largest[unit], tone, title),
-                count_text(tokens / max(source.samples, 1)),
-            ]
+            cells += [plain_bar(tokens / largest[unit], tone, title), count_text(tokens / max(source.samples, 1))]
         rows.append([source.name, *cells])
     columns = [Column("Source", "path"), *map(number, ("samples", "weight", "refused"))]
     for unit in hues:
@@ -229,11 +222,7 @@ def _examples(report: StatsReport, hues: dict[str, int]) -> Section:
     )
     parts: list[Part] = [("examples", [_example(one, hues) for one in report.examples])]
     return Section(
-        "examples",
-        "Samples as the model sees them",
-        note,
-        parts if report.examples else (),
-        in_terminal=False,
+        "examples", "Samples as the model sees them", note, parts if report.examples else (), in_terminal=False
     )
 
 

@@ -45,9 +45,7 @@ def pace(timeline: GanttChart, plan: Plan) -> list[str]:
     slowest = max(range(len(busy)), key=lambda lane: busy[lane])
     lane = timeline.lanes[slowest]
     placed = [plan.stages()[index] for index in lane.stages]
-    names = listed(
-        [f"{stage.unit} (layers {layers_text(stage.stage.first, stage.stage.end)})" for stage in placed]
-    )
+    names = listed([f"{stage.unit} (layers {layers_text(stage.stage.first, stage.stage.end)})" for stage in placed])
     who = f"{'ranks' if len(lane.ranks) > 1 else 'rank'} {ranks_text(lane.ranks)}"
     part = percent_text(busy[slowest] / timeline.seconds)
     works = "computes" if len(work_of(plan)) == 1 else "is busy for"

@@ -11,14 +11,7 @@ from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_
 from dilatant.report.text.wording import ACTION_NAMES, lost_to, percent_text
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
 
-_TONES = {
-    WARM_UP: "c0",
-    DRAIN: "c1",
-    COMMUNICATION: "c2",
-    IMBALANCE: "c3",
-    BETWEEN: "c4",
-    WAITING_FOR_DATA: "c5",
-}
+_TONES = {WARM_UP: "c0", DRAIN: "c1", COMMUNICATION: "c2", IMBALANCE: "c3", BETWEEN: "c4", WAITING_FOR_DATA: "c5"}
 
 
 def timeline_parts(charts: Mapping[str, GanttChart], plan: Plan) -> list[Part]:
@@ -36,10 +29,7 @@ def timeline_parts(charts: Mapping[str, GanttChart], plan: Plan) -> list[Part]:
         name = f"{units[unit]} {ACTION_NAMES.get(kind, kind)}" if unit < len(units) else kind
         entries.append({"name": name, "tone": f"shade u{unit % HUES} {shade}"})
     entries.append({"name": "idle", "tone": "idle"})
-    return [
-        ("timeline", {"index": index, "title": title, "legend": entries})
-        for index, title in enumerate(charts)
-    ]
+    return [("timeline", {"index": index, "title": title, "legend": entries}) for index, title in enumerate(charts)]
 
 
 def cause_tones(plan: Plan, causes: Iterable[str]) -> dict[str, str]:

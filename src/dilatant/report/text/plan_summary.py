@@ -8,15 +8,7 @@ from dilatant.plan.search.why_not import WhyNot
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.search_report import compared_plan
 from dilatant.report.text.gantt_summary import NOTABLE, losses, measurement, pace
-from dilatant.report.text.wording import (
-    bytes_text,
-    count_text,
-    counted,
-    listed,
-    lost_to,
-    percent_text,
-    seconds_text,
-)
+from dilatant.report.text.wording import bytes_text, count_text, counted, listed, lost_to, percent_text, seconds_text
 
 _REMEDY = {
     "warm-up": "more microbatches in a step, or fewer stages, would shorten the filling of the pipeline",
@@ -34,12 +26,7 @@ def summarize(report: PlanReport) -> tuple[str, ...]:
     if report.measured is not None:
         sentences += measurement(report.timeline, report.measured, report.plan)
     sentences += [losses(report.timeline, report.plan), *pace(report.timeline, report.plan)]
-    sentences += [
-        *_memory(report),
-        *_data(report),
-        *_optimality(report),
-        *_rivals(report),
-    ]
+    sentences += [*_memory(report), *_data(report), *_optimality(report), *_rivals(report)]
     return tuple(sentences)
 
 
@@ -54,9 +41,7 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
             unit = cause.removeprefix("waiting for ")
             remedy = f"more devices for {unit}, or fewer of its layers on the slowest stage, would shorten the wait"
         if remedy:
-            advice.append(
-                f"{remedy[0].upper()}{remedy[1:]}: {percent_text(fraction)} of device time at most."
-            )
+            advice.append(f"{remedy[0].upper()}{remedy[1:]}: {percent_text(fraction)} of device time at most.")
     return tuple(advice)
 
 
@@ -105,9 +90,7 @@ def _memory(report: PlanReport) -> list[str]:
         return [f"It does not fit: {who} needs {need} of {capacity}, {over} too much."]
     reserve = fullest.bytes_by_use.get("reserve", 0)
     free = f", {bytes_text(reserve)} of it a reserve (cluster.reserve)" if reserve else ""
-    return [
-        f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)}){free}."
-    ]
+    return [f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)}){free}."]
 
 
 def _data(report: PlanReport) -> list[str]:

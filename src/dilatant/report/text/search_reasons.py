@@ -14,14 +14,7 @@ from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.search_result import SearchResult
-from dilatant.report.text.wording import (
-    counted,
-    listed,
-    microbatches_text,
-    percent_text,
-    seconds_text,
-    three_digits,
-)
+from dilatant.report.text.wording import counted, listed, microbatches_text, percent_text, seconds_text, three_digits
 from dilatant.schedule.timeline import Timeline
 
 _WHERE = {
@@ -84,10 +77,7 @@ def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
         )
         shapes = [
             " ".join(
-                [
-                    f"{count} × {counted(stages, 'stage')}",
-                    *filter(None, (*(one.text() for one in degrees), where)),
-                ]
+                [f"{count} × {counted(stages, 'stage')}", *filter(None, (*(one.text() for one in degrees), where))]
             )
             for (stages, degrees, where), count in alike.items()
         ]
@@ -135,16 +125,12 @@ def _tensor(result: SearchResult) -> list[str]:
     def widest(one: RankedPlan) -> int:
         return max(placed.stage.tp for placed in one.plan.stages())
 
-    best = {
-        tp: min(one.score.seconds for one in plans if widest(one) == tp) for tp in sorted(map(widest, plans))
-    }
+    best = {tp: min(one.score.seconds for one in plans if widest(one) == tp) for tp in sorted(map(widest, plans))}
     if len(best) < 2:
         return []
     own = widest(result.winner)
     others = [f"tp {tp} {seconds_text(seconds)}" for tp, seconds in best.items() if tp != own]
-    return [
-        f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."
-    ]
+    return [f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."]
 
 
 def _sharing(result: SearchResult) -> list[str]:
@@ -153,9 +139,7 @@ def _sharing(result: SearchResult) -> list[str]:
     if not others:
         return []
     found = {zero: result.by_zero[zero] for zero in others}
-    slower = [
-        f"zero {zero} {seconds_text(seconds)}" for zero, seconds in found.items() if seconds is not None
-    ]
+    slower = [f"zero {zero} {seconds_text(seconds)}" for zero, seconds in found.items() if seconds is not None]
     takes = f"takes {seconds_text(result.seconds)}"
     clauses = [f"{takes}, the best step with {listed(slower)}"] if slower else [takes]
     clauses += [f"with zero {zero} no plan that was simulated fits" for zero in others if found[zero] is None]
@@ -209,11 +193,7 @@ def _certainty(result: SearchResult) -> str:
 
 
 def group_reasons(
-    result: SearchResult,
-    timeline: Timeline,
-    cluster: Cluster,
-    language: str,
-    work: Mapping[str, Mapping[str, float]],
+    result: SearchResult, timeline: Timeline, cluster: Cluster, language: str, work: Mapping[str, Mapping[str, float]]
 ) -> tuple[str, ...]:
     """Return sentences on each group's units, fraction of samples and busy time, and on the alternatives.
     The alternatives are units on other groups and the best plans on one group alone. timeline: a step of the winner;

@@ -42,11 +42,7 @@ def count_text(count: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return number and noun: `1 stage`, `2 stages`, `3 microbatches`."""
-    return (
-        f"{number:,} {noun}"
-        if number == 1
-        else f"{number:,} {noun}{'es' if noun.endswith(('h', 's')) else 's'}"
-    )
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith(('h', 's')) else 's'}"
 
 
 def microbatches_text(count: int, samples: int, row_tokens: int | None) -> str:

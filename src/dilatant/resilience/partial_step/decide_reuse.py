@@ -62,8 +62,7 @@ def decide_reuse(
             for name in sorted(weights[share.layer[0]][share.layer[1]] - unused[new_of[old]]):
                 moves[Move(name, new_of[old], new)] = None
     layers = tuple(
-        LayerShare(layer, ranks, degrees, tuple(sorted(samples)))
-        for (layer, ranks, degrees), samples in merged.items()
+        LayerShare(layer, ranks, degrees, tuple(sorted(samples))) for (layer, ranks, degrees), samples in merged.items()
     )
     acting = [*range(len(reports)), *(rank for rank, _ in gone)]
     losses = tuple(
@@ -130,9 +129,7 @@ def _targets(
             same
             if same in groups
             else min(
-                alone,
-                key=lambda ranks: (ranks not in adopters[share.ranks], taken[ranks[0]], ranks),
-                default=None,
+                alone, key=lambda ranks: (ranks not in adopters[share.ranks], taken[ranks[0]], ranks), default=None
             )
         )
         if target is not None and target != same:
@@ -167,9 +164,7 @@ def _reusable_shares(
     dropped = {*shares} - {*kept}
     shared: dict[LayerShare, set[LayerShare]] = defaultdict(set)
     twice = {
-        unit: {
-            name for name, count in Counter(name for names in layers for name in names).items() if count > 1
-        }
+        unit: {name for name, count in Counter(name for names in layers for name in names).items() if count > 1}
         for unit, layers in weights.items()
     }
     sums: dict[tuple[int, str], list[LayerShare]] = defaultdict(list)

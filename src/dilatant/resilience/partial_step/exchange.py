@@ -42,9 +42,7 @@ def inherit_state(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> i
     return copied
 
 
-def adopt_gradients(
-    trainer: Trainer, old: Trainer | None, base: int, handed: Path
-) -> tuple[tuple[int, int], int]:
+def adopt_gradients(trainer: Trainer, old: Trainer | None, base: int, handed: Path) -> tuple[tuple[int, int], int]:
     """Adopt the gradients of the unfinished step. Returns the numbers of its reused and missing (layer, sample) pairs,
     (0, 0) if nothing is reused, and the number of departed ranks of generation `base` whose exports in the folder
     `handed` are reused."""
@@ -70,11 +68,7 @@ def adopt_partial_step(
     texts = [None if own is None else own.to_json(), *(each.report.to_json() for each in exports)]
     gathered = all_gather_object(comm, texts)
     reports = [None if first is None else AccumulationReport.from_json(first) for first, *_ in gathered]
-    gone = [
-        (rank, AccumulationReport.from_json(text))
-        for rank, (_, *more) in enumerate(gathered)
-        for text in more
-    ]
+    gone = [(rank, AccumulationReport.from_json(text)) for rank, (_, *more) in enumerate(gathered) for text in more]
     reuse = decide_reuse(reports, step, new.plan, new.unfinished.weights, gone)
     if reuse is None:
         return None
@@ -87,11 +81,7 @@ def adopt_partial_step(
 
 
 def _moved(
-    comm: Comm,
-    reuse: ReusePlan,
-    local: Mapping[int, Mapping[str, Tensor]],
-    reader_of: Sequence[int],
-    new: Runtime,
+    comm: Comm, reuse: ReusePlan, local: Mapping[int, Mapping[str, Tensor]], reader_of: Sequence[int], new: Runtime
 ) -> dict[str, Tensor]:
     """Return this rank's initial gradients of the next step: its own plus received ones. local: source of a move →
     gradients held here; reader_of: source → the rank that holds its gradients."""
@@ -108,9 +98,7 @@ def _moved(
             held.append(BoxPiece(Box.of(name, gradient.shape), gradient))
         elif move.target == comm.rank:
             weight = new.parameters[move.name]
-            arriving = torch.empty_like(
-                weight, dtype=new.unfinished.dtype_of_sums or weight.grad_dtype or weight.dtype
-            )
+            arriving = torch.empty_like(weight, dtype=new.unfinished.dtype_of_sums or weight.grad_dtype or weight.dtype)
             parts.setdefault(move.name, []).append(arriving)
             wanted.append(BoxPiece(Box.of(name, arriving.shape), arriving))
     if any(reader_of[move.source] != move.target for move in reuse.moves):

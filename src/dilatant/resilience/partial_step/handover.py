@@ -52,9 +52,7 @@ def export_gradients(folder: Path, generation: int, unfinished: UnfinishedStep) 
         raise
 
 
-def read_exported_gradients(
-    folder: Path, generation: int, step: int, rank: int, size: int
-) -> list[PartialGradients]:
+def read_exported_gradients(folder: Path, generation: int, step: int, rank: int, size: int) -> list[PartialGradients]:
     """Read the gradients that ranks of `generation` exported for a step and that `rank` of now `size` ranks must read
     (exporting rank modulo `size`); unreadable or corrupted files are ignored."""
     found = []

@@ -87,9 +87,7 @@ class CoordinatorService:
     def serve(self) -> None:
         """Run the coordinator. Raises SystemExit if another one has taken over, or most members do not connect."""
         early = self._await_majority() if self._majority_seconds else []
-        coordinator = self._coordinator = Coordinator(
-            self._settings, read_record(self._folder), time.monotonic()
-        )
+        coordinator = self._coordinator = Coordinator(self._settings, read_record(self._folder), time.monotonic())
         self._carry_out(coordinator.start())
         for heard in early:
             self._hear(heard)

@@ -86,16 +86,7 @@ class Job:
 
 
 MESSAGES: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
-    values.Status
-    | values.Order
-    | agent.Command
-    | agent.Event
-    | JobRequest
-    | Job
-    | Hello
-    | StoreAt
-    | Beat
-    | Warm
+    values.Status | values.Order | agent.Command | agent.Event | JobRequest | Job | Hello | StoreAt | Beat | Warm
 )
 connect = partial(link.connect, decoder=MESSAGES)
 """Connects to an agent or coordinator, see `link.connect`."""

@@ -63,9 +63,7 @@ def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:
 class Child:
     """A child process running `module`, as its parent sees it. stdout: None for this process's own."""
 
-    def __init__(
-        self, module: str, start: ProcessStart | WorkerStart, stdout: int | None = subprocess.PIPE
-    ) -> None:
+    def __init__(self, module: str, start: ProcessStart | WorkerStart, stdout: int | None = subprocess.PIPE) -> None:
         self._module = module
         self._pair, theirs = socket.socketpair()
         with theirs:

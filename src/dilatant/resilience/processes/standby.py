@@ -83,8 +83,7 @@ class Standby:
         run = str(self._folder.parent)
         if subprocess.run([sys.executable, "-P", "-m", "dilatant", "export", run], check=False).returncode:
             print(
-                f"warning: the run is finished, but not exported: `dilatant export {shlex.quote(run)}`",
-                file=sys.stderr,
+                f"warning: the run is finished, but not exported: `dilatant export {shlex.quote(run)}`", file=sys.stderr
             )
 
     def _answers(self) -> bool:

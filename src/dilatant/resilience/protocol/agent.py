@@ -203,9 +203,7 @@ class Agent:
             return []
         if order.task is Task.HAND_OVER:
             self._deadlines.clear()
-            self._set(
-                generation=order.generation, phase=Phase.HANDING_OVER, ready_at=None, broken="", accuses=None
-            )
+            self._set(generation=order.generation, phase=Phase.HANDING_OVER, ready_at=None, broken="", accuses=None)
             return [HandOver(order.generation)]
         if order.generation > own.generation:
             self._answers.clear()
@@ -259,9 +257,7 @@ class Agent:
             self._deadlines.pop(worker, None)
             self._prepared[worker] = event
             if len(self._prepared) == own.workers:
-                hashes = {
-                    key: value for each in self._prepared.values() for key, value in each.hashes.items()
-                }
+                hashes = {key: value for each in self._prepared.values() for key, value in each.hashes.items()}
                 self._set(prepared=event.step, hashes=hashes)
         elif isinstance(event, Slow):
             self._slow[worker] = event.times
@@ -294,9 +290,7 @@ class Agent:
         for worker, deadline in self._deadlines.items():
             deadline.since = now if deadline.since is None else deadline.since
             if now - deadline.since > deadline.limit_seconds and not own.broken:
-                self._set(
-                    broken=f"its worker {worker} has computed a step for over {deadline.limit_seconds:.3g} s"
-                )
+                self._set(broken=f"its worker {worker} has computed a step for over {deadline.limit_seconds:.3g} s")
                 return
 
     def _fence_deadline(self, now: float) -> float:

@@ -127,10 +127,7 @@ class Coordinator:
         found = [
             node
             for node, status in self.statuses.items()
-            if node not in self.members
-            and status.phase is Phase.FRESH
-            and not status.leaving
-            and not status.failed
+            if node not in self.members and status.phase is Phase.FRESH and not status.leaving and not status.failed
         ]
         return sorted(found, key=lambda node: (len(node), node))
 
@@ -143,9 +140,7 @@ class Coordinator:
         failed = {s.node: s.failed for s in self.statuses.values() if s.failed}
         if failed:
             return self._without(failed, "; ".join(f"{node}: {why}" for node, why in failed.items()), now)
-        if handed_over := {
-            node for node in self._handing_over if self.statuses[node].phase is Phase.HANDED_OVER
-        }:
+        if handed_over := {node for node in self._handing_over if self.statuses[node].phase is Phase.HANDED_OVER}:
             return self._without(handed_over, "they have handed over", now)
         if self.task is Task.WAIT:
             return self._begin(now)
@@ -189,9 +184,7 @@ class Coordinator:
             return self.stop(self.ending or next((s.early for s in own if s.early), FINISHED), now)
         leaving = {s.node for s in own if s.leaving}
         if leaving and not self.ending and len(own) - len(leaving) < self.settings.fewest:
-            return self.end(
-                self._too_few(len(own) - len(leaving), f"{', '.join(sorted(leaving))} leave"), now
-            )
+            return self.end(self._too_few(len(own) - len(leaving), f"{', '.join(sorted(leaving))} leave"), now)
         if not all(s.prepared == self.committed == s.applied for s in own):
             overdue = {s.node for s in own if s.overdue}
             return self._cut_short(overdue, now) if overdue and not self.ending else []
@@ -246,9 +239,7 @@ class Coordinator:
         if gone and not gone & set(self.members):
             return out + self._decide(now) if awaited else out
         if self._fruitless > 2 * self.settings.attempts:
-            return out + self.stop(
-                f"{self._fruitless} generations in a row came to nothing; the last: {reason}", now
-            )
+            return out + self.stop(f"{self._fruitless} generations in a row came to nothing; the last: {reason}", now)
         return out + self._new_generation([n for n in self.members if n not in gone], reason, now)
 
     def _new_generation(self, survivors: list[str], reason: str, now: float) -> list[Effect]:

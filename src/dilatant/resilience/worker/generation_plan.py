@@ -49,11 +49,7 @@ class FailsAgain(CannotGoOn):
     """The only plan of this generation has failed twice with the same error."""
 
 
-_FAILURES: dict[type[Exception], str] = {
-    NothingFits: "nothing_fits",
-    FailsAgain: "fails_again",
-    UserError: "mistake",
-}
+_FAILURES: dict[type[Exception], str] = {NothingFits: "nothing_fits", FailsAgain: "fails_again", UserError: "mistake"}
 """Errors of planning → the key that has their text in the store, in place of the plan's document."""
 
 
@@ -147,9 +143,7 @@ class GenerationPlans:
         failed: dict[str, set[int]] = {}
         for generation, committed, error in dict.fromkeys(tuple(json.loads(line)) for line in lines):
             key = _plan_key(generation)
-            document = (
-                json.loads(store.get(key)) if committed == order.committed and store.check([key]) else {}
-            )
+            document = json.loads(store.get(key)) if committed == order.committed and store.check([key]) else {}
             if "plan" in document:
                 plan = TrainingPlan.from_json(document["plan"])
                 if _layout(plan, document["members"], document["workers"]) == layout:
@@ -197,12 +191,7 @@ def next_plan(
     elif schedule == "serial" or (schedule == INTERLEAVED and not found.plan.is_interleaved):
         schedule = SCHEDULE
     return replace(
-        initial,
-        plan=found.plan,
-        schedule=schedule,
-        num_microbatches=count,
-        costs=None,
-        predicted_seconds=found.seconds,
+        initial, plan=found.plan, schedule=schedule, num_microbatches=count, costs=None, predicted_seconds=found.seconds
     )
 
 

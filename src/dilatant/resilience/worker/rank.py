@@ -289,9 +289,7 @@ class _ResilientRank:
                 raise
             raise type(error)(f"{error}; {self._saved(order, held)}") from None
         watch.lap("plan")
-        trainer = self._trainer(
-            order, planned, order.base != NO_STATE, None if held is None else held.trainer
-        )
+        trainer = self._trainer(order, planned, order.base != NO_STATE, None if held is None else held.trainer)
         watch.lap("build")
         copied, pairs, given = 0, (0, 0), 0
         if order.base == NO_STATE:
@@ -331,18 +329,8 @@ class _ResilientRank:
         )
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
-            names = (
-                "bytes_to_first_rank",
-                "salvaged_share",
-                "salvaged_pairs",
-                "missing_pairs",
-                "ranks_handed_over",
-            )
-            trainer.recovery = {
-                "ranks": trainer.comm.size,
-                **{name: getattr(record, name) for name in names},
-                **costs,
-            }
+            names = ("bytes_to_first_rank", "salvaged_share", "salvaged_pairs", "missing_pairs", "ranks_handed_over")
+            trainer.recovery = {"ranks": trainer.comm.size, **{name: getattr(record, name) for name in names}, **costs}
         if trainer.rank == 0:
             with open_in_place(self._folder.path / FOLDER / REBUILDS) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
@@ -361,9 +349,7 @@ class _ResilientRank:
         except StateLost as lost:
             return f"what came after the newest checkpoint is lost, for no rank holds {lost}"
 
-    def _trainer(
-        self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
-    ) -> Trainer:
+    def _trainer(self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None) -> Trainer:
         """Build a trainer. If this rank's part is unchanged, it reuses the last trainer's model, whose weights stay
         untouched until all ranks are ready; otherwise it uses another copy, and the last trainer's memory is not freed
         until then: a GPU that cannot hold both has moved that to the host."""
@@ -424,9 +410,7 @@ class _ResilientRank:
         if agreed is not None:
             trainer.restore(agreed)
         if trainer.rank == 0 and not begun:
-            begin_folder(
-                self._config, self._prepared, planned, self._folder, self._start.discards, self._show
-            )
+            begin_folder(self._config, self._prepared, planned, self._folder, self._start.discards, self._show)
             self._store.set(_BEGUN, b"")
 
     @property
@@ -441,9 +425,7 @@ class _ResilientRank:
             try:
                 export_gradients(self._handed_over, held.generation, held.trainer.runtime.unfinished)
             except Exception as error:
-                print(
-                    f"warning: this rank leaves, and could not hand over its gradients: {error}", flush=True
-                )
+                print(f"warning: this rank leaves, and could not hand over its gradients: {error}", flush=True)
 
     def _still(self) -> None:
         """End all communication and background work; the state is kept."""

@@ -63,8 +63,7 @@ class GradientSync:
             for name in share.bucket.names:
                 self._shares_of.setdefault(name, []).append(number)
         self._hooks = [
-            owned.weights[name].register_post_accumulate_grad_hook(self._hook(name))
-            for name in self._shares_of
+            owned.weights[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._shares_of
         ]
         self._unfinished: dict[str, set[int]] = {}
         self._missing: list[int] = []
@@ -93,8 +92,7 @@ class GradientSync:
         return {
             name: gradient
             for name in self._owned.weights
-            if (gradient := self._own(name) if self._unpacked.get(name, 1) else self._kept.get(name))
-            is not None
+            if (gradient := self._own(name) if self._unpacked.get(name, 1) else self._kept.get(name)) is not None
         }
 
     def forget(self) -> None:
@@ -123,9 +121,7 @@ class GradientSync:
                 self._earlier[key] = parameter.grad
                 parameter.grad = None
         self._unfinished = {name: set(self._stages_of[name] & running) for name in self._shares_of}
-        self._missing = [
-            sum(bool(self._unfinished[name]) for name in share.bucket.names) for share in self._shares
-        ]
+        self._missing = [sum(bool(self._unfinished[name]) for name in share.bucket.names) for share in self._shares]
         self._unpacked = {name: len(numbers) for name, numbers in self._shares_of.items()}
         self._started, self._crossed = [], 0
         self._failed = None
@@ -267,10 +263,7 @@ class GradientSync:
         dtype = weight.grad_dtype or weight.dtype
         like = weight.new_empty(0, dtype=dtype if self.exact is None else torch.int64)
         return pack_gradients(
-            share,
-            self._owned.held,
-            lambda name: None if name in self.duplicates else self._own(name),
-            like,
+            share, self._owned.held, lambda name: None if name in self.duplicates else self._own(name), like
         )
 
     def _deliver(self, box: Box, gradient: Tensor) -> None:

@@ -82,9 +82,7 @@ def slice_of(tensor: Tensor, box: Box) -> Tensor:
 def written_cells(held: Holdings, rank: int) -> dict[str, tuple[Box, ...]]:
     """Return logical name → cells of weights without an optimizer that `rank`, their first holder, writes to
     checkpoints."""
-    return {
-        name: tuple(_first_of(holding.boxes, rank)) for name, holding in held.items() if rank in holding.boxes
-    }
+    return {name: tuple(_first_of(holding.boxes, rank)) for name, holding in held.items() if rank in holding.boxes}
 
 
 def _first_of(boxes: Mapping[int, Box], rank: int) -> Iterator[Box]:

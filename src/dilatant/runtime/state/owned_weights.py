@@ -85,9 +85,7 @@ class OwnedWeights:
 
     def squared_norm(self) -> float:
         """Return this rank's part of the squared norm of all gradients: every number is included on one rank."""
-        own = [
-            gradient for _, gradient in self.primary_parts({k: p.grad for k, p in self.parameters.items()})
-        ]
+        own = [gradient for _, gradient in self.primary_parts({k: p.grad for k, p in self.parameters.items()})]
         if not own:
             return 0.0
         return float(torch.stack(torch._foreach_norm(own)).double().square().sum())

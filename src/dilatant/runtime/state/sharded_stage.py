@@ -203,9 +203,7 @@ class ShardedStage:
 
     def _launch(self, number: int) -> None:
         if self._gathers and self._kind != ActionKind.W:
-            self._gathering[number] = [
-                self._owned.start_gather(share, SHARDS) for share in self._groups[number]
-            ]
+            self._gathering[number] = [self._owned.start_gather(share, SHARDS) for share in self._groups[number]]
 
     def _arrive(self, number: int) -> None:
         for share, flat, pending in self._gathering.pop(number, ()):

@@ -16,12 +16,7 @@ from dilatant.models.core.slicing import held_blocks
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
 from dilatant.models.language.language_stage import LanguageStage
-from dilatant.models.parallel.tensor_parallel import (
-    shard_blocks,
-    shard_experts,
-    shard_vocabulary,
-    with_weights,
-)
+from dilatant.models.parallel.tensor_parallel import shard_blocks, shard_experts, shard_vocabulary, with_weights
 from dilatant.models.parallel.tensor_plan import tensor_plan
 from dilatant.plan.boxes import Box
 from dilatant.plan.plan import Stage as StagePlan
@@ -99,9 +94,7 @@ class ShardedUnit:
     def _names(self, first: int, end: int) -> dict[str, None]:
         layers = set(self._unit.layers[first:end])
         return dict.fromkeys(
-            weight.canonical
-            for weight in self._unit.weights
-            if weight.layer in layers and weight.part == "model"
+            weight.canonical for weight in self._unit.weights if weight.layer in layers and weight.part == "model"
         )
 
     def _cut(self, name: str, whole: Tensor, is_given: bool) -> Tensor:

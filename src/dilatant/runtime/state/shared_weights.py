@@ -96,9 +96,7 @@ class BucketedWeights:
             same = (largest - smallest <= _ROUNDING * largest.abs()).view(-1, 2).all(1).tolist()
             unlike = [box for box, equal in zip(each.boxes, same) if not equal]
             if unlike:
-                problems.setdefault(each.what, []).extend(
-                    f"{box.key!r} on ranks {list(each.ranks)}" for box in unlike
-                )
+                problems.setdefault(each.what, []).extend(f"{box.key!r} on ranks {list(each.ranks)}" for box in unlike)
         if problems:
             what, found = next(iter(problems.items()))
             raise UserError(
@@ -135,9 +133,7 @@ def bucket_weights(
     nodes = [0] * comm.size if layout.node_of is None else layout.node_of
     buckets = make_buckets(holdings, formats, formats, layout.bucket_bytes, apart)
     layers = _divided_layers(buckets, layout, nodes, apart)
-    shares = tuple(
-        shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in buckets if comm.rank in bucket.ranks
-    )
+    shares = tuple(shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in buckets if comm.rank in bucket.ranks)
     sharded = tuple(share for share in shares if apart.get(share.bucket.names[0]) in layers)
     in_step = tuple(share for share in shares if apart.get(share.bucket.names[0]) not in layers)
     open_groups(comm, shares)

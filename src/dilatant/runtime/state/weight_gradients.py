@@ -127,9 +127,7 @@ def replace_linears(
         (parent, name, child)
         for parent in stage.modules()
         for name, child in parent.named_children()
-        if isinstance(child, nn.Linear)
-        and type(child) in (nn.Linear, ParallelLinear)
-        and not _has_hooks(child)
+        if isinstance(child, nn.Linear) and type(child) in (nn.Linear, ParallelLinear) and not _has_hooks(child)
     )
     # `named_children` skips a module's second name in one parent; such layers are rare, and are simply not delayed.
     made: dict[int, DeferredLinear] = {}
@@ -179,9 +177,7 @@ class _DeferredProduct(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (inputs,) = ctx.saved_tensors
         weight, bias, gradients = ctx.weight, ctx.bias, ctx.gradients
         is_wanted, trains, bias_trains, _, _ = ctx.needs_input_grad
@@ -209,11 +205,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: nn.Parameter, counts: tuple[int, ...], gradients: WeightGradients
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.weight, ctx.counts, ctx.gradients = (
-            weight,
-            counts,
-            gradients,
-        )  # the Parameter: see `_DeferredProduct`
+        ctx.weight, ctx.counts, ctx.gradients = (weight, counts, gradients)  # the Parameter: see `_DeferredProduct`
         return grouped_linear(rows, weight, counts)
 
     @staticmethod
@@ -289,8 +281,5 @@ def _adds_itself(weight: Tensor) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -79,8 +79,7 @@ class CostCorrection:
         self._enabled = enabled
         shares_items = origin.stages.items_per_token < 1
         self.slowness = Slowness(
-            plan,
-            [p.stage.ranks for p in plan.stages() if p.stage.degrees.row_parts > 1 and shares_items[p.index]],
+            plan, [p.stage.ranks for p in plan.stages() if p.stage.degrees.row_parts > 1 and shares_items[p.index]]
         )
         self._slow: dict[int, NDArray[np.float64]] = {0: self.slowness.factors}
         self._sums = np.zeros((2 * len(self._units), _SUMS))
@@ -122,9 +121,7 @@ class CostCorrection:
     def _version(self, interval: int) -> int:
         return max(number for number in self._versions if number <= interval or number == 0)
 
-    def group_of(
-        self, stage: NDArray[np.signedinteger], kind: NDArray[np.signedinteger]
-    ) -> NDArray[np.int64]:
+    def group_of(self, stage: NDArray[np.signedinteger], kind: NDArray[np.signedinteger]) -> NDArray[np.int64]:
         """Return `RankWork.group` for actions given by stage number and index in `KIND_ORDER`."""
         return self._group[stage, kind]
 
@@ -137,9 +134,7 @@ class CostCorrection:
             known = predicted > 0
             weight = np.where(known, 1.0 / np.where(known, predicted, 1.0), 0.0)
             products = work.parts[:, _TRIANGLE[0]] * work.parts[:, _TRIANGLE[1]]
-            np.add.at(
-                sums, work.group, np.hstack([products, work.parts * measured[:, None]]) * weight[:, None]
-            )
+            np.add.at(sums, work.group, np.hstack([products, work.parts * measured[:, None]]) * weight[:, None])
         with self._lock:
             newest = self._versions[max(self._versions)]
         corrected = (work.parts * newest[work.group]).sum(axis=1)
@@ -214,11 +209,7 @@ class CostCorrection:
         return drift
 
     def _warning(self) -> str | None:
-        drifted = {
-            name: drift
-            for name, drift in self._drift_of(self._sums).items()
-            if not 1 / DRIFT <= drift <= DRIFT
-        }
+        drifted = {name: drift for name, drift in self._drift_of(self._sums).items() if not 1 / DRIFT <= drift <= DRIFT}
         if self._warned or not drifted or not self.origin.origin.startswith("measured"):
             return None
         self._warned = True

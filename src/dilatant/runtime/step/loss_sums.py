@@ -48,11 +48,7 @@ def sum_losses(
 
 
 def sum_sources(
-    outcomes: Sequence[ForwardOutcome],
-    data: StepData,
-    salvaged: Sequence[LossShare],
-    name: str,
-    num_sources: int,
+    outcomes: Sequence[ForwardOutcome], data: StepData, salvaged: Sequence[LossShare], name: str, num_sources: int
 ) -> list[float]:
     """Return this rank's unnormalized sum of the loss `name` by data set; empty for a single data set."""
     if num_sources < 2:

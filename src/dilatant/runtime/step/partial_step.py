@@ -130,10 +130,7 @@ class ReusePlan:
         return kept, layers * len(self.draws) - kept
 
     def missing(
-        self,
-        tokens: Mapping[str, Sequence[int]],
-        weights: LayerWeights,
-        loss_layers: Mapping[str, Collection[int]],
+        self, tokens: Mapping[str, Sequence[int]], weights: LayerWeights, loss_layers: Mapping[str, Collection[int]]
     ) -> frozenset[int]:
         """Return the samples to rerun, always at least one.
 
@@ -171,9 +168,7 @@ class PartialStep:
     def losses_of(self, rank: int) -> list[LossShare]:
         """Return the reused losses that a rank adds to the losses of the rerun samples."""
         return [
-            share
-            for holder, share in self.reuse.losses
-            if holder == rank and self.missing.isdisjoint(share.samples)
+            share for holder, share in self.reuse.losses if holder == rank and self.missing.isdisjoint(share.samples)
         ]
 
 

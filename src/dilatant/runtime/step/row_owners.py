@@ -55,18 +55,14 @@ class RowOwners:
         self._parcels: dict[tuple[Message, RouteLink], MessageSlice] = {}
         self._crossings: dict[tuple[Message, int], dict[tuple[int, int], Rows]] = {}
 
-    def counts(
-        self, stage: int, rank: int, samples: tuple[int, ...], other: str, boundary: Boundary
-    ) -> list[int]:
+    def counts(self, stage: int, rank: int, samples: tuple[int, ...], other: str, boundary: Boundary) -> list[int]:
         """Return, for each of `samples` (one microbatch of the stage), the number of its rows on `rank` at the boundary
         to or from the unit `other`."""
         own = self._placed[stage].stage
         if own.degrees.row_parts == 1:
             return [boundary.rows_of(self._data.samples[sample]) for sample in samples]
         place = own.degrees.row_part(own.ranks.index(rank))
-        return [
-            int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other, boundary)
-        ]
+        return [int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other, boundary)]
 
     def parcel(self, message: Message, link: RouteLink) -> MessageSlice:
         """Return the part of a message that is sent along a link."""
@@ -97,9 +93,7 @@ class RowOwners:
         rows = self._crossing(message, place)[link[2:]]
         source = self._rows_at(message, link[0], link[1], part)
         target = self._sent_to(message, place, link[3])
-        return MessageSlice(
-            len(rows), boundary.width, boundary.dtype, _among(rows, source), _among(rows, target)
-        )
+        return MessageSlice(len(rows), boundary.width, boundary.dtype, _among(rows, source), _among(rows, target))
 
     def _crossing(self, message: Message, place: int) -> dict[tuple[int, int], Rows]:
         """Return (sender, receiver) → the rows sent between them, for receivers at one context-parallel index."""
@@ -142,12 +136,7 @@ class RowOwners:
         return np.flatnonzero(np.concatenate([np.empty(0, np.int64), *owners]) == place)
 
     def _owners(
-        self,
-        stage: int,
-        row: tuple[int, ...],
-        samples: Sequence[int],
-        other: str,
-        boundary: Boundary,
+        self, stage: int, row: tuple[int, ...], samples: Sequence[int], other: str, boundary: Boundary
     ) -> list[NDArray[np.integer]]:
         placed = self._placed[stage]
         unit = self._units[placed.unit]

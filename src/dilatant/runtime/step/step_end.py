@@ -76,9 +76,7 @@ class StepEnd:
             "stops": [float(should_stop())],
             "found": [float(len(own_found))],
             "sources": sources,
-            "costs": self._costs.own(
-                self._comm.rank, step.prediction.work, [action.seconds for action in actions]
-            ),
+            "costs": self._costs.own(self._comm.rank, step.prediction.work, [action.seconds for action in actions]),
             "shares": self._shares.own(self._comm.rank, actions, self._recorder.seconds()),
             "memory": [0.0 if on_cpu else torch.cuda.max_memory_allocated(self._comm.device)],
         }

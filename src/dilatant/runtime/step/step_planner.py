@@ -140,11 +140,7 @@ class StepPlanner:
         return self.prepare(samples, assignment, schedule, step, forwards)
 
     def plan_missing(
-        self,
-        samples: Sequence[SizedSample],
-        reuse: ReusePlan,
-        weights: LayerWeights,
-        loss_layers: Mapping[str, range],
+        self, samples: Sequence[SizedSample], reuse: ReusePlan, weights: LayerWeights, loss_layers: Mapping[str, range]
     ) -> PreparedStep:
         """Plan the missing part of a partly recovered step, see `ReusePlan.missing`. Raises the errors of
         `plan_step`."""
@@ -163,8 +159,7 @@ class StepPlanner:
         numbered = Assignment(
             {
                 unit: tuple(
-                    tuple(tuple(missing[place] for place in batch) for batch in batches)
-                    for batches in replicas
+                    tuple(tuple(missing[place] for place in batch) for batch in batches) for batches in replicas
                 )
                 for unit, replicas in few.microbatches.items()
             }
@@ -206,16 +201,13 @@ class StepPlanner:
                 timed,
                 self._own_work(graph, timed),
                 costs.origin,
-                not costs.origin.startswith("measured")
-                and (forwards or not self._costs.is_corrected_at(step)),
+                not costs.origin.startswith("measured") and (forwards or not self._costs.is_corrected_at(step)),
             ),
             forwards=forwards,
             joins=shard_rounds(graph, self._shard).get(self._rank, {}),
         )
 
-    def _tokens(
-        self, samples: Sequence[SizedSample], idle: Collection[str] = ()
-    ) -> dict[str, tuple[int, ...]]:
+    def _tokens(self, samples: Sequence[SizedSample], idle: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
         return {
             unit.name: tuple(0 if unit.name in idle else sample.sizes.get(unit.name, 0) for sample in samples)
             for unit in self._plan.units

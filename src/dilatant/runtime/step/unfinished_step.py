@@ -116,9 +116,7 @@ class UnfinishedStep:
         reuse = self._reuse
         return reuse if reuse is not None and reuse.is_of(step, samples) else None
 
-    def begin(
-        self, step: int, draws: tuple[int, ...], salvaged: PartialStep | None, sources: Sequence[int]
-    ) -> Ledger:
+    def begin(self, step: int, draws: tuple[int, ...], salvaged: PartialStep | None, sources: Sequence[int]) -> Ledger:
         """Begin a step, with the reused part `salvaged` if not None. sources: index of each sample's data set. Returns
         the ledger to fill."""
         self._begun = _CurrentStep(step, draws, salvaged, Ledger(), tuple(sources))
@@ -141,9 +139,7 @@ class UnfinishedStep:
         """The dtype of `gradients`; None if each has the dtype of its weight's gradient."""
         return None if self._sync.exact is None else torch.int64
 
-    def covered(
-        self, stage: int, samples: Sequence[int], by_layer: Mapping[Layer, frozenset[int]]
-    ) -> set[str]:
+    def covered(self, stage: int, samples: Sequence[int], by_layer: Mapping[Layer, frozenset[int]]) -> set[str]:
         """Return the weights of a stage whose gradients exist for all of these samples."""
         names: set[str] = set()
         for layer in _layers_of(self._stages[stage]):
@@ -216,9 +212,7 @@ class UnfinishedStep:
                     for sample, part in zip(outcome.samples, outcome.by_sample.tolist(), strict=True):
                         by_source[sources[sample]] += part
             if all(map(math.isfinite, values.values())):
-                yield LossShare(
-                    placed.unit, stage.first, stage.end, stage.ranks, samples, values, tuple(by_source)
-                )
+                yield LossShare(placed.unit, stage.first, stage.end, stage.ranks, samples, values, tuple(by_source))
 
 
 def _layers_of(placed: PlacedStage) -> list[Layer]:

@@ -79,9 +79,7 @@ def assign_microbatches(
     num_samples, num_units = table.shape
     weights = np.zeros(num_samples) if weight is None else np.array(weight, dtype=np.float64)
     limit = np.inf if weight is None else capacity
-    problem = MicrobatchProblem(
-        table, num_microbatches, shape or default_shape(num_units), weights, limit, seed
-    )
+    problem = MicrobatchProblem(table, num_microbatches, shape or default_shape(num_units), weights, limit, seed)
     if callable(policy):
         return _simulated(problem, _cut(problem, Microbatches(policy(problem))))
     if policy == "balanced":

@@ -13,12 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.schedule.assignment import entrain_kernels as kernels
-from dilatant.schedule.assignment.pipeline_shape import (
-    ByUnit,
-    MicrobatchProblem,
-    PipelineShape,
-    shape_seconds,
-)
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, MicrobatchProblem, PipelineShape, shape_seconds
 from dilatant.schedule.schedule import Microbatch
 
 RESOLUTION = 1024
@@ -145,11 +140,7 @@ class _SubsetSums:
 
 
 def _match(
-    load: NDArray[np.float64],
-    heavy: list[int],
-    light: list[int],
-    alone: list[int],
-    tables: list[_SubsetSums],
+    load: NDArray[np.float64], heavy: list[int], light: list[int], alone: list[int], tables: list[_SubsetSums]
 ) -> list[tuple[int, bool]]:
     """Return, for every heavy microbatch, its light partner and whether samples are deferred to it (line 13).
 

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.schedule.assignment.pipeline_shape import (
-    MicrobatchProblem,
-    PipelineShape,
-    op_shares,
-    shape_graph,
-    shared,
-)
+from dilatant.schedule.assignment.pipeline_shape import MicrobatchProblem, PipelineShape, op_shares, shape_graph, shared
 from dilatant.schedule.simulator.simulate import op_ends
 
 START_THRESHOLD = 0.004

@@ -55,9 +55,7 @@ class PipelineShape:
         for unit, count in enumerate(self.stages):
             stages = tuple(Stage(s, s + 1, (ranks[first + s],)) for s in range(count))
             first += count
-            units.append(
-                UnitPlan(str(unit), (Replica(stages),), tuple(str(other) for other in self.feeds[unit]))
-            )
+            units.append(UnitPlan(str(unit), (Replica(stages),), tuple(str(other) for other in self.feeds[unit])))
         return Plan(tuple(units))
 
     def trainability(self) -> Trainability:
@@ -103,9 +101,7 @@ def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.in
     split backward take equal fractions."""
     unit = graph.arrays.unit_of[graph.arrays.chain[graph.stage]]
     ratio = np.asarray(shape.backward)[unit]
-    share = np.select(
-        [graph.kind == FORWARD, graph.kind == BACKWARD], [np.ones(len(ratio)), ratio], ratio / 2
-    )
+    share = np.select([graph.kind == FORWARD, graph.kind == BACKWARD], [np.ones(len(ratio)), ratio], ratio / 2)
     return unit, share / (1.0 + ratio)
 
 

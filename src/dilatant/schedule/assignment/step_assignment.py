@@ -63,9 +63,7 @@ QUICK: tuple[Policy, ...] = ("random", "balanced")
 """The policies that give the same groups for every family; the others simulate the schedule to group samples."""
 
 
-def assign_step(
-    plan: Plan, costs: StepCosts, samples: Workload, how: Microbatching, anchor: str
-) -> Assignment:
+def assign_step(plan: Plan, costs: StepCosts, samples: Workload, how: Microbatching, anchor: str) -> Assignment:
     """Return the Assignment of a global batch, balanced in the seconds of `costs` under the frozen rule (only forwards
     for a unit without backward), with quadratic attention, fixed costs per microbatch and the token budget. Policies
     that simulate do so under the family that runs.
@@ -80,9 +78,7 @@ def assign_step(
         how,
         anchor=anchor,
         speed=_speeds(plan, anchor, placed, whole),
-        times={
-            unit.name: _unit_times(unit.name, placed, costs.stages, samples, whole) for unit in plan.units
-        },
+        times={unit.name: _unit_times(unit.name, placed, costs.stages, samples, whole) for unit in plan.units},
         tokens=samples.tokens[anchor],
     )
     count = len(samples.tokens[anchor])
@@ -132,9 +128,7 @@ def assign(
             count = max(count, len(pack_rows(weights.tolist(), capacity)))
         shape, scale = _pipeline(plan, replica, replicas, times or {}, how.family)
         own, seed = table[mine] * scale, how.seed + replica
-        return mine, assign_microbatches(
-            own, count, how.policy, seed, shape=shape, weight=weights, capacity=capacity
-        )
+        return mine, assign_microbatches(own, count, how.policy, seed, shape=shape, weight=weights, capacity=capacity)
 
     if how.policy == "searched" and replicas > 1:
         # The search runs in compiled code that releases the GIL; replicas are independent of each other.
@@ -201,11 +195,7 @@ def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str
 
 
 def _unit_times(
-    unit: str,
-    placed: Sequence[PlacedStage],
-    costs: StageCosts,
-    samples: Workload,
-    seconds: NDArray[np.float64],
+    unit: str, placed: Sequence[PlacedStage], costs: StageCosts, samples: Workload, seconds: NDArray[np.float64]
 ) -> UnitTimes:
     """Return the unit's times on this batch, which takes `seconds` [stages]; paces are of its mean stages."""
     mine = [one for one in placed if one.unit == unit]
@@ -232,9 +222,7 @@ def _batch_seconds(
     )
 
 
-def _speeds(
-    plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]
-) -> list[float]:
+def _speeds(plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]) -> list[float]:
     """Return, by anchor replica, global batches per second of its busiest ranks: those of the replica itself (with
     other units' stages there) and those of replicas that serve it elsewhere (see `served_by`)."""
     anchors = len(plan.unit(anchor).replicas)
@@ -273,9 +261,7 @@ def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) ->
     order = np.argsort(-share.max(axis=0, initial=0.0), kind="stable")
     replica = np.zeros(num_samples, dtype=np.int64)
     rates = np.asarray(speed, dtype=np.float64)
-    kernels.place_units(
-        order, share, rates / rates.sum(), np.zeros(num_samples), np.full(len(rates), np.inf), replica
-    )
+    kernels.place_units(order, share, rates / rates.sum(), np.zeros(num_samples), np.full(len(rates), np.inf), replica)
     return replica
 
 

@@ -45,10 +45,7 @@ def one_f_one_b(plan: Plan, assignment: Assignment, trainability: Trainability |
 
 
 def eager(
-    plan: Plan,
-    assignment: Assignment,
-    trainability: Trainability | None = None,
-    depths: Sequence[int] | None = None,
+    plan: Plan, assignment: Assignment, trainability: Trainability | None = None, depths: Sequence[int] | None = None
 ) -> Schedule:
     """Build eager 1F1B, or any `depths` by stage number. Twice 1F1B's depth hides transfers and uneven microbatches."""
     return pipelined(plan, assignment, eager_depths(plan) if depths is None else depths, trainability)
@@ -239,12 +236,7 @@ def _period(arrays: PlanArrays, first: int, end: int) -> int:
 
 
 def _in_rounds(
-    groups: int,
-    num_stages: int,
-    half: float,
-    forward: NDArray[np.float64],
-    backward: NDArray[np.float64],
-    fed: bool,
+    groups: int, num_stages: int, half: float, forward: NDArray[np.float64], backward: NDArray[np.float64], fed: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return interleaved virtual times `[stages, pieces]`; `forward` and `backward` are the times that consumers allow.
     Rounds are counted as if full: a short last round leaves gaps in the clock, not cycles in the order."""
@@ -322,11 +314,7 @@ def zero_bubble_h2(plan: Plan, assignment: Assignment, trainability: Trainabilit
 
 
 def split_backward(
-    plan: Plan,
-    assignment: Assignment,
-    schedule: Schedule,
-    trainability: Trainability | None,
-    limits: Sequence[int],
+    plan: Plan, assignment: Assignment, schedule: Schedule, trainability: Trainability | None, limits: Sequence[int]
 ) -> Schedule:
     """Split every backward of `schedule` that has weight gradients into halves.
 

@@ -32,18 +32,14 @@ def travel(
 
     placed = graph.arrays.placed
     source, target = graph.messages
-    pairs, pair = np.unique(
-        graph.stage[source] * np.int64(len(placed)) + graph.stage[target], return_inverse=True
-    )
+    pairs, pair = np.unique(graph.stage[source] * np.int64(len(placed)) + graph.stage[target], return_inverse=True)
     ways = _ways(graph.arrays, tuple(pairs.tolist()), cluster)
     tp, parts, latency, bandwidth = _stages(graph.arrays, cluster)
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     taker = graph.stage[target]
     whole = size * parts[maker]
     gathered = whole / parts[taker] * (1 - 1 / tp[taker]) / bandwidth[taker]
-    swapped = np.where(
-        ways.swaps[pair], whole / parts[taker] * (1 - 1 / parts[taker]) / bandwidth[taker], 0.0
-    )
+    swapped = np.where(ways.swaps[pair], whole / parts[taker] * (1 - 1 / parts[taker]) / bandwidth[taker], 0.0)
     rest = ways.latency[pair] + np.where(tp[taker] > 1, latency[taker] + gathered, swapped)
     stays = ~ways.moves[pair] | (size == 0)
     # By source, then by target: the order in which messages are sent.
@@ -94,17 +90,13 @@ def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways
     parcels = np.maximum(widths[source], widths[target])
     pair = np.repeat(np.arange(len(source)), parcels)
     nth = np.arange(len(pair)) - np.repeat(np.cumsum(parcels) - parcels, parcels)
-    sender, receiver = (
-        firsts[end][pair] + nth * widths[end][pair] // parcels[pair] for end in (source, target)
-    )
+    sender, receiver = (firsts[end][pair] + nth * widths[end][pair] // parcels[pair] for end in (source, target))
     crosses = (ends.node[sender] != ends.node[receiver]).astype(np.int64)
     devices, ports = int(ends.rank.max()) + 1, int(ends.port.max()) + 1
     out = np.where(crosses, 2 * devices + ends.port[sender], ends.rank[sender])
     into = np.where(crosses, 2 * devices + ports + ends.port[receiver], devices + ends.rank[receiver])
     moves = ends.rank[sender] != ends.rank[receiver]
-    loads = [
-        np.where(moves, 1 / ends.bandwidth[crosses, end] / parcels[pair], 0.0) for end in (sender, receiver)
-    ]
+    loads = [np.where(moves, 1 / ends.bandwidth[crosses, end] / parcels[pair], 0.0) for end in (sender, receiver)]
     count = 2 * (devices + ports)
     codes, at = np.unique(np.concatenate([pair * count + out, pair * count + into]), return_inverse=True)
     ends_of_pair = [(placed[a].stage, placed[b].stage) for a, b in zip(source, target)]

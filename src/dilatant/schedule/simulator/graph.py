@@ -178,14 +178,10 @@ class _Slots:
         num_pieces = np.diff(pieces.first)[chain].astype(np.int32)
         first_piece = pieces.first[chain].astype(np.int32)
         base = np.concatenate([[0], np.cumsum(4 * num_pieces)]).astype(np.int32)
-        slots, twice = kernels.fill_slots(
-            ops.kind, ops.stage, ops.piece, base, num_pieces, first_piece, int(base[-1])
-        )
+        slots, twice = kernels.fill_slots(ops.kind, ops.stage, ops.piece, base, num_pieces, first_piece, int(base[-1]))
         return cls(slots, base, num_pieces, first_piece, int(twice))
 
-    def op(
-        self, kind: NDArray[np.int8], stage: NDArray[np.int32], piece: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
+    def op(self, kind: NDArray[np.int8], stage: NDArray[np.int32], piece: NDArray[np.int32]) -> NDArray[np.int32]:
         return self.ops[self.base[stage] + kind * self.num_pieces[stage] + piece - self.first_piece[stage]]
 
 
@@ -209,10 +205,7 @@ def _data_edges(ops: Ops, slots: _Slots) -> tuple[NDArray[np.int32], NDArray[np.
         kernels.NO_INPUT: (missing, "no action makes its input"),
         kernels.NO_GRADIENT: (missing, "no action makes the gradient it needs"),
         kernels.BEFORE_FORWARD: (disorder, "its forward does not come before it on the same rank"),
-        kernels.BEFORE_INPUT_GRADIENT: (
-            disorder,
-            "its input-gradient half does not come before it on the same rank",
-        ),
+        kernels.BEFORE_INPUT_GRADIENT: (disorder, "its input-gradient half does not come before it on the same rank"),
     }
     for code, op in zip(codes[:num_wrong].tolist(), culprits[:num_wrong].tolist(), strict=True):
         problems, reason = reasons[code]

@@ -243,9 +243,7 @@ def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
 
 
 @njit(cache=True, nogil=True)
-def port_contention(
-    list_offsets, offsets, edges, target, seconds, size, rest, pair, way_offsets, way, load, num_ways
-):
+def port_contention(list_offsets, offsets, edges, target, seconds, size, rest, pair, way_offsets, way, load, num_ways):
     """Return ends of all ops and, by message, the seconds from its op's end until it arrives.
 
     Ops are processed in the order of their ends, when their messages join queues: on each link (`way`) of its stage

@@ -96,10 +96,7 @@ def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> Time
 
 
 def piece_sums(
-    graph: ScheduleGraph,
-    tokens: Tokens,
-    squares: Tokens | None = None,
-    dense: Mapping[str, DenseRows] | None = None,
+    graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None, dense: Mapping[str, DenseRows] | None = None
 ) -> NDArray[np.float64]:
     """Return, per piece, Σ tokens² (with several samples in a unit of `dense`: (Σ tokens)² times its fraction), Σ
     tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
@@ -143,9 +140,7 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
     return result
 
 
-def op_sums(
-    graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], tokens: Tokens
-) -> NDArray[np.float64]:
+def op_sums(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], tokens: Tokens) -> NDArray[np.float64]:
     """Return, per op, the factors of its costs, `[ops, 3]`: the `piece_sums` of its piece. If ranks share indivisible
     items, tokens and squares are scaled by the fullest rank's load over the mean."""
     found = sums[graph.piece]
@@ -170,10 +165,7 @@ def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.floa
 
 
 def step_bytes(
-    graph: ScheduleGraph,
-    costs: StageCosts,
-    sums: NDArray[np.float64],
-    message: NDArray[np.float64],
+    graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], message: NDArray[np.float64]
 ) -> StepBytes:
     """Return the input of the memory sweep. `sums` and `message` are as returned by `op_sums` and `message_bytes`."""
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums)
@@ -181,9 +173,7 @@ def step_bytes(
     transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums)
     first, last = ends_of_backward(graph)
     transient[graph.kind == WEIGHT_GRADIENT] = 0.0
-    for place, ops in enumerate(
-        (first[graph.kind[first] == BACKWARD], np.flatnonzero(graph.kind == INPUT_GRADIENT))
-    ):
+    for place, ops in enumerate((first[graph.kind[first] == BACKWARD], np.flatnonzero(graph.kind == INPUT_GRADIENT))):
         late = np.einsum("ij,ij->i", costs.late_bytes[graph.stage[ops], place], sums[ops])
         transient[ops] = np.maximum(transient[ops], late)
     transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
@@ -202,11 +192,7 @@ def step_bytes(
 
 
 def _by_sample(
-    graph: ScheduleGraph,
-    unit: NDArray[np.int64],
-    sample: NDArray[np.int64],
-    tokens: Tokens,
-    squares: Tokens | None,
+    graph: ScheduleGraph, unit: NDArray[np.int64], sample: NDArray[np.int64], tokens: Tokens, squares: Tokens | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return tokens and their squares for pairs of unit and sample."""
     linear, square = np.zeros(len(sample)), np.zeros(len(sample))
@@ -277,9 +263,7 @@ def synced_seconds(
     sizes = np.diff(np.append(firsts, len(rank)))
     own = beside * held[pair] / np.repeat(of_rank, sizes)
     until = np.cumsum(own)
-    behind = (
-        np.repeat(until[np.append(firsts[1:], len(rank)) - 1], sizes) - until
-    )  # of the rank's later stages
+    behind = np.repeat(until[np.append(firsts[1:], len(rank)) - 1], sizes) - until  # of the rank's later stages
     buckets = np.ceil(held[pair] / BUCKET_BYTES)
     first = begin[pair] + (end - begin)[pair] / buckets
     sums = np.maximum(first + own, end[pair] + own / buckets) + behind

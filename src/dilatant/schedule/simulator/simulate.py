@@ -42,9 +42,7 @@ def simulate(
     return run(build(plan, assignment, schedule), seconds, lag=lag, size=size)
 
 
-def step_seconds(
-    graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64] = _NO_LAG
-) -> float:
+def step_seconds(graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64] = _NO_LAG) -> float:
     """Return only the seconds of the step: fast enough to score a graph under many durations.
 
     `seconds`: `[ops]` float64; `lag`: empty, or `[edges]` float64 from `edge_lag`.
@@ -66,9 +64,7 @@ def _spans(
     from dilatant.schedule.simulator import graph_kernels as kernels
 
     start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
-    kernels.spans(
-        graph.order, graph.previous, graph.offsets, graph.source, graph.edge, seconds, lag, start, end
-    )
+    kernels.spans(graph.order, graph.previous, graph.offsets, graph.source, graph.edge, seconds, lag, start, end)
     return start, end
 
 
@@ -82,11 +78,7 @@ def edge_lag(graph: ScheduleGraph, lag: ArrayLike | None) -> NDArray[np.float64]
 
 
 def run(
-    graph: ScheduleGraph,
-    seconds: Seconds,
-    *,
-    lag: ArrayLike | None = None,
-    size: StepBytes | None = None,
+    graph: ScheduleGraph, seconds: Seconds, *, lag: ArrayLike | None = None, size: StepBytes | None = None
 ) -> Timeline:
     """Return the timeline of a compiled schedule; arguments as in `simulate`."""
     lags = edge_lag(graph, lag)
@@ -116,9 +108,7 @@ def _timeline(
 
     arrays, packed, latest = graph.arrays, graph.packed, float(end.max(initial=0.0))
     row_offsets = packed.offsets
-    binder = kernels.binding(
-        graph.order, graph.previous, graph.offsets, graph.source, end, start, arrival, graph.edge
-    )
+    binder = kernels.binding(graph.order, graph.previous, graph.offsets, graph.source, end, start, arrival, graph.edge)
     unit_of_stage = arrays.unit_of[arrays.chain]
     causes = (WARM_UP, DRAIN, COMMUNICATION, IMBALANCE, *map(waiting_for, arrays.units))
     idle = np.zeros((len(packed.ranks), len(causes)))
@@ -226,9 +216,7 @@ def peak_bytes(
     packed = graph.packed
     num_ranks = len(packed.ranks)
     index = {rank: number for number, rank in enumerate(packed.ranks)}
-    members = [
-        [index[rank] for rank in placed.stage.ranks if rank in index] for placed in graph.arrays.placed
-    ]
+    members = [[index[rank] for rank in placed.stage.ranks if rank in index] for placed in graph.arrays.placed]
     whole, groups = members, {tuple(held_by) for held_by in members}
     if sum(map(len, groups)) == len({rank for held_by in groups for rank in held_by}):
         # Every rank is in one group; all ranks of a group hold the same bytes as its first.
@@ -242,9 +230,7 @@ def peak_bytes(
     lead = np.isin(row_rank, [rank for held_by in members for rank in held_by])
     row_rank, op = row_rank[lead], op[lead]
     ranks = np.concatenate([row_rank, row_rank, sender, sender, receiver, receiver])
-    times = np.concatenate(
-        [start[op], end[op], end[source[sent]], arrived[sent], arrived[taken], start[target[taken]]]
-    )
+    times = np.concatenate([start[op], end[op], end[source[sent]], arrived[sent], arrived[taken], start[target[taken]]])
     deltas = np.concatenate(
         [
             size.allocate[op] + size.transient[op],
@@ -264,9 +250,7 @@ def peak_bytes(
     return peak
 
 
-def _spread(
-    stage: NDArray[np.int32], members: list[list[int]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _spread(stage: NDArray[np.int32], members: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Repeat every item on a stage once for each rank of the stage: item numbers and rank numbers."""
     counts = np.asarray([len(held_by) for held_by in members])
     flat = np.asarray([rank for held_by in members for rank in held_by], dtype=np.int64)

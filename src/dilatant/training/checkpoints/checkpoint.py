@@ -21,13 +21,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError, one_line
 from dilatant.plan.boxes import Box, parse_key
-from dilatant.training.checkpoints.files import (
-    DamagedError,
-    check_file,
-    read_manifest,
-    read_parts,
-    step_of,
-)
+from dilatant.training.checkpoints.files import DamagedError, check_file, read_manifest, read_parts, step_of
 
 CONTINUED = "continues.txt"
 """File naming the checkpoint elsewhere that a run continues from, until the run has a checkpoint of its own."""

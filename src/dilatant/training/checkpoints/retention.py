@@ -12,14 +12,7 @@ from pathlib import Path
 from dilatant.config import UserError
 from dilatant.config.files.durable import sync_folder
 from dilatant.training.checkpoints.checkpoint import damage, list_checkpoints
-from dilatant.training.checkpoints.files import (
-    FROZEN,
-    Branch,
-    DamagedError,
-    read_manifest,
-    read_parts,
-    step_of,
-)
+from dilatant.training.checkpoints.files import FROZEN, Branch, DamagedError, read_manifest, read_parts, step_of
 
 ABANDONED = "abandoned-"
 
@@ -61,11 +54,7 @@ def prune(folder: Path, keep: int, drop_abandoned: bool, best: int | None = None
         whole = [c for c in list_checkpoints(folder) if damage(c.path, contents=False) is None]
         kept = {c.path for c in whole[:keep]}
         oldest = min((c.step for c in whole[:keep]), default=0)
-        doomed = [
-            c.path
-            for c in list_checkpoints(folder)
-            if c.path not in kept and c.step < oldest and c.step != best
-        ]
+        doomed = [c.path for c in list_checkpoints(folder) if c.path not in kept and c.step < oldest and c.step != best]
         if drop_abandoned:
             doomed += [path for path in folder.glob(f"{ABANDONED}step-*") if step_of(path) is not None]
         named = set().union(*(_frozen_of(path) or set() for path in doomed))

@@ -35,9 +35,7 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
         for warning in warnings:
             warn(console, warning)
         if checkpoint is None and warnings:
-            raise UserError(
-                f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite"
-            )
+            raise UserError(f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite")
         return StartingPoint(checkpoint.path if checkpoint else None)
     if resume != "never":
         require_plain(Path(resume))

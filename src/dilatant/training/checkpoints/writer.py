@@ -49,12 +49,7 @@ from dilatant.training.checkpoints.files import (
     write_manifest,
     write_part,
 )
-from dilatant.training.checkpoints.retention import (
-    abandon_checkpoint,
-    prune,
-    remove_leftovers,
-    retire_other_branches,
-)
+from dilatant.training.checkpoints.retention import abandon_checkpoint, prune, remove_leftovers, retire_other_branches
 
 PATIENCE_SECONDS = 60.0
 """Seconds that a part reported to be on disk may take to become visible to rank 0 (NFS caches names)."""
@@ -185,11 +180,7 @@ class CheckpointWriter:
         self._unpublished = None
 
     def _write(
-        self,
-        step: int,
-        copies: dict[str, dict[str, torch.Tensor]],
-        frozen: _Fixed,
-        shapes: dict[str, tuple[int, ...]],
+        self, step: int, copies: dict[str, dict[str, torch.Tensor]], frozen: _Fixed, shapes: dict[str, tuple[int, ...]]
     ) -> None:
         writing = self._writing(step)
         part = writing / part_name(self._rank)
@@ -204,9 +195,7 @@ class CheckpointWriter:
                     sync_file(file)
                     files[file.name] = stamp_of(file)
             stored = self._frozen.store(frozen)
-            write_durably(
-                part / PART_MANIFEST, write_part(RankPart(step, self._session, files, stored, shapes))
-            )
+            write_durably(part / PART_MANIFEST, write_part(RankPart(step, self._session, files, stored, shapes)))
             for folder in (writing, self._folder, self._folder.parent):
                 sync_folder(folder)
         except BaseException:

@@ -163,9 +163,7 @@ class Evaluator:
             write_answers(runtime, samples, question.step, answers, longest, self._stop_ids)
         for number, sample in enumerate(samples):
             answer = answers[number]
-            written = (
-                self._text(answer.written) if self._writes else self._verified_text(answer, verified[number])
-            )
+            written = self._text(answer.written) if self._writes else self._verified_text(answer, verified[number])
             expected = self._text(answer.expected)
             yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
 
@@ -176,9 +174,7 @@ class Evaluator:
         scores = [found[number] for number in range(len(samples))]
         sums, counts = (torch.tensor(each, dtype=torch.float64) for each in zip(*scores, strict=True))
         judged = loss.judge(sums, counts, loss.reference_of(samples))
-        for sample, value, (chosen, rejected) in zip(
-            samples, *(each.tolist() for each in judged), strict=True
-        ):
+        for sample, value, (chosen, rejected) in zip(samples, *(each.tolist() for each in judged), strict=True):
             preferred = "chosen" if chosen > rejected else "rejected"
             yield Verdict(sample.id, "chosen", preferred, value, 1, sample.source, (chosen, rejected))
 

@@ -36,9 +36,7 @@ class GreedyAnswer:
     draft: list[int] = field(default_factory=list)
     is_done: bool = False
 
-    def prove(
-        self, tokens: Sequence[int], likeliest: Sequence[int], longest: int, ends: Collection[int]
-    ) -> None:
+    def prove(self, tokens: Sequence[int], likeliest: Sequence[int], longest: int, ends: Collection[int]) -> None:
         """Accept the verified part of a draft. tokens: the draft from its beginning; likeliest: the model's
         tokens there."""
         right = 0
@@ -52,9 +50,7 @@ class GreedyAnswer:
         self.draft = list(likeliest[right + 1 :])
 
 
-def verify_answers(
-    runtime: Runtime, samples: Sequence[EncodedSample], step: PreparedStep
-) -> dict[int, GreedyAnswer]:
+def verify_answers(runtime: Runtime, samples: Sequence[EncodedSample], step: PreparedStep) -> dict[int, GreedyAnswer]:
     """Return sample number → its answer, as far as one pass verifies it, on all ranks. step: of these samples, with
     `forwards`."""
     own = {}
@@ -88,12 +84,10 @@ def write_answers(
     while not all(answer.is_done for answer in answers.values()):
         turn += 1
         drafts = {
-            number: [*answer.written, *answer.draft, *[pad] * longest][:longest]
-            for number, answer in answers.items()
+            number: [*answer.written, *answer.draft, *[pad] * longest][:longest] for number, answer in answers.items()
         }
         drafted = [
-            _with_draft(sample, answers[number].prompt, drafts[number], turn)
-            for number, sample in enumerate(samples)
+            _with_draft(sample, answers[number].prompt, drafts[number], turn) for number, sample in enumerate(samples)
         ]
         again = runtime.prepare(drafted, step.assignment, step.schedule, forwards=True)
         own = {number: one.tokens for number, one in runtime.predict(drafted, again).items()}
@@ -116,8 +110,4 @@ def _with_draft(sample: EncodedSample, prompt: int, draft: Sequence[int], turn: 
 
 def gather_by_sample(runtime: Runtime, own: Mapping[int, Any]) -> dict[int, Any]:
     """Return sample number → value, of which each rank has some, on all ranks; called by all ranks together."""
-    return {
-        int(number): value
-        for of_rank in all_gather_object(runtime.comm, own)
-        for number, value in of_rank.items()
-    }
+    return {int(number): value for of_rank in all_gather_object(runtime.comm, own) for number, value in of_rank.items()}

@@ -136,10 +136,7 @@ def rows_behind(
     model.eval()
     try:
         hidden = model.language.hidden_states(
-            ids,
-            model.encode(inputs),
-            attention_mask=torch.ones_like(ids),
-            **model.attention_of_batch(ids),
+            ids, model.encode(inputs), attention_mask=torch.ones_like(ids), **model.attention_of_batch(ids)
         )
     finally:
         model.train(was_training)
@@ -157,8 +154,7 @@ def generate_pictures(
     with torch.no_grad():
         condition = unit.connector(in_dtype_of(unit.connector, rows))
         noise = [
-            torch.from_numpy(generator_of(seed, key, unit.unit).standard_normal(net.shape, np.float32))
-            for key in keys
+            torch.from_numpy(generator_of(seed, key, unit.unit).standard_normal(net.shape, np.float32)) for key in keys
         ]
         return draw(net, in_dtype_of(net, condition), torch.stack(noise).to(rows.device), how)
 
@@ -216,9 +212,7 @@ def decode_answer(tokenizer: Any, written: Sequence[int], stop_ids: Collection[i
     return str(tokenizer.decode(written[:end], skip_special_tokens=True))
 
 
-def encoder_inputs(
-    prompts: Sequence[EncodedPrompt], device: torch.device
-) -> dict[str, dict[str, torch.Tensor]]:
+def encoder_inputs(prompts: Sequence[EncodedPrompt], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
     """Collect the media of all prompts as encoder inputs: unit → keyword → [items, ...]."""
     collected: dict[str, dict[str, list[EncoderInput]]] = {}
     for prompt in prompts:
@@ -226,6 +220,5 @@ def encoder_inputs(
             for name, values in inputs.items():
                 collected.setdefault(unit, {}).setdefault(name, []).append(values)
     return {
-        unit: {name: on_device(values, device) for name, values in inputs.items()}
-        for unit, inputs in collected.items()
+        unit: {name: on_device(values, device) for name, values in inputs.items()} for unit, inputs in collected.items()
     }

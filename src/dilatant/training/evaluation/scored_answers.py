@@ -46,9 +46,7 @@ def load_judge(place: str) -> Judge:
     path, name = Path(file), name or "score"
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.suffix == ".py" else None
     if spec is None or spec.loader is None or not path.is_file():
-        raise UserError(
-            f"--judge {place!r}: give FILE.py or FILE.py:FUNCTION; {str(path)!r} is no Python file"
-        )
+        raise UserError(f"--judge {place!r}: give FILE.py or FILE.py:FUNCTION; {str(path)!r} is no Python file")
     sys.path.insert(0, str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     try:

@@ -46,9 +46,7 @@ class PersistentPool:
     def __init__(self) -> None:
         self._owner: PoolOwner | None = None
 
-    def owner(
-        self, datasets: Mapping[str, Dataset], encoding: Encoding, workers: int, how: Decoding
-    ) -> PoolOwner:
+    def owner(self, datasets: Mapping[str, Dataset], encoding: Encoding, workers: int, how: Decoding) -> PoolOwner:
         """Return the existing pool, with the number of workers that it began with; a new one if there is none left."""
         if self._owner is None or not self._owner.is_open:
             self._owner = PoolOwner(datasets, encoding, workers, how.seconds)

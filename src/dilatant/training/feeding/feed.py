@@ -201,9 +201,7 @@ class StepPrefetcher(Generic[Step]):
             return []
         found, refused = dict(coming.bad), self._data.refused
         if self._data.known:  # measured by this rank's own requests, which may be refused for being slow
-            found |= {
-                index: refused[index] for index in coming.draft.draw.indices.tolist() if index in refused
-            }
+            found |= {index: refused[index] for index in coming.draft.draw.indices.tolist() if index in refused}
         return [*found.items()]
 
     def leave_out(self, found: Iterable[tuple[int, str]]) -> None:
@@ -267,9 +265,7 @@ class StepPrefetcher(Generic[Step]):
         heads = tuple(self._data.head(index, number) for index, number in kept)
         step = self._plan(heads, draw.step)
         missing = {
-            number: rest
-            for number, parts in self._requirements(step).items()
-            if (rest := parts - self._data.known)
+            number: rest for number, parts in self._requirements(step).items() if (rest := parts - self._data.known)
         }
         return _PlannedStep(draw, tuple(index for index, _ in kept), heads, problems, step, missing)
 
@@ -320,10 +316,7 @@ class StepPrefetcher(Generic[Step]):
     def _again(self, collected: _DecodedStep[Step]) -> _DecodedStep[Step]:
         """Plan the step again without samples that proved bad since; what is decoded already is kept."""
         draft = self._draft(collected.draft.draw)
-        have = {
-            collected.draft.heads[number].draw: (number, sample)
-            for number, sample in collected.loaded.items()
-        }
+        have = {collected.draft.heads[number].draw: (number, sample) for number, sample in collected.loaded.items()}
         again = _DecodedStep(draft)
         missing: dict[int, frozenset[str]] = {}
         for number, wanted in draft.parts.items():

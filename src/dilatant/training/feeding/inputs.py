@@ -96,9 +96,7 @@ class DecodeRequirements:
             samples = step.routes.samples[action]
             sizes = [{placed.unit: step.tokens[placed.unit][sample]} for sample in samples]
             owners = self._units[placed.unit].item_owners(sizes, placed.stage.degrees.row_parts)
-            own = [
-                sample for sample, of_items in zip(samples, owners, strict=True) if (of_items == place).any()
-            ]
+            own = [sample for sample, of_items in zip(samples, owners, strict=True) if (of_items == place).any()]
             found.append((action.microbatch, own))
         return found
 
@@ -125,12 +123,7 @@ class RankInputs:
     """Batches of one rank; made by all ranks together. What it starts runs until `close()`, except a given `pool`."""
 
     def __init__(
-        self,
-        comm: Comm,
-        runtime: Runtime,
-        config: Config,
-        samples: Samples,
-        pool: PersistentPool | None = None,
+        self, comm: Comm, runtime: Runtime, config: Config, samples: Samples, pool: PersistentPool | None = None
     ) -> None:
         self._comm = comm
         self._runtime = runtime
@@ -164,13 +157,7 @@ class RankInputs:
             data = self._data[TRAIN]
             steps = draws(sampler, position, begin, end)
         return StepPrefetcher(
-            data,
-            steps,
-            self._source,
-            self._plan_step,
-            self._needed,
-            skips=self._skips,
-            left_out=left_out,
+            data, steps, self._source, self._plan_step, self._needed, skips=self._skips, left_out=left_out
         )
 
     def held_out(
@@ -197,9 +184,7 @@ class RankInputs:
             StepSamples(0, indices[start : start + batch_size], start, SamplerState())
             for start in range(0, len(indices), batch_size)
         )
-        with StepPrefetcher(
-            data, batches, self._source, self._plan_forwards, needed, skips=self._skips
-        ) as feed:
+        with StepPrefetcher(data, batches, self._source, self._plan_forwards, needed, skips=self._skips) as feed:
             while True:
                 if self._skips:
                     feed.leave_out(gather_bad_samples(self._comm, feed.found()))

@@ -73,8 +73,7 @@ def with_latents(comm: Comm, config: Config, samples: Samples, device: torch.dev
         assert target.latents is not None
         target.latents.note_whole(data)
     encoding = replace(
-        samples.encoding,
-        targets=tuple(targets.get(target.name, target) for target in samples.encoding.targets),
+        samples.encoding, targets=tuple(targets.get(target.name, target) for target in samples.encoding.targets)
     )
     return replace(samples, encoding=encoding)
 
@@ -85,9 +84,7 @@ def _open(config: Config, name: str, device: torch.device) -> tuple[Latents, Any
     dtype = pick_precision(config.train.precision, device)
     autoencoder = pretrained_autoencoder(seen.source, where, dtype)
     if autoencoder is None:
-        raise UserError(
-            f"{where}.cache_latents needs an autoencoder with weights of its own; name one: {where}.vae"
-        )
+        raise UserError(f"{where}.cache_latents needs an autoencoder with weights of its own; name one: {where}.vae")
     digest = blake2b(repr((sorted(seen.source.vae_settings or {}), seen.pixels, str(dtype))).encode())
     for key, tensor in sorted(autoencoder.state_dict().items()):
         digest.update(key.encode())
@@ -130,17 +127,11 @@ def _all_items(samples: Samples, target: ImageTarget, place: int, ranks: int) ->
         having = np.flatnonzero(sizes.of(target.name))[place::ranks]
         for index in having.tolist():
             with suppress(UserError):
-                yield from (
-                    media for _, _, media, unit in media_of(blend[index], encoding) if unit == target.name
-                )
+                yield from (media for _, _, media, unit in media_of(blend[index], encoding) if unit == target.name)
 
 
 def _keep(
-    latents: Latents,
-    target: ImageTarget,
-    autoencoder: Any,
-    items: list[tuple[str, Media]],
-    device: torch.device,
+    latents: Latents, target: ImageTarget, autoencoder: Any, items: list[tuple[str, Media]], device: torch.device
 ) -> None:
     keys, pixels = [], []
     for key, media in items:

@@ -60,9 +60,7 @@ def make_loader(
     if model.generators:
         raise UserError("files are read for encoders only; make `EncodedSample`s for a model with generators")
     units, source = _media_units(model, processors or {}, tokenizer)
-    chat = chat_tokenizer(
-        tokenizer, chat_template, processed=bool(model.whole and units), ends=generation_ends(source)
-    )
+    chat = chat_tokenizer(tokenizer, chat_template, processed=bool(model.whole and units), ends=generation_ends(source))
     encoding = Encoding(chat, units, train_on, max_length)
     blend = open_blend(
         [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources],
@@ -78,16 +76,12 @@ def _media_units(
 ) -> tuple[tuple[MediaUnit, ...], str | None]:
     """Return the media units of a model's encoders, and the source of a pretrained multimodal model."""
     if unknown := processors.keys() - model.encoders.keys():
-        raise UserError(
-            f"processors: no encoder {min(unknown)!r}; there are {', '.join(model.encoders) or 'none'}"
-        )
+        raise UserError(f"processors: no encoder {min(unknown)!r}; there are {', '.join(model.encoders) or 'none'}")
     if model.whole is not None:
         source = getattr(model.whole.config, "_name_or_path", None) or None
         given, *others = *processors.values(), None  # one for all its encoders
         if any(other not in (None, given) for other in others):
-            raise UserError(
-                "processors: a pretrained multimodal model has one processor for all its encoders"
-            )
+            raise UserError("processors: a pretrained multimodal model has one processor for all its encoders")
         return units_of_pretrained(model.whole, given, tokenizer, source), source
     units: list[MediaUnit] = []
     for name, encoder in model.encoders.items():
@@ -129,11 +123,7 @@ class LoadedBatches:
         else:
             data = StreamedData("train", sampler, self._source)
             order = data.draws(sampler.start(), 0, steps)
-        needs = (
-            None
-            if parallel is None
-            else DecodeRequirements(parallel.model, parallel.plan, parallel.comm.rank)
-        )
+        needs = None if parallel is None else DecodeRequirements(parallel.model, parallel.plan, parallel.comm.rank)
 
         def parts(step: Sequence[EncodedSample] | PreparedStep) -> dict[int, frozenset[str]]:
             if isinstance(step, PreparedStep):

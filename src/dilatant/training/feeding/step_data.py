@@ -110,9 +110,7 @@ class StreamedData:
     def draws(self, position: SamplerState, begin: int, end: int | None) -> Iterator[StepSamples]:
         """Yield the draws of steps `begin` to `end` (exclusive), measured; endless if `end` is None."""
         steps = None if end is None else max(0, end - begin)
-        batches = read_batches(
-            self._source, self.name, self._sampler, position, self.known, MEASURED_AHEAD, steps
-        )
+        batches = read_batches(self._source, self.name, self._sampler, position, self.known, MEASURED_AHEAD, steps)
         for step, batch in enumerate(batches, begin):
             indices = range(batch.first, batch.first + len(batch.drawn))
             self._forget_before(batch.first - STEPS_KEPT * len(indices))

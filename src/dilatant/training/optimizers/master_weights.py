@@ -18,9 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_masters(
-    weights: Mapping[str, nn.Parameter],
-    exact: Mapping[str, Tensor] | None = None,
-    device: torch.device | None = None,
+    weights: Mapping[str, nn.Parameter], exact: Mapping[str, Tensor] | None = None, device: torch.device | None = None
 ) -> dict[str, nn.Parameter]:
     """Return logical name → fp32 master of every trainable weight; a weight in fp32 or fp64 is its own master.
 
@@ -58,9 +56,7 @@ class WithMasters(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, **options)
         self.masters = dict(masters)
-        self._rounded = {
-            name: weights[name] for name, master in masters.items() if master is not weights[name]
-        }
+        self._rounded = {name: weights[name] for name, master in masters.items() if master is not weights[name]}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -121,9 +117,7 @@ class Averages:
         """Update the averages after optimizer update number `updates`, counted from 1."""
         if self.tensors:
             share = 1.0 - min(self._decay, (1 + updates) / (10 + updates))
-            torch._foreach_lerp_(
-                [*self.tensors.values()], [masters[key].detach() for key in self.tensors], share
-            )
+            torch._foreach_lerp_([*self.tensors.values()], [masters[key].detach() for key in self.tensors], share)
 
     @torch.no_grad()
     def begin(self, masters: Mapping[str, Tensor], keys: set[str]) -> None:

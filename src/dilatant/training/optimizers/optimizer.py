@@ -83,9 +83,7 @@ def peak_rates(names: Iterable[str], config: OptimizerConfig, matching: Matcher)
     return {label: rate for label, rate, _ in _rates(names, config, matching).values()}
 
 
-def _rates(
-    names: Iterable[str], config: OptimizerConfig, matching: Matcher
-) -> dict[str, tuple[str, float, float]]:
+def _rates(names: Iterable[str], config: OptimizerConfig, matching: Matcher) -> dict[str, tuple[str, float, float]]:
     """Map each name to label, learning rate and weight decay; if several groups fit, the last one written counts."""
     fitting = {pattern: matching(pattern) for pattern in config.groups}
     found = {}
@@ -139,9 +137,7 @@ def rate_factor(schedule: RateSchedule | Callable[..., float], step: int, total_
     if not isinstance(schedule, RateSchedule):
         factor = schedule(step, total_steps) if takes(schedule, 2) else schedule(step)
         if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-            raise UserError(
-                f"schedule: it returned {factor!r} for step {step}; return a number of at least 0"
-            )
+            raise UserError(f"schedule: it returned {factor!r} for step {step}; return a number of at least 0")
         return float(factor)
     warm_up = schedule.warm_up(total_steps)
     if step < warm_up:

@@ -76,8 +76,7 @@ class OwnOptimizer(WithMasters, _Delegating):
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor] | None:
         found = {name: value for name, value in self.state.get(parameter, {}).items() if value is not None}
         return {
-            name: value if isinstance(value, Tensor) else torch.tensor(float(value))
-            for name, value in found.items()
+            name: value if isinstance(value, Tensor) else torch.tensor(float(value)) for name, value in found.items()
         } or None
 
     def allocate(self, parameter: nn.Parameter) -> None:
@@ -97,9 +96,7 @@ class OwnOptimizer(WithMasters, _Delegating):
         try:
             tried.step()
         except Exception as error:
-            raise UserError(
-                f"optimizer: {type(tried).__name__} cannot update: {type_and_text(error)}"
-            ) from error
+            raise UserError(f"optimizer: {type(tried).__name__} cannot update: {type_and_text(error)}") from error
         found: dict[str, Tensor] = {}
         for name, value in tried.state.get(weight, {}).items():
             if isinstance(value, int | float):
@@ -116,17 +113,11 @@ class OwnOptimizer(WithMasters, _Delegating):
         return found
 
     def _made(self, masters: list[nn.Parameter], names: list[str]) -> torch.optim.Optimizer:
-        call = (
-            partial(self._factory, masters, names)
-            if takes(self._factory, 2)
-            else partial(self._factory, masters)
-        )
+        call = partial(self._factory, masters, names) if takes(self._factory, 2) else partial(self._factory, masters)
         try:
             made = call()
         except Exception as error:
             raise UserError(f"optimizer: it cannot be made: {type_and_text(error)}") from error
         if not isinstance(made, torch.optim.Optimizer):
-            raise UserError(
-                f"optimizer: the factory returned a {type(made).__name__}, not a torch.optim.Optimizer"
-            )
+            raise UserError(f"optimizer: the factory returned a {type(made).__name__}, not a torch.optim.Optimizer")
         return made

@@ -66,6 +66,4 @@ def _check_growth(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         for what in ("fds", "threads"):
             early = max(record[what] for record in activated[:3])
             late = min(record[what] for record in activated[-3:])
-            assert late <= early + 4, (
-                f"{node}: {what} grew from {early} to {late} in {len(activated)} generations"
-            )
+            assert late <= early + 4, f"{node}: {what} grew from {early} to {late} in {len(activated)} generations"

@@ -194,9 +194,7 @@ class Cluster:
         return int((self.folder / "coordinator.port").read_text().split()[1])
 
     def _start(self, **values: Any) -> ProcessStart:
-        return ProcessStart(
-            "127.0.0.1", token=TOKEN, settings=self.settings, folder=str(self.folder), **values
-        )
+        return ProcessStart("127.0.0.1", token=TOKEN, settings=self.settings, folder=str(self.folder), **values)
 
     def _fork(self, role: str, start: ProcessStart, options: dict[str, Any] | None = None) -> None:
         assert self.zygote.stdin is not None

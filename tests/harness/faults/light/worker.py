@@ -51,9 +51,7 @@ class LightWorker:
         self._pending: Held | None = None
         self._gradients: dict[int, list[int]] | None = None
         self._history = (options.folder / f"{options.node}.history").open("a")
-        self._link = WorkerLink(
-            options.port, options.token, 0, self._mesh.sever, beat_seconds=0.2, on_ending=self._end
-        )
+        self._link = WorkerLink(options.port, options.token, 0, self._mesh.sever, beat_seconds=0.2, on_ending=self._end)
 
     def run(self) -> None:
         try:
@@ -98,9 +96,7 @@ class LightWorker:
         if held.base == order.base != NO_STATE and held.step == order.committed - 1:
             self._apply()
         if held.base == order.base != NO_STATE:
-            assert held.step == order.committed, (
-                f"told to go on at {order.committed}, and has {held.step} steps"
-            )
+            assert held.step == order.committed, f"told to go on at {order.committed}, and has {held.step} steps"
         self._gradients = None
         return order
 
@@ -137,9 +133,9 @@ class LightWorker:
 
     def _layers_of(self, place: int, members: int) -> list[int]:
         copies = min(self._options.copies, members)
-        return [
-            layer for layer in range(LAYERS) if any((layer + k) % members == place for k in range(copies))
-        ] or [place % LAYERS]
+        return [layer for layer in range(LAYERS) if any((layer + k) % members == place for k in range(copies))] or [
+            place % LAYERS
+        ]
 
     def _saved(self, was_run: bool) -> tuple[int, State]:
         path = self._options.folder / "saved.json"
@@ -172,9 +168,7 @@ class LightWorker:
             self._fail("applied")
 
     def _reduced(self, step: int, brought: list[Any]) -> list[Any]:
-        sums = [
-            [sum(column) for column in zip(*(each[1][layer] for each in brought))] for layer in range(LAYERS)
-        ]
+        sums = [[sum(column) for column in zip(*(each[1][layer] for each in brought))] for layer in range(LAYERS)]
         if brought[0][2] is not None:
             state = {layer: values for each in brought for layer, values in each[2]}
             if len(state) == LAYERS:
