@@ -29,14 +29,17 @@ def project(tmp_path: Path) -> Path:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, call: int, how: Callable[[StageOutput], StageOutput]) -> list[Any]:
-    """The output of the language model's `call`-th forward; returns the samples of every call."""
+    """Change the output of the language model's `call`-th forward in training (a proof of the model comes before);
+    returns the samples of every call."""
     run, calls = LanguageStage.run, []
 
     def spoiled(self: Any, data: Any, samples: Any, inbound: Any) -> StageOutput:
         output = run(self, data, samples, inbound)
-        if not data.predicts:
-            calls.append([data.samples[sample].id for sample in samples])
-        return how(output) if len(calls) == call and not data.predicts else output
+        names = [data.samples[sample].id for sample in samples]
+        trains = not data.predicts and all(name.startswith("train.jsonl") for name in names)
+        if trains:
+            calls.append(names)
+        return how(output) if trains and len(calls) == call else output
 
     monkeypatch.setattr(LanguageStage, "run", spoiled)
     return calls
