@@ -136,7 +136,7 @@ def check(pool: RankPool, ranks: int, call: Call, tolerance: float = 1e-5) -> No
         )
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(few, marks=pytest.mark.slow) for few in (2, 4)), 3])
 @pytest.mark.parametrize("kind", MASK_KINDS)
 def test_every_mask_kind_equals_one_process(pool: RankPool, kind: str, ranks: int) -> None:
     row = ROW if kind != "prepended" else RowLayout.of_samples([[("image", 40), ("text", 37)], [("text", 11)]])
@@ -148,7 +148,9 @@ def test_every_placement_equals_one_process(pool: RankPool, policy: str) -> None
     check(pool, 4, make_call(build_mask(ROW, "embedded"), 4, policy))
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65])
+@pytest.mark.parametrize(
+    "tokens", [1, 16, 65, *(pytest.param(count, marks=pytest.mark.slow) for count in (15, 17, 63, 64))]
+)
 def test_ragged_rows_and_ranks_without_tokens_equal_one_process(pool: RankPool, tokens: int) -> None:
     mask = build_mask(RowLayout.of_lengths([tokens // 3, tokens - tokens // 3]), "document_causal")
     check(pool, 4, make_call(mask, 4))
@@ -162,7 +164,7 @@ def test_drawn_rows_equal_one_process(pool: RankPool, mask: AttentionMask, ranks
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 3), (5, 1), (10, 5)])
-@pytest.mark.parametrize("heads_per_gather", [None, 1, 2])
+@pytest.mark.parametrize("heads_per_gather", [pytest.param(None, marks=pytest.mark.slow), 1, 2])
 def test_heads_may_be_gathered_in_any_groups(
     pool: RankPool, heads: tuple[int, int], heads_per_gather: int | None
 ) -> None:

@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cases.mask_kinds import build_mask
+from cases.often import often
 from cases.tiny_families import ENCODERS, LANGUAGE, VOCABULARY, encoder, language_model
 from dilatant.attention.hook import NAME, register, use_dilatant_attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan
@@ -18,6 +19,8 @@ from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks.packing import RowLayout, document_causal, full
 from oracles.dense_mask import word_matrix
 
+KINDS = ("mistral", "gpt_oss", "gemma2", "granite", "phi3")
+"""Windows, sinks, soft caps, a scale of its own, one matrix for queries, keys and values."""
 LENGTHS = (13, 1, 9, 7)  # longer and shorter than the windows of 6
 
 # Float32 sums of tens of terms in another order, through four layers; values are of order one.
@@ -47,7 +50,7 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
         )  # sums over tokens of products of what TOLERANCE bounds
 
 
-@pytest.mark.parametrize("family", LANGUAGE)
+@pytest.mark.parametrize("family", often(LANGUAGE, *KINDS))
 def test_packed_text_equals_eager_attention_per_sample(family: str) -> None:
     model = language_model(family)
     samples = samples_of(LENGTHS)
@@ -100,7 +103,7 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize("kind", ["embedded", "bidirectional_instances"])
-@pytest.mark.parametrize("family", LANGUAGE)
+@pytest.mark.parametrize("family", often(LANGUAGE, *KINDS))
 def test_a_packed_image_microbatch_has_the_loss_of_its_samples(
     family: str, kind: str, dense_implementation: str
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cases.often import often
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
 VOCABULARY = 64
@@ -77,6 +78,11 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
 }
+
+# Kinds: a tied head; windows, norms behind blocks and soft caps of its family; one matrix for queries, keys and values.
+LANGUAGE_FAMILIES = often(LANGUAGE_MODELS, "llama_tied", "gemma3_text", "phi3")
+# Kinds: rotary positions, items of any size, sounds.
+ENCODER_FAMILIES = often(ENCODERS, "dinov3", "pixtral", "whisper")
 
 
 def language_only(family: str = "llama", seed: int = 0) -> MultimodalModel:

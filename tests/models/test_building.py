@@ -12,7 +12,16 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PhiConfig
 
-from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
+from cases.often import often
+from cases.tiny_models import (
+    ENCODER_FAMILIES,
+    ENCODERS,
+    LANGUAGE_FAMILIES,
+    LANGUAGE_MODELS,
+    images,
+    tokens,
+    vision_language,
+)
 from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
 from dilatant.models.core.materialize import materialize
@@ -74,7 +83,7 @@ def test_weights_depend_on_seed_and_unit_alone() -> None:
     assert not any(torch.equal(first[key], other[key]) for key in drawn if "embed_positions" not in key)
 
 
-@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+@pytest.mark.parametrize("family", LANGUAGE_FAMILIES)
 def test_random_weights_are_spread_as_transformers_spreads_them(family: str) -> None:
     settings = dict(LANGUAGE_MODELS[family])
     torch.manual_seed(0)
@@ -83,7 +92,7 @@ def test_random_weights_are_spread_as_transformers_spreads_them(family: str) -> 
     compare_spread(plain, ours)
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", ENCODER_FAMILIES)
 def test_random_encoders_are_spread_as_transformers_spreads_them(family: str) -> None:
     settings = dict(ENCODERS[family])
     torch.manual_seed(0)
@@ -109,9 +118,7 @@ def compare_spread(plain: nn.Module, ours: nn.Module) -> None:
         assert torch.equal(buffers[name], buffer), name
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow if n % 2 else ()) for n, name in enumerate(LANGUAGE_MODELS)]
-)
+@pytest.mark.parametrize("family", often(LANGUAGE_MODELS, "llama", "gemma3_text"))
 def test_a_process_that_holds_some_layers_draws_the_same_weights(family: str) -> None:
     whole = vision_language(family, seed=5)
     for name, spans in (("language", [(0, 2), (2, 4), (6, 7)]), ("vision", [(0, 1), (3, 6), (6, 7)])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases.often import often
 from cases.tiny_models import LANGUAGE_MODELS, language_only, positions, tokens
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
@@ -18,6 +19,7 @@ MORE_FAMILIES = {
     "opt": {"ffn_dim": 48, "do_layer_norm_before": True, "word_embed_proj_dim": 32},
     "gemma2 with a low cap": {"head_dim": 8, "final_logit_softcapping": 2.0},
 }
+KINDS = ("llama_tied", "granite", "cohere", "opt", "gemma2 with a low cap")
 """Families whose heads do more than multiply, or stand elsewhere."""
 
 
@@ -30,7 +32,7 @@ def _model(family: str) -> MultimodalModel:
     return MultimodalModel({}, settings, seed=0)
 
 
-@pytest.mark.parametrize("family", [*LANGUAGE_MODELS, *MORE_FAMILIES])
+@pytest.mark.parametrize("family", often([*LANGUAGE_MODELS, *MORE_FAMILIES], *KINDS))
 def test_chunks_give_the_loss_and_the_gradients_of_transformers(family: str) -> None:
     mllm = _model(family).eval()
     ids = tokens(1, 23)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases.often import often
 from cases.tiny_models import LANGUAGE_MODELS
 from cases.tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 from dilatant.config.errors import UserError
@@ -130,7 +131,7 @@ def test_noise_hangs_on_seed_key_and_place_alone() -> None:
     assert not torch.equal(together.latent, together.values)
 
 
-@pytest.mark.parametrize("family", NETS)
+@pytest.mark.parametrize("family", often(NETS, "sd3", "unet"))
 def test_every_family_learns_in_any_split_of_a_batch(family: str) -> None:
     net, rows = _built(*NETS[family]).eval(), torch.randn(3, 2, 12)
     pixels = torch.rand(3, *net.targets.pixels) * 2 - 1
@@ -200,7 +201,7 @@ def test_a_hollow_generator_allocates_only_when_materialized() -> None:
         assert torch.equal(part, other), name  # whoever draws the other layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["sd3", "pixart", "sana"])
 def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
     """With cuts before and after every block, losses are equal to the bit and all gradients are close."""

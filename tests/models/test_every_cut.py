@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cases.cut_wholes import opened
+from cases.often import often
 from cases.tiny_models import LANGUAGE_MODELS, gradients
 from cases.tiny_wholes import WHOLES
 from cases.whole_samples import samples_of
@@ -37,6 +38,8 @@ HYBRID = {
     "falcon_mamba": {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 3},
     "lfm2": {**_TINY, "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]},
 }
+KINDS = ("qwen3_vl", "mllama", "idefics3", "qwen2_audio")
+"""Rows behind several layers, images that layers read beside the text, one block, and sounds."""
 FAMILIES = {**{f"whole {name}": {} for name in WHOLES}, **PLAIN, **HYBRID}
 
 
@@ -92,11 +95,8 @@ def drawn_cuts(model: MultimodalModel, random: np.random.Generator) -> dict[str,
 @pytest.mark.parametrize("cuts", [1, pytest.param(6, marks=pytest.mark.slow)], ids=["one", "many"])
 @pytest.mark.parametrize(
     "family",
-    [
-        # test_stages.py chains the stages of these families, also with media.
-        pytest.param(name, marks=pytest.mark.slow if name in LANGUAGE_MODELS else ())
-        for name in FAMILIES
-    ],
+    # test_stages.py chains the stages of the most common families, and test_whole_models_as_units.py those of others.
+    often(FAMILIES, *({**PLAIN, **HYBRID}.keys() - LANGUAGE_MODELS), *(f"whole {name}" for name in KINDS)),
 )
 def test_any_cut_trains_like_the_whole(family: str, cuts: int) -> None:
     model = model_of(family)

@@ -7,7 +7,8 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from cases.cut_and_packed import find_problems
-from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, language_only, vision_language
+from cases.often import often
+from cases.tiny_models import ENCODER_FAMILIES, LANGUAGE_MODELS, language_only, vision_language
 from dilatant.config.errors import UserError
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
@@ -45,7 +46,7 @@ def test_known_language_models_pass(family: str) -> None:
     assert find_problems(language_only(family).language) == ()
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", ENCODER_FAMILIES)
 def test_known_encoders_pass(family: str) -> None:
     assert find_problems(vision_language(encoder=family)["vision"]) == ()
 
@@ -88,7 +89,7 @@ def test_adapted_encoder_equals_transformers_image_by_image(family: str) -> None
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", often(PLAIN, "gpt2", "gpt_neox", "cohere", "granite"))
 def test_plain_families_need_no_code(family: str) -> None:
     mllm = MultimodalModel({}, {"model_type": family, **PLAIN[family]}, seed=0)
     assert find_problems(mllm.language) == ()

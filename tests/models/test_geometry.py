@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from cases.often import often
 from cases.tiny_models import ENCODERS, vision_language
 from dilatant.config import UserError
 from dilatant.models.core.geometry import encoder_geometry
@@ -19,10 +20,11 @@ EXTRA = {
     "beit, not in the table": {**ENCODERS["dinov2"], "model_type": "beit", "intermediate_size": 48},
     "aimv2, not in the table": {**ENCODERS["dinov2"], "model_type": "aimv2_vision_model", "intermediate_size": 48},
 }
+KINDS = ("clip", "siglip", "dinov2_registers", "dinov3", "whisper", "not square", "aimv2, not in the table")
 
 
 @pytest.mark.parametrize("features", ["all", "patch"])
-@pytest.mark.parametrize("family", [*ENCODERS, *EXTRA])
+@pytest.mark.parametrize("family", often([*ENCODERS, *EXTRA], *KINDS))
 def test_geometry_is_what_the_forward_gives(family: str, features: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENCODERS, family, ENCODERS.get(family) or EXTRA[family])
     unit = vision_language(encoder=family, features=features)["vision"]

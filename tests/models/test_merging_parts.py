@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases.often import often
 from cases.tiny_models import LANGUAGE_MODELS
 from cases.tiny_wholes import WHOLES
 from dilatant.config.errors import UserError
@@ -71,7 +72,7 @@ def alone(unit: Any, item: dict[str, Tensor]) -> Tensor:
         return unit.model(padded, attention_mask=mask).last_hidden_state[0, : rows // 2]
 
 
-@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("family", often(TOWERS, "qwen2_5_vl", "qwen2_audio"))
 def test_packed_items_are_what_transformers_says_of_each(family: str) -> None:
     unit = model_of(family)["tower"]
     items = items_of(unit)

@@ -32,7 +32,10 @@ ROWS: dict[str, Grids] = {
 DTYPES = [(torch.float32, 4e-5), (torch.bfloat16, 4e-2)]
 """Tolerance relative to the largest number: other kernels and orders of sums; in bf16 a rounding is 4e-3, of which
 five blocks add up. An item that sees another changes parts of the numbers' size."""
-CASES = [("qwen2_5_vl", row, *DTYPES[0]) for row in ROWS] + [
+CASES = [
+    pytest.param("qwen2_5_vl", row, *DTYPES[0], marks=pytest.mark.slow if row == "many tiny images" else ())
+    for row in ROWS
+] + [
     ("qwen2_5_vl", "windows that do not divide", *DTYPES[1]),
     *(
         pytest.param(family, "frames of clips", *DTYPES[0], marks=pytest.mark.slow)
@@ -121,9 +124,9 @@ HEARD = [("text", 2), ("sound", 13), ("text", 2), ("sound", 8), ("sound", 3), ("
     [
         ("qwen2_5_vl", "vision"),
         ("qwen3_vl", "vision"),
-        ("gemma4", "vision"),
+        pytest.param("gemma4", "vision", marks=pytest.mark.slow),
         ("qwen2_audio", "audio"),
-        ("qwen2_5_omni_thinker", "audio"),
+        pytest.param("qwen2_5_omni_thinker", "audio", marks=pytest.mark.slow),
     ],
 )
 def test_no_stage_of_a_tower_asks_its_device_for_numbers(family: str, unit: str) -> None:

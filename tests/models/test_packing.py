@@ -7,19 +7,27 @@ from typing import Any
 import pytest
 import torch
 
-from cases.tiny_models import LANGUAGE_MODELS, images, language_only, positions, tokens, vision_language
+from cases.tiny_models import (
+    LANGUAGE_FAMILIES,
+    LANGUAGE_MODELS,
+    images,
+    language_only,
+    positions,
+    tokens,
+    vision_language,
+)
 from dilatant.models.language.packed_row import PackedRow
 
 # fp32 sums over other padding of the same keys: a few roundings of logits of order 0.1.
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
+OFTEN = (("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gemma3_text", "sdpa"))
 
 
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        pytest.param(family, attention, marks=() if attention == usual or family == "llama" else pytest.mark.slow)
+        pytest.param(family, attention, marks=() if (family, attention) in OFTEN else pytest.mark.slow)
         for family in LANGUAGE_MODELS
-        for usual in ["eager" if family == "gemma2" else "sdpa"]
         for attention in ("sdpa", "eager")
     ],
 )
@@ -36,7 +44,7 @@ def test_packed_logits_equal_transformers_sample_by_sample(family: str, attentio
         torch.testing.assert_close(logits, model(input_ids=sample).logits, **TOLERANCE)
 
 
-@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+@pytest.mark.parametrize("family", LANGUAGE_FAMILIES)
 def test_packed_gradients_equal_the_sum_over_samples_alone(family: str) -> None:
     mllm = vision_language(family)
     placeholder = torch.full((1, 16), mllm.placeholder_ids["vision"])

@@ -63,7 +63,7 @@ DROPPING = {
 """Families whose blocks drop by their own flag: frozen unit → (language model, encoder)."""
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [pytest.param("block", marks=pytest.mark.slow), "block_keep_attention"])
 @pytest.mark.parametrize("frozen", DROPPING)
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 def test_recomputation_changes_neither_dropout_nor_gradients(frozen: str, trains: bool, how: Any) -> None:
@@ -135,8 +135,15 @@ def test_kept_attention_runs_once_through_torch(how: Any, runs: int) -> None:
 @pytest.mark.parametrize(
     "family", ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3", "phi3"))]
 )
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("media", ["causal", "embedded"])
+@pytest.mark.parametrize(
+    ("media", "split"),
+    [
+        ("causal", True),
+        ("embedded", False),
+        pytest.param("causal", False, marks=pytest.mark.slow),
+        pytest.param("embedded", True, marks=pytest.mark.slow),
+    ],
+)
 def test_kept_attention_runs_once_through_our_kernels(
     family: str, split: bool, media: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

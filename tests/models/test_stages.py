@@ -11,7 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.tiny_models import ENCODERS, LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
+from cases.tiny_models import (
+    ENCODER_FAMILIES,
+    ENCODERS,
+    LANGUAGE_FAMILIES,
+    LANGUAGE_MODELS,
+    gradients,
+    language_only,
+    positions,
+    tokens,
+    vision_language,
+)
 from dilatant.models.core.geometry import encoder_geometry
 from dilatant.models.core.slicing import ShapePlaceholder, SkippedBlock, run_slice
 from dilatant.models.encoders.encoder import EncoderUnit
@@ -48,7 +58,7 @@ def chain_encoder(unit: EncoderUnit, spans: list[tuple[int, int]], inputs):
     return hidden
 
 
-@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+@pytest.mark.parametrize("family", LANGUAGE_FAMILIES)
 @settings(max_examples=2, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_language_stages_chain_to_the_whole(family: str, data: st.DataObject) -> None:
@@ -75,7 +85,7 @@ def test_language_stages_chain_to_the_whole(family: str, data: st.DataObject) ->
     torch.testing.assert_close(rows["vision"].grad, expected_rows, **GRADIENT)
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", ENCODER_FAMILIES)
 @settings(max_examples=2, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_encoder_stages_chain_to_the_whole(family: str, data: st.DataObject) -> None:
