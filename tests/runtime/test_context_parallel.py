@@ -62,6 +62,7 @@ def test_tensor_parallel_ranks_share_tokens_alike(workers: WorkerPool) -> None:
     check_case(workers, case_of(plan, attention="embedded", loss_chunk=3, recompute="block"), "none", 1)
 
 
+@pytest.mark.slow
 def test_rows_pass_between_any_degrees(workers: WorkerPool) -> None:
     stages = (
         Stage(0, 1, (1, 2, 3), cp=3),
@@ -194,10 +195,12 @@ def test_states_begin_anew_with_each_sample_of_a_row(workers: WorkerPool) -> Non
     check_case(workers, case_of(plan, zero_bubble_h1, **HYBRID), "none", 1)
 
 
-def test_ranks_with_frozen_layer_still_send_state_gradients(workers: WorkerPool) -> None:
+@pytest.mark.parametrize(
+    "frozen", [("language",), pytest.param(("language.layers.*.linear_attn.*", "vision"), marks=pytest.mark.slow)]
+)
+def test_ranks_with_frozen_layer_still_send_state_gradients(workers: WorkerPool, frozen: tuple[str, ...]) -> None:
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (0, 1), cp=2),))
-    for frozen in (("language",), ("language.layers.*.linear_attn.*", "vision")):
-        check_case(workers, case_of(plan, frozen=frozen, **HYBRID), "none", 1)
+    check_case(workers, case_of(plan, frozen=frozen, **HYBRID), "none", 1)
 
 
 def test_dropout_is_drawn_by_token(workers: WorkerPool) -> None:

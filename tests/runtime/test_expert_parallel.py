@@ -28,8 +28,8 @@ from harness.checked_steps import check_case
 from harness.worker_pool import Worker, WorkerPool
 
 VISION = (Stage(0, 5, (0,)),)
-SHAPES = [(2, 2, 2), (1, 2, 2)]
-MORE_SHAPES = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 1, 2), (2, 2, 4), (1, 4, 2))]
+SHAPES = [(2, 2, 2)]
+MORE_SHAPES = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 2, 2), (2, 1, 2), (2, 2, 4), (1, 4, 2))]
 """tp, cp and ep of a stage."""
 OFTEN = {("qwen2_moe", 2, "block"), ("qwen3_moe", 4, "none")}
 RECOMPUTED = [

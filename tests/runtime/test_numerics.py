@@ -58,7 +58,8 @@ def test_two_hundred_fp32_steps_match_one_process(workers: WorkerPool, case: Cas
 NETS = ("sd3", "pixart", "sana", "unet", "flux")
 
 
-@pytest.mark.timeout(900)  # every process of the pool first imports diffusers, for 2 s of a core
+@pytest.mark.slow  # every process of the pool first imports diffusers; test_context_parallel.py has a net of its own
+@pytest.mark.timeout(900)
 @settings(max_examples=1, **COMMON)
 @given(case=cases(most_ranks=2, nets=("sd3", "pixart")), zero=SHARING, nodes=NODES)
 def test_any_step_that_draws_gives_what_one_process_gives(

@@ -70,11 +70,11 @@ def _loop(pooled: Worker, state: State, spec: ParallelSpec, options: dict[str, A
 @pytest.mark.parametrize(
     ("ranks", "spec", "options"),
     [
-        (1, ParallelSpec(), {}),
+        pytest.param(1, ParallelSpec(), {}, marks=pytest.mark.slow),
         (2, ParallelSpec(pp=2), {}),
-        (2, ParallelSpec(tp=2), {}),
+        pytest.param(2, ParallelSpec(tp=2), {}, marks=pytest.mark.slow),
         (2, ParallelSpec(cp=2), {}),
-        (2, ParallelSpec(replicas=2), {"zero": "all"}),
+        pytest.param(2, ParallelSpec(replicas=2), {"zero": "all"}, marks=pytest.mark.slow),
         (2, ParallelSpec(tp=2), {"zero": "all"}),
     ],
     ids=["one rank", "pipeline", "tensor", "context", "sharded state", "tensor, sharded state"],

@@ -24,6 +24,7 @@ LAYOUTS = {
     "tensor": ParallelSpec(tp=2),
     "context": ParallelSpec(cp=2),
 }
+OFTEN = (("pipeline", "focal"), ("replicas", "mean of samples"), ("tensor", "focal"), ("context", "mean of samples"))
 
 
 def _step(pooled: Worker, case: Any, language: ParallelSpec) -> tuple[float, dict[str, Any], dict[str, str]]:
@@ -42,8 +43,14 @@ def _step(pooled: Worker, case: Any, language: ParallelSpec) -> tuple[float, dic
     return loss, found, {key: box.name for key, box in runtime.owned.boxes.items()}
 
 
-@pytest.mark.parametrize("loss", OWN_LOSSES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        pytest.param(layout, loss, marks=() if (layout, loss) in OFTEN else pytest.mark.slow)
+        for layout in LAYOUTS
+        for loss in OWN_LOSSES
+    ],
+)
 def test_a_loss_is_the_same_under_every_layout(workers: WorkerPool, layout: str, loss: str) -> None:
     texts = ((6, (1,)), (9, (0,)), (4, (1,)), (12, (1,)))
     case = replace(CASE, loss=loss, loss_chunk=3, attention="causal", texts=texts)

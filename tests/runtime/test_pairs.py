@@ -180,7 +180,13 @@ def check(case: Case, method: str, results: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "method", "shares"),
-    [*((layout, "dpo", True) for layout in LAYOUTS if layout != "one process"), ("context", "simpo", False)],
+    [
+        ("pipeline", "dpo", True),
+        ("tensor", "dpo", True),
+        ("context", "simpo", False),
+        pytest.param("replicas", "dpo", True, marks=pytest.mark.slow),
+        pytest.param("context", "dpo", True, marks=pytest.mark.slow),
+    ],
 )
 def test_pairs_are_the_same_under_every_layout(workers: WorkerPool, layout: str, method: str, shares: bool) -> None:
     case = replace(CASE, loss_chunk=3, attention="causal")
@@ -196,7 +202,7 @@ def test_methods_have_the_losses_of_their_papers(method: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "shares"),
     [
-        ({"attention": "bidirectional"}, True),
+        pytest.param({"attention": "bidirectional"}, True, marks=pytest.mark.slow),
         ({"attention": "embedded"}, True),
         ({"attention": "causal", "language": "gemma3_text", "settings": {"sliding_window": 5}}, True),
         ({"attention": None}, False),

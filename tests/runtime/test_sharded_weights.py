@@ -43,7 +43,7 @@ def check(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
 
 
 @settings(max_examples=2, **COMMON)
-@given(case=cases(most_ranks=4, alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
+@given(case=cases(most_ranks=3, alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
 def test_any_sharded_step_matches_one_process(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
     check(workers, case, how, nodes)
 
