@@ -48,7 +48,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     sinks=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=30, deadline=None, print_blob=True)
 def test_outputs_and_gradients_equal_those_with_a_dense_mask(
     mask: AttentionMask, heads: tuple[int, int], softcap: float | None, sinks: bool, seed: int
 ) -> None:
@@ -60,7 +60,7 @@ def test_outputs_and_gradients_equal_those_with_a_dense_mask(
 
 
 @given(mask=masks(), seed=st.integers(0, 2**16), data=st.data())
-@settings(max_examples=25, deadline=None, print_blob=True)
+@settings(max_examples=12, deadline=None, print_blob=True)
 def test_some_queries_against_all_keys_in_another_order(mask: AttentionMask, seed: int, data: st.DataObject) -> None:
     if not mask.num_tokens:
         return

@@ -335,8 +335,8 @@ def test_a_plain_slurm_job_is_requeued_at_its_limit(image: str, code: int, tmp_p
     [
         (FINISHED, 0, False),
         (ASKED, 75, True),  # by the time limit
-        (f"2 {TOO_FEW} 3", 75, True),
-        ("", 75, True),  # nobody leads any more
+        pytest.param(f"2 {TOO_FEW} 3", 75, True, marks=pytest.mark.slow),
+        pytest.param("", 75, True, marks=pytest.mark.slow),  # nobody leads any more
         ("UserError: bad data", 1, False),
         (None, 2, False),  # it did not begin; what an earlier start wrote must not count
     ],

@@ -87,6 +87,7 @@ def loss_of(config: Path, model: Any) -> float:
     return total / targets
 
 
+@pytest.mark.slow
 def test_a_family_that_is_not_named_is_trained_in_stages_and_exported(project: Path, dilatant: Dilatant) -> None:
     assert "mistral3" not in FAMILIES
     source = save(project / "whole")
@@ -163,6 +164,7 @@ def test_check_model_needs_no_more_than_a_config(tmp_path: Path, dilatant: Dilat
     assert "3: encoders cut between blocks, packed rows" in out
 
 
+@pytest.mark.slow
 def test_check_model_proves_a_declared_family_whose_pixels_are_normalised_later(
     tmp_path: Path, dilatant: Dilatant
 ) -> None:

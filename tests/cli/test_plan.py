@@ -197,6 +197,7 @@ def test_recomputation_for_tight_memory_is_saved_and_trains(project: Path, dilat
     )
 
 
+@pytest.mark.slow
 def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, dilatant: Dilatant) -> None:
     report = planned(
         dilatant,
@@ -207,6 +208,7 @@ def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, d
         "plan.measure_seconds=600",
         "--set",
         "cluster.gpus_per_node=1",
+        *FEW,
     )
     assert report.cost_source == "measured"
     assert load_costs(project / "run" / "plan" / "costs.yaml").origin == "measured"

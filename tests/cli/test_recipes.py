@@ -32,6 +32,8 @@ CLUSTERS = ("cluster-64", "spot-nodes")
 """Recipes whose model and data are those of others, and whose layouts are what is tried."""
 LIKE_OTHERS = ("chart-qa", "video", "vlm-lora")
 """Recipes that train as others do: by default only their data, models and plans are opened."""
+RARELY = (*LIKE_OTHERS, "interleaved", "omni-drawing")
+"""Recipes that train only as slow tests."""
 SAMPLES = 6
 PACKAGES = {"lora": "peft", "generators": "diffusers"}
 """Section of the model → the package that it needs."""
@@ -192,7 +194,7 @@ def test_data_model_and_plan_of_a_recipe_open(name: str, workplace: Path, whole:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name
+        pytest.param(name, marks=pytest.mark.slow) if name in RARELY else name
         for name in RECIPES
         if name not in CLUSTERS
     ],

@@ -250,7 +250,7 @@ def test_generate_answers_from_the_export_as_evaluation_did(project: Path, dilat
     write_images(project, 2, "heldout.jsonl")
     dilatant(
         "train", project / "config.yaml", "--set", "data.eval=[{path: heldout.jsonl}]",
-        "--set", "train.steps=60", "--set", "evaluation.max_new_tokens=6",
+        "--set", "train.steps=30", "--set", "evaluation.max_new_tokens=6",
     )  # fmt: skip
     judged = json.loads((project / "run" / "eval.json").read_text())
     wrong = {entry["sample"]: entry["written"] for entry in judged["wrong_examples"]}

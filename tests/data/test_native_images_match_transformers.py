@@ -45,7 +45,7 @@ def test_patches_are_those_of_transformers(width: int, height: int, limits: dict
     np.testing.assert_array_equal(native.grid(size)[GRID], made[GRID])
 
 
-@pytest.mark.parametrize("tokens", [70, 280])
+@pytest.mark.parametrize("tokens", [70, pytest.param(280, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_patches_of_gemma_are_those_of_transformers_in_groups(
     width: int, height: int, tokens: int, tmp_path: Path

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cases.data_builders import small_encoding, write_lines, write_tar
+from cases.often import often
 from dilatant.config import DataSource, UserError
 from dilatant.data import cache as cache_module
 from dilatant.data.cache import HEAD, MAGIC, Arrays, read_arrays, write_arrays
@@ -92,7 +93,7 @@ def test_opening_again_reads_nothing_of_the_data(tmp_path, form):
     assert len(set(names)) == 50
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", often(FORMS, "jsonl", "parquet", "tar"))
 def test_opening_again_costs_the_same_for_any_number_of_samples(tmp_path, monkeypatch, cache, form):
     small = write_samples(tmp_path / "small", form, 20)
     large = write_samples(tmp_path / "large", form, 500)

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.made_up_holdings import SHAPES, WEIGHTS, plan_of, split
@@ -36,6 +36,7 @@ def boxes_of_one_weight(draw: st.DrawFn) -> list[Box]:
     return draw(st.lists(st.one_of(some, st.just(Box.of("w", shape))), min_size=1, max_size=4))
 
 
+@settings(max_examples=40, deadline=None)
 @given(boxes_of_one_weight())
 def test_atoms_cover_each_number_once_with_its_exact_ranks(held: list[Box]) -> None:
     boxes = dict(enumerate(held))
@@ -48,6 +49,7 @@ def test_atoms_cover_each_number_once_with_its_exact_ranks(held: list[Box]) -> N
     assert seen == {point: tuple(rank for rank, box in boxes.items() if point in points(box)) for point in everything}
 
 
+@settings(max_examples=40, deadline=None)
 @given(boxes_of_one_weight())
 def test_what_two_boxes_share_is_what_both_have(held: list[Box]) -> None:
     for one, other in itertools.product(held, held):
@@ -57,6 +59,7 @@ def test_what_two_boxes_share_is_what_both_have(held: list[Box]) -> None:
             assert meeting.size == len(points(meeting)) == math.prod(meeting.shape)
 
 
+@settings(max_examples=40, deadline=None)
 @given(boxes_of_one_weight())
 def test_a_cell_lies_in_the_tensor_where_its_numbers_are(held: list[Box]) -> None:
     for box in held:
@@ -69,6 +72,7 @@ def test_a_cell_lies_in_the_tensor_where_its_numbers_are(held: list[Box]) -> Non
             assert set(chosen) == points(cell)
 
 
+@settings(max_examples=40, deadline=None)
 @given(boxes_of_one_weight())
 def test_a_key_says_which_part_it_is(held: list[Box]) -> None:
     for box in held:

@@ -111,7 +111,7 @@ def test_all_groups_together_are_no_slower_than_any_alone(cases):
     check(cases, one)
 
 
-@pytest.mark.parametrize("seed", [3, 7, 12])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(more, marks=pytest.mark.slow) for more in (7, 12))])
 def test_many_unlike_devices_shard_state_like_one_group_alone(seed):
     case, zeros = Case(seed, parameters=400_000), [("all", 0.5)]
     groups = [group("fast", 72), group("slow", 72, slow=3.0)]

@@ -129,7 +129,11 @@ def test_a_planned_run_executes_the_simulated_steps(
 
 
 @pytest.mark.parametrize(
-    "trained", [{"freeze": ["language", "vision.encoder"]}, {"freeze": [], "lora": {"r": 2, "units": ["language"]}}]
+    "trained",
+    [
+        {"freeze": ["language", "vision.encoder"]},
+        pytest.param({"freeze": [], "lora": {"r": 2, "units": ["language"]}}, marks=pytest.mark.slow),
+    ],
 )
 def test_unfreezing_costs_what_its_own_plan_would(tmp_path: Path, trained: dict[str, Any]) -> None:
     """Compare the score of the plan with an unfrozen language model with that of a config that trains this model."""
