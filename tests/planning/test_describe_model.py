@@ -153,9 +153,8 @@ def test_layer_costs_are_measured_here_and_modelled_elsewhere(tmp_path):
     assert dense_rows(found, measured) == {}
 
 
-@pytest.mark.parametrize(
-    ("attention", "is_measured"), [("sdpa", True), pytest.param("eager", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "is_measured"), [("sdpa", True), ("eager", False)])
 def test_packed_rows_are_measured_where_they_cost_extra(tmp_path, attention, is_measured):
     given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
     language = given.model.text.model_copy(update={"attn_implementation": attention})

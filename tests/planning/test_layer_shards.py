@@ -133,6 +133,7 @@ def model_units(family: str) -> set[str]:
     return {"language", *FAMILIES[family].towers} - {{"mllama": "vision", "gemma4": "audio"}.get(family, "")}
 
 
+@pytest.mark.slow
 def test_all_degrees_are_measured_saved_and_note_modelled_parts(tmp_path):
     settings = {"plan": {"tensor_parallel": [1, 2], "context_parallel": [1, 2], "measure_seconds": 600}}
     config = configured(tmp_path, **settings)

@@ -78,8 +78,8 @@ def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
     [
         {"train": {"global_batch_size": BATCH, "row_tokens": 200}},
         {"train": {"global_batch_size": BATCH, "deterministic": True}},
-        {"plan": {"microbatch_tokens": [64]}},
-        {"plan": {"microbatch_sizes": [2]}},
+        pytest.param({"plan": {"microbatch_tokens": [64]}}, marks=pytest.mark.slow),
+        pytest.param({"plan": {"microbatch_sizes": [2]}}, marks=pytest.mark.slow),
         {"cluster": {"hardware": "CPU"}},
     ],
 )

@@ -139,8 +139,15 @@ def resized(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
-@pytest.mark.parametrize("same", [False, True], ids=["another", "the same"])
+@pytest.mark.parametrize(
+    ("same", "whole"),
+    [
+        pytest.param(False, True, id="another-whole"),
+        pytest.param(True, False, id="the same-parts"),
+        pytest.param(False, False, id="another-parts", marks=pytest.mark.slow),
+        pytest.param(True, True, id="the same-whole", marks=pytest.mark.slow),
+    ],
+)
 def test_a_head_beside_a_config_that_ties_it_is_refused(tmp_path: Path, whole: bool, same: bool) -> None:
     load_tokenizer("bytes").save_pretrained(str(tmp_path / "m/words"))
     if whole:
@@ -252,8 +259,9 @@ def read_by_torch(folder: Path, state: Weights) -> Weights:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("family", [pytest.param("llava", marks=pytest.mark.slow), "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl_moe"])
 def test_torch_loads_an_export_into_a_model_by_its_own_keys(tmp_path: Path, family: str) -> None:
     save_as_the_hub_does(family, tmp_path / "m")
     mixed(tmp_path / "m", lambda key: "norm" in key and key.endswith("weight"))

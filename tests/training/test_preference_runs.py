@@ -62,6 +62,7 @@ def test_a_run_learns_to_prefer_and_judges_pairs(pairs: Path) -> None:
     assert (record["samples"], record["wrong_examples"]) == (12, [])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_compares_with_the_model_that_it_began_with(pairs: Path) -> None:
     adapters = {"lora": {"r": 2}}
     for name, parts in (("whole", ({"steps": 6},)), ("parts", ({"steps": 3}, {"steps": 6, "resume": "auto"}))):

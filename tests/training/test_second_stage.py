@@ -53,12 +53,12 @@ def parts(**vision: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "tree",
     [
-        {"id": "s1/export", "tokenizer": "bytes"},
+        pytest.param({"id": "s1/export", "tokenizer": "bytes"}, marks=pytest.mark.slow),
         {"id": "s1/export", "tokenizer": "bytes", "freeze": ["vision.encoder"]},
         {"id": "s1/export", "tokenizer": "bytes", "lora": {"r": 2}},
-        parts(),
+        pytest.param(parts(), marks=pytest.mark.slow),
         parts(projector="linear"),
-        parts(projector="s1/export"),
+        pytest.param(parts(projector="s1/export"), marks=pytest.mark.slow),
         parts(projector="s1/export/projectors/vision.safetensors"),
     ],
 )
