@@ -131,19 +131,19 @@ def test_half_precision_stays_within_its_rounding() -> None:
     check(case, SQUARE, 2**-8)  # weights and scores are rounded to 11 bits before each product
 
 
-def test_strided_tensors_are_read_as_they_lie() -> None:
+@pytest.mark.parametrize("tuning", [pytest.param(SQUARE, marks=pytest.mark.slow), DESCRIPTORS], ids=["square", "tma"])
+def test_strided_tensors_are_read_as_they_lie(tuning: Tuning) -> None:
     """Transformers passes transposed views of [1, heads, tokens, dim] tensors."""
     mask = mask_kinds.build_mask(RowLayout.of_lengths([40]), "document_causal")
     case = make_case(mask, query_heads=2, kv_heads=2)
-    for tuning in (SQUARE, DESCRIPTORS):
-        expected, _ = run(case, tuning)
-        names = ("query", "key", "value", "grad_output")
-        strided = replace(
-            case, **{name: getattr(case, name).transpose(0, 1).contiguous().transpose(0, 1) for name in names}
-        )
-        assert not strided.query.is_contiguous()
-        found, _ = run(strided, tuning)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    expected, _ = run(case, tuning)
+    names = ("query", "key", "value", "grad_output")
+    strided = replace(
+        case, **{name: getattr(case, name).transpose(0, 1).contiguous().transpose(0, 1) for name in names}
+    )
+    assert not strided.query.is_contiguous()
+    found, _ = run(strided, tuning)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_expanded_gradients_equal_dense_attention() -> None:

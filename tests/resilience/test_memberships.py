@@ -214,7 +214,7 @@ def require_memory(plan: Plan, planner: MembershipPlanner) -> None:
             assert state + count * kept <= memory.capacity_bytes * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_there_is_a_plan_whenever_a_pipeline_fits(seed: int) -> None:
     """For drawn memories and histories of nodes, of which some have fewer devices, ranks that no pipelines fill are
@@ -443,7 +443,7 @@ def published(planned: TrainingPlan, members: list[str], devices: int = 1) -> st
     return json.dumps({"plan": planned.to_json(), "members": members, "workers": [devices] * len(members)})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
     """For random models, memories and histories, workers adopt the plans, times and ends of `simulate --failures`."""

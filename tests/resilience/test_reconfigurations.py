@@ -30,7 +30,7 @@ STAGES: tuple[tuple[Leaves, ...], ...] = (
     ("joined", "joined"),  # and so is the copy that is made of them in its place
     ("joined", "rebuilding", "fenced"),
 )
-OFTEN = (STAGES[2], STAGES[4])
+OFTEN = (STAGES[4],)
 
 
 @pytest.fixture
