@@ -10,7 +10,7 @@ import typer
 
 from dilatant.cli.asking import DrawingOptions, ExportPath
 from dilatant.cli.options import AsJson, say_loading
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, file_errors
 
 
 def evaluate(
@@ -57,8 +57,6 @@ def evaluate(
     mean = sum(one.score for one in scores) / len(scores)
     record = {"mean": mean, "samples": len(scores), "scores": {one.sample: one.score for one in scores}}
     if out is not None:
-        try:
+        with file_errors(f"--out {str(out)!r} cannot be written"):
             out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from None
     print(json.dumps(record) if as_json else f"{mean:.4f} is the mean score of {len(scores):,} answers")

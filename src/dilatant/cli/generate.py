@@ -13,7 +13,7 @@ import typer
 
 from dilatant.cli.asking import Answerer, DrawingOptions, ExportPath, MaxNewTokens, PromptOptions, is_text
 from dilatant.cli.options import AsJson
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, file_errors
 from dilatant.config.printable import printable
 
 if TYPE_CHECKING:
@@ -104,14 +104,12 @@ def _draw(answerer: Answerer, prompt: EncodedPrompt, drawing: DrawingOptions, ou
     if out is not None:
         stems = [out.stem, *(f"{out.stem}-{number}" for number in range(2, len(pictures) + 1))]
         paths = [out.with_stem(stem) for stem in stems]
-    try:
+    with file_errors(f"--out {str(out)!r} cannot be written"):
         for path, picture in zip(paths, pictures):
             if isinstance(picture, np.ndarray):
                 np.save(path, picture)
             else:
                 picture.save(path)
-    except OSError as error:
-        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from None
     named = iter(paths)
     shown = "".join(part if isinstance(part, str) else f"[{next(named, 'a picture; give --out')}]" for part in parts)
     images = [str(path) for path, _ in zip(paths, pictures)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, as_user_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,8 @@ def _place(
     rank, size, *local = ranks
     host = environment.get("MASTER_ADDR") or host
     texts = (rank, size or "1", *local, environment.get("MASTER_PORT") or port)
-    try:
+    with as_user_error(f"the variables of {launcher} are not numbers", ValueError):
         number, count, local_rank, num_local, port_number = (int(str(each)) for each in texts)
-    except ValueError as error:
-        raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
     ranges = [("rank", number, count)] if size else []
     if num_local != 1:  # some launchers only set the local rank, not the number of local ranks
         ranges.append(("local rank", local_rank, num_local))

@@ -6,7 +6,8 @@ where, and what to do. The command line prints it without a stack trace and exit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -21,6 +22,26 @@ def list_problems(title: str, problems: Sequence[str]) -> UserError:
 def one_line(error: Exception, most: int = 300) -> str:
     """Return an error's text in one line of at most `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+@contextmanager
+def as_user_error(what: str, *types: type[Exception]) -> Iterator[None]:
+    """Raise errors of these types (by default, any Exception) inside the context as a UserError: `what`, then the
+    error's text in one line."""
+    wanted = types or (Exception,)
+    try:
+        yield
+    except wanted as error:
+        raise UserError(f"{what}: {one_line(error)}") from None
+
+
+@contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """Raise an OSError inside the context, such as that of a full disk, as a UserError: `what`, then the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from None
 
 
 def type_and_text(error: BaseException) -> str:

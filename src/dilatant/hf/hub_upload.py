@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dilatant.config.errors import UserError, one_line
+from dilatant.config.errors import UserError, as_user_error
 from dilatant.hf.export import FILES
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.distcp", "*.metadata"]
@@ -17,10 +17,8 @@ def check_push(repository: str) -> None:
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    try:
+    with as_user_error("--push-to-hub", HFValidationError):
         validate_repo_id(repository)
-    except HFValidationError as error:
-        raise UserError(f"--push-to-hub: {one_line(error)}") from None
     if get_token() is None:
         raise UserError("--push-to-hub needs a token with write access: `hf auth login`, or set HF_TOKEN")
 
@@ -31,7 +29,7 @@ def push(folder: Path, repository: str, step: int, api: Any = None) -> str:
     from huggingface_hub import HfApi
 
     api = api or HfApi()
-    try:
+    with as_user_error(f"{str(folder)!r} is exported, but could not be pushed to {repository!r}"):
         address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(
             repo_id=address.repo_id,
@@ -40,8 +38,4 @@ def push(folder: Path, repository: str, step: int, api: Any = None) -> str:
             ignore_patterns=[FILES],
             delete_patterns=_WEIGHTS,
         )
-    except Exception as error:
-        raise UserError(
-            f"{str(folder)!r} is exported, but could not be pushed to {repository!r}: {one_line(error)}"
-        ) from None
     return str(address)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import as_user_error, list_problems
 from dilatant.config.files.exports import read_object, write_object
 from dilatant.hf.stored_weights import INDEX, Layout, pretrained_files, tensor_files
 from dilatant.models.adapters.lora import main_dtype, tied_keys
@@ -158,8 +158,6 @@ def _layout_of(whole: PretrainedModel, files: Mapping[str, Path]) -> Layout:
 
 
 def _file(source: str, name: str) -> Path | None:
-    try:
+    with as_user_error(f"{source!r}: {name} cannot be read", OSError):
         found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise UserError(f"{source!r}: {name} cannot be read: {error}") from None
     return None if found is None else Path(str(found))

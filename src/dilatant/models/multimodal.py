@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.linear_rows import cache_keyword, linear_layers
 from dilatant.attention.masks.mask import visible
-from dilatant.config.errors import UserError, list_problems, one_line
+from dilatant.config.errors import UserError, as_user_error, list_problems
 from dilatant.config.files.exports import is_export_of_parts
 from dilatant.config.model import LANGUAGE
 from dilatant.config.signatures import require_call
@@ -390,12 +390,10 @@ class MultimodalModel(nn.Module):
         )
         read_connectors(Path(folder), model.language, {name: model[name] for name in saved.generators})
         for name, state in saved.projectors.items():
-            try:
+            with as_user_error(
+                f"{str(folder)!r}: {name}: the file does not hold the projector's weights", RuntimeError
+            ):
                 model[name].projector.load_state_dict(state, assign=True)
-            except RuntimeError as error:
-                raise UserError(
-                    f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {one_line(error)}"
-                ) from None
         return model
 
     @classmethod

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from dilatant.config.errors import UserError, list_problems, one_line
+from dilatant.config.errors import UserError, as_user_error, list_problems, one_line
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
 from dilatant.models.core.structure import DEPTH_KEYS, on_meta
 from dilatant.models.families.families import FAMILIES
@@ -82,17 +82,13 @@ def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
             unknown.append(f"{key!r} is not a setting of {model_type}{hint}")
     if unknown:
         raise list_problems(f"{where}:", unknown)
-    try:
+    with as_user_error(f"{where}: {model_type} refuses these settings"):
         return config_class(**settings)
-    except Exception as error:
-        raise UserError(f"{where}: {model_type} refuses these settings: {one_line(error)}") from None
 
 
 def _plain_config(path: Path, where: str) -> Any:
-    try:
+    with as_user_error(f"{where}: {str(path)!r} cannot be read", OSError, ValueError, RecursionError):
         return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {str(path)!r} cannot be read: {one_line(error)}") from None
 
 
 def _refuse_absurd(settings: Any, where: str) -> None:
@@ -157,11 +153,8 @@ def _on_meta(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    try:
-        with on_meta():
-            model = construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
-    except Exception as error:
-        raise UserError(f"{where}: {config.model_type} cannot be built: {one_line(error)}") from None
+    with as_user_error(f"{where}: {config.model_type} cannot be built"), on_meta():
+        model = construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             if not weight.is_meta:  # the memory of torch.FloatTensor(...) has no values yet
@@ -235,10 +228,8 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
         _require_on_hub(name, where)
     except Exception as error:
         raise UserError(f"{where}: {name!r} cannot be read: {one_line(error)}") from None
-    try:
+    with as_user_error(f"{where}: {name!r} cannot be read"):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise UserError(f"{where}: {name!r} cannot be read: {one_line(error)}") from None
 
 
 def _require_on_hub(name: str, where: str) -> None:
@@ -267,18 +258,15 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return a model, and the keys of weights that its files lack and that are random; transformers' own report of
     missing and unused weights is suppressed. Raises UserError."""
-    try:
-        with without_bars(name), errors_alone():
-            model, found = loader.from_pretrained(
-                name,
-                config=config,
-                dtype=options.get("dtype") or "auto",
-                attn_implementation=options.get("attn_implementation"),
-                output_loading_info=True,
-                **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
-            )
-    except Exception as error:
-        raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {one_line(error)}") from None
+    with as_user_error(f"{where}: the weights of {name!r} cannot be loaded"), without_bars(name), errors_alone():
+        model, found = loader.from_pretrained(
+            name,
+            config=config,
+            dtype=options.get("dtype") or "auto",
+            attn_implementation=options.get("attn_implementation"),
+            output_loading_info=True,
+            **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
+        )
     return model, sorted(found["missing_keys"])
 
 

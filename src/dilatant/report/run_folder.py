@@ -13,13 +13,14 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dilatant.config import UserError
+from dilatant.config.errors import file_errors
 from dilatant.config.files.durable import LEFTOVERS, write_durably
 from dilatant.config.files.own_files import open_in_place, open_regular, require_plain
 from dilatant.config.files.trust import record_trust
@@ -164,13 +165,8 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn OSError (a full or unwritable disk) into UserError, since the user can fix it."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"output_dir {str(self.path)!r} cannot be written: {error.strerror}") from None
+    def _writing(self) -> AbstractContextManager[None]:
+        return file_errors(f"output_dir {str(self.path)!r} cannot be written")
 
 
 def is_deserted(path: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, as_user_error
 from dilatant.config.model import ModelConfig
 
 MANIFEST = "multimodal.json"
@@ -76,10 +76,8 @@ def with_parts(config: ModelConfig) -> ModelConfig:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file whose content is an object. Raises UserError."""
-    try:
+    with as_user_error(f"{str(path)!r} cannot be read", OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{str(path)!r} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{str(path)!r} is no object of JSON")
     return content

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, as_user_error
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord
 from dilatant.data.readers.records import Blocks
@@ -129,12 +129,10 @@ def scan_annotations(path: Path, name: str) -> Scan:
     rows, answers: their columns as JSON, as bytes, split at "rows ends" and "answers ends". keys, answer keys: int64,
     the questions' ids. unused: names of the file's other keys as bytes, each followed by a zero.
     """
-    try:
+    with as_user_error(f"{name} cannot be read as COCO or VQA JSON", msgspec.MsgspecError, RecursionError):
         raw = _json_lists(path)
         lists = {key: msgspec.json.decode(raw[key]) for key in (*LISTS, "data_subtype") if key in raw}
         found = msgspec.convert(lists, _File)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise UserError(f"{name} cannot be read as COCO or VQA JSON: {error}") from None
     keys = {f"{each}[].{key}" for each in LISTS for one in lists.get(each, ()) for key in one}
     answers = [each for each in found.annotations if each.question_id is not None]
     captions = [each for each in found.annotations if each.question_id is None]

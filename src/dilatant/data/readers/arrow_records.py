@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import as_user_error
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import MOST_CHARACTERS, Blocks
@@ -61,10 +61,8 @@ def scan_arrow(path: Path, name: str) -> Scan:
     """Count the rows of a file. Raises UserError naming a file that cannot be read."""
     from pyarrow import ArrowException
 
-    try:
+    with as_user_error(f"{name} cannot be read as Arrow", OSError, ValueError, ArrowException):
         rows = _mapped(path).num_rows
-    except (OSError, ValueError, ArrowException) as error:
-        raise UserError(f"{name} cannot be read as Arrow: {error}") from None
     return Scan(rows, {"rows": np.array([rows], np.int64)})
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import as_user_error
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.arrow_records import row_fields
 from dilatant.data.readers.record_fields import FileRecord
@@ -155,10 +155,8 @@ def scan_parquet(path: Path, name: str) -> Scan:
     naming a file that cannot be read."""
     from pyarrow.parquet import read_metadata
 
-    try:
+    with as_user_error(f"{name} cannot be read as Parquet", OSError, ValueError):
         metadata = read_metadata(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name} cannot be read as Parquet: {error}") from None
     about = (metadata.row_group(group) for group in range(metadata.num_row_groups))
     groups = np.array([(group.num_rows, group.total_byte_size) for group in about], np.int64).reshape(-1, 2)
     return Scan(int(groups[:, 0].sum()), {"groups": groups})

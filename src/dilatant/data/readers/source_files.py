@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, file_errors
 from dilatant.data.cache import Arrays, Cache
 from dilatant.data.errors import SampleError
 from dilatant.data.parallel_map import IndexRange, map_ranges, piece_bounds
@@ -201,10 +201,8 @@ class SpannedRecords(RecordsOfFiles):
 
 def _state(path: Path) -> tuple[int, int]:
     """Return the size and modification time (ns) of a file."""
-    try:
+    with file_errors(f"{str(path)!r} cannot be read"):
         about = path.stat()
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     return about.st_size, about.st_mtime_ns
 
 

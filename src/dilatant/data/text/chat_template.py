@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, as_user_error
 from dilatant.config.files.own_files import open_regular
 from dilatant.data.readers.messages import CALLS
 from dilatant.data.sample import MediaKind
@@ -189,11 +189,8 @@ def usable_template(text: str, special_tokens: Mapping[str, str], name: str, day
 
 def read_template(path: str) -> str:
     """Return the text of a template file. Raises UserError."""
-    try:
-        with open_regular(Path(path)) as file:
-            return file.read(LONGEST_TEMPLATE).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"chat template {path!r} cannot be read: {error}") from None
+    with as_user_error(f"chat template {path!r} cannot be read", OSError, ValueError), open_regular(Path(path)) as file:
+        return file.read(LONGEST_TEMPLATE).decode("utf-8")
 
 
 @cache

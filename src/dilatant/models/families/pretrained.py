@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError, one_line
+from dilatant.config.errors import UserError, as_user_error
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media_units.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
@@ -80,11 +80,8 @@ class PretrainedModel:
     def composite(self, **options: Any) -> PreTrainedModel:
         """Build the model on the meta device, with its own copy of the config. options: of `from_config`. Raises
         UserError."""
-        try:
-            with on_meta():
-                model = auto_class(self.config).from_config(copy.deepcopy(self.config), dtype=self.dtype, **options)
-        except Exception as error:
-            raise UserError(f"model: {self.config.model_type} cannot be built: {one_line(error)}") from None
+        with as_user_error(f"model: {self.config.model_type} cannot be built"), on_meta():
+            model = auto_class(self.config).from_config(copy.deepcopy(self.config), dtype=self.dtype, **options)
         modules = dict(model.named_modules())
         for place in (self.family.decoder, *(tower.path for tower in self.family.towers.values())):
             if place not in modules:
@@ -255,12 +252,9 @@ def weights_of(
 
 def load_pretrained_weights(whole: PretrainedModel, source: str) -> dict[str, Tensor]:
     """Load all weights of a pretrained model by its own keys, as transformers reads them. Raises UserError."""
-    try:
-        with without_bars(source):
-            loader: Any = type(whole.composite())
-            model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
-    except Exception as error:
-        raise UserError(f"the weights of {source!r} cannot be loaded: {one_line(error)}") from None
+    with as_user_error(f"the weights of {source!r} cannot be loaded"), without_bars(source):
+        loader: Any = type(whole.composite())
+        model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(

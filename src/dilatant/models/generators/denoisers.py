@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilatant.config.errors import UserError, list_problems, one_line
+from dilatant.config.errors import UserError, as_user_error, list_problems
 from dilatant.models.core.slicing import shell_of
 from dilatant.models.core.structure import on_meta
 from dilatant.models.generators.denoiser_families import (
@@ -110,16 +110,12 @@ def _draw_nothing(net: nn.Module, family: DenoiserFamily, shape: tuple[int, int,
     """Run one forward on the meta device, and raise UserError if a denoiser's settings are inconsistent."""
     config: Any = net.config
     pooled = family.pooled(config)
+    wanted = f"draw pictures of its sample_size {list(shape[1:])}"
     with torch.device("meta"):
         rows = torch.empty(1, 1, family.width(config))
         pooled_row = None if pooled is None else torch.empty(1, pooled)
-        try:
+        with as_user_error(f"{where}: {type(net).__name__} with these settings cannot {wanted}"):
             drawn = family.predict(net, torch.empty(1, *shape), torch.empty(1), rows, pooled_row)
-        except Exception as error:
-            raise UserError(
-                f"{where}: {type(net).__name__} with these settings cannot draw pictures of its sample_size "
-                f"{list(shape[1:])}: {one_line(error)}"
-            ) from None
     if tuple(drawn.shape[2:]) != shape[1:]:
         raise UserError(
             f"{where}: {type(net).__name__} with these settings draws {list(drawn.shape[2:])}, but its sample_size is "
@@ -167,7 +163,8 @@ def build_diffusion(
     predict, cut = seen.family.predict, seen.family.cut
     module = Diffusion(
         net,
-        _first_half(predict) if seen.learned_variance else predict,
+        # A learned variance follows the prediction, and is dropped.
+        (lambda *inputs: predict(*inputs).chunk(2, dim=1)[0]) if seen.learned_variance else predict,
         Targets(seen.shape, seen.pixels, *encoding, keeps_latents),
         objective,
         drop,
@@ -211,19 +208,8 @@ def _pretrained(
     place, below = folder
     if Path(place).is_dir():  # diffusers would prefer weights in the parent folder
         place, below = str(Path(place, below)), ""
-    try:
+    with as_user_error(f"{where}: the weights of {folder[0]!r} cannot be loaded"):
         return kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
-    except Exception as error:
-        raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {one_line(error)}") from None
-
-
-def _first_half(predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `predict` to drop the learned variance from a denoiser's output."""
-
-    def first_half(*inputs: Any) -> Tensor:
-        return predict(*inputs).chunk(2, dim=1)[0]
-
-    return first_half
 
 
 def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:
@@ -241,10 +227,8 @@ def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> A
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
     if problems and "_diffusers_version" not in settings:  # diffusers knows the settings that it wrote
         raise list_problems(f"{where}:", problems)
-    try:
+    with as_user_error(f"{where}: {kind.__name__} refuses these settings"):
         return kind.from_config(dict(settings))
-    except Exception as error:
-        raise UserError(f"{where}: {kind.__name__} refuses these settings: {one_line(error)}") from None
 
 
 def _class_of(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:

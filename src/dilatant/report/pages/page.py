@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import file_errors
 from dilatant.config.files.durable import write_named
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
@@ -105,10 +105,8 @@ def write_page(path: str | Path, text: str) -> Path:
     """Write a page, whole or not at all, and return its path. Raises UserError if it cannot be written.
     Paths that are not plain files (a link, /dev/stdout) are written through."""
     path = Path(path)
-    try:
+    with file_errors(f"page {str(path)!r} cannot be written"):
         write_named(path, text)
-    except OSError as error:
-        raise UserError(f"page {str(path)!r} cannot be written: {error.strerror}") from None
     return path
 
 
