@@ -19,7 +19,7 @@ from dilatant.plan.templates.templates import plan_templates
 from dilatant.planning.failures import from_planner, restart_from_checkpoint
 from dilatant.report.pages.replay_page import (
     ReplaySetting,
-    _rates,
+    binned,
     render_replay_page,
     replay_parts,
     replays_to_plain,
@@ -73,7 +73,7 @@ def test_sentences_compare_the_first_replay_with_the_others(replays):
 
 def test_binned_rates_keep_the_samples(replays):
     for one in replays:
-        rates = _rates(one, 60)
+        rates = binned(one, [segment.samples for segment in one.segments])
         trained = sum(segment.samples for segment in one.segments)
         assert sum(rates) / len(rates) * one.seconds == pytest.approx(trained)  # sums of doubles
 

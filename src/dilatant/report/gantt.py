@@ -101,13 +101,8 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
     for (stages, _, _), indices in members.items():
         lane = len(lanes)
         lanes.append(Lane(tuple(timeline.ranks[index] for index in indices), stages))
-        idle.append(
-            {
-                cause: seconds
-                for cause, seconds in zip(timeline.causes, timeline.idle[indices[0]].tolist(), strict=True)
-                if seconds > 0.0
-            }
-        )
+        causes = zip(timeline.causes, timeline.idle[indices[0]].tolist(), strict=True)
+        idle.append({cause: seconds for cause, seconds in causes if seconds > 0.0})
         if sync_seconds > 0.0:
             idle[lane][COMMUNICATION] = idle[lane].get(COMMUNICATION, 0.0) + sync_seconds
         for action, start, end in timeline.of_rank(timeline.ranks[indices[0]]):
@@ -125,10 +120,7 @@ def measured_chart(actions: Sequence[MeasuredAction], plan: Plan, waits: Sequenc
     """
     if not actions:
         raise ValueError("nothing was measured")
-    begin, end = (
-        min([*(one.start for one in actions), *(one.start for one in waits)]),
-        max(one.end for one in actions),
-    )
+    begin, end = min(one.start for one in (*actions, *waits)), max(one.end for one in actions)
     waited = {one.rank: one.seconds for one in waits}
     held = plan.stages_of_rank
     places = {rank: {(placed.unit, placed.position) for placed in own} for rank, own in held.items()}
@@ -147,12 +139,10 @@ def measured_chart(actions: Sequence[MeasuredAction], plan: Plan, waits: Sequenc
             causes[BETWEEN if number else first] += max(one.start - before, 0.0)
             awaited = one.unit if one.waited_for is None else held[one.waited_for][0].unit
             causes[IMBALANCE if awaited == one.unit else waiting_for(awaited)] += one.waited_seconds
-            before = one.end
+            before, action = one.end, one.action
             start = one.start + one.waited_seconds - begin
             rows.append(
-                GanttRow(
-                    lane, one.action.stage, str(one.action.kind), one.action.microbatch, one.samples, start, one.seconds
-                )
+                GanttRow(lane, action.stage, str(action.kind), action.microbatch, one.samples, start, one.seconds)
             )
         causes[DRAIN] += end - before
         idle.append({cause: seconds for cause, seconds in causes.items() if seconds > 0.0})

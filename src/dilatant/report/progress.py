@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilatant.report.metrics import StepMetrics
+from dilatant.report.say import say
 from dilatant.report.text.wording import seconds_text
 
 _SMOOTHING = 0.1
@@ -54,9 +55,7 @@ class ProgressLine:
         last = metrics.step == metrics.total_steps
         if not self._console.is_terminal and (last or now - self._last_plain >= _PLAIN_INTERVAL_SECONDS):
             self._last_plain = now
-            self._console.print(
-                f"step {metrics.step}/{metrics.total_steps}  {figures}", highlight=False, markup=False, soft_wrap=True
-            )
+            say(self._console, f"step {metrics.step}/{metrics.total_steps}  {figures}")
 
 
 def describe(metrics: StepMetrics, smoothed_seconds: float | None) -> str:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dilatant.config import UserError
 
 
-class Tracker(Protocol):
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """An open tracker. log: takes a step and its scalars by name."""
 
-    def close(self) -> None: ...
+    log: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
 
 
 def open_trackers(names: Iterable[str], folder: Path, config: Mapping[str, Any], first_step: int) -> list[Tracker]:
@@ -25,10 +28,10 @@ def open_trackers(names: Iterable[str], folder: Path, config: Mapping[str, Any],
     Raises UserError when a tracker's package is not installed.
     """
     makers: dict[str, Callable[[str, Path, Mapping[str, Any], int], Tracker]] = {
-        "tensorboard": _TensorBoard,
-        **dict.fromkeys(("wandb", "trackio", "swanlab"), _WandbLike),
-        "mlflow": _MLflow,
-        "comet_ml": _Comet,
+        "tensorboard": _tensorboard,
+        **dict.fromkeys(("wandb", "trackio", "swanlab"), _wandb_like),
+        "mlflow": _mlflow,
+        "comet_ml": _comet,
     }
     return [makers[name](name, folder, config, first_step) for name in names]
 
@@ -51,64 +54,45 @@ def _package(name: str) -> Any:
         raise _not_installed(name) from None
 
 
-class _TensorBoard:
-    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides events that a run wrote after the checkpoint it is resumed from.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+    # purge_step hides events that a run wrote after the checkpoint it is resumed from.
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+    def log(step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandbLike:
-    """Tracker for wandb, and for trackio and SwanLab, which have the same API."""
-
-    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
-        self._module = _package(name)
-        named = {"experiment_name": folder.name} if name == "swanlab" else {"name": folder.name, "resume": "allow"}
-        self._module.init(project="dilatant", config=dict(config), **named)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._module.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._module.finish()
+    return Tracker(log, writer.close)
 
 
-class _MLflow:
-    """Tracker for MLflow. The config is the artifact config.json, since parameters are limited in number and length."""
+def _wandb_like(name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+    """Open wandb, or trackio or SwanLab, which have the same API."""
+    module = _package(name)
+    named = {"experiment_name": folder.name} if name == "swanlab" else {"name": folder.name, "resume": "allow"}
+    module.init(project="dilatant", config=dict(config), **named)
+    return Tracker(lambda step, scalars: module.log(dict(scalars), step=step), module.finish)
 
-    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
-        self._module = _package(name)
-        self._ends = self._module.active_run() is None  # a run that the user has begun goes on
-        if self._ends:
-            self._module.start_run(run_name=folder.name)
-        self._module.log_dict(dict(config), "config.json")
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+def _mlflow(name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+    """Open MLflow. The config is the artifact config.json, since parameters are limited in number and length."""
+    module = _package(name)
+    goes_on = module.active_run() is not None  # a run that the user has begun is not ended
+    if not goes_on:
+        module.start_run(run_name=folder.name)
+    module.log_dict(dict(config), "config.json")
+
+    def log(step: int, scalars: Mapping[str, float]) -> None:
         # Names of data sets may hold characters that MLflow refuses.
         named = {re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII): value for name, value in scalars.items()}
-        self._module.log_metrics(named, step=step)
+        module.log_metrics(named, step=step)
 
-    def close(self) -> None:
-        if self._ends:
-            self._module.end_run()
+    return Tracker(log, (lambda: None) if goes_on else module.end_run)
 
 
-class _Comet:
-    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
-        module = _package(name)
-        self._experiment = module.start(experiment_config=module.ExperimentConfig(name=folder.name))
-        self._experiment.log_parameters(dict(config))
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._experiment.log_metrics(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._experiment.end()
+def _comet(name: str, folder: Path, config: Mapping[str, Any], first_step: int) -> Tracker:
+    module = _package(name)
+    experiment = module.start(experiment_config=module.ExperimentConfig(name=folder.name))
+    experiment.log_parameters(dict(config))
+    return Tracker(lambda step, scalars: experiment.log_metrics(dict(scalars), step=step), experiment.end)

@@ -24,7 +24,6 @@ from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_
 from dilatant.report.text.wording import bytes_text, count_text, counted, listed, percent_text, ranks_text, seconds_text
 
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
-_SPARKS = 60
 _CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, TOO_FEW)
 TONES: Mapping[str, str] = {cause: f"lost{order}" for order, cause in enumerate(_CAUSES)}
 """Cause of lost time → its colour, on every page."""
@@ -136,7 +135,9 @@ def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str
 
 def replay_parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part]:
     """Return all that the page and the terminal show, in order."""
-    tones = {cause: TONES[cause] for cause in _causes(replays)}
+    causes = dict.fromkeys(cause for one in replays for cause in one.lost)
+    totals = {cause: sum(one.lost.get(cause, 0.0) for one in replays) for cause in causes}
+    tones = {cause: TONES[cause] for cause in sorted(causes, key=lambda cause: -totals[cause])}
     rows = []
     for order, one in enumerate(replays):
         whole = one.seconds or 1.0
@@ -160,17 +161,10 @@ def replay_parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part
     ]
 
 
-def _causes(replays: Sequence[Replay]) -> list[str]:
-    """Return causes of lost time over all replays, the largest first."""
-    totals: dict[str, float] = {}
-    for one in replays:
-        for cause, seconds in one.lost.items():
-            totals[cause] = totals.get(cause, 0.0) + seconds
-    return sorted(totals, key=lambda cause: -totals[cause])
-
-
-def _binned(one: Replay, area: list[float], bins: int) -> list[float]:
+def binned(one: Replay, area: list[float], bins: int = 60) -> list[float]:
     """Return averages over `bins` equal spans of time; `area[i]` is the total of segment i."""
+    if not one.segments:
+        return []
     start, span = one.segments[0].start, one.seconds / bins
     totals = [0.0] * bins
     for segment, amount in zip(one.segments, area):
@@ -179,16 +173,6 @@ def _binned(one: Replay, area: list[float], bins: int) -> list[float]:
             common = min(end, index + 1) - max(first, index)
             totals[index] += amount * max(common, 0.0) * span / segment.seconds
     return [amount / span for amount in totals]
-
-
-def _rates(one: Replay, bins: int) -> list[float]:
-    return _binned(one, [segment.samples for segment in one.segments], bins) if one.segments else []
-
-
-def _nodes(one: Replay, bins: int) -> list[float]:
-    if not one.segments:
-        return []
-    return _binned(one, [segment.nodes * segment.seconds for segment in one.segments], bins)
 
 
 def _line(name: str, heights: list[float], text: str) -> dict[str, Any]:
@@ -212,6 +196,8 @@ def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
             points.append(f"{x(part.start):.1f},{y:.1f} {x(part.start + part.seconds):.1f},{y:.1f}")
         return " ".join(points)
 
+    sums = [[part.samples for part in one.segments] for one in replays]
+    alive = [part.nodes * part.seconds for part in replays[0].segments]
     base = _HEIGHT + 26 + _NODES
     area = steps(replays[0], lambda part: part.nodes / most, base, _NODES)
     return {
@@ -223,7 +209,7 @@ def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
         "lines": [
             {
                 "tone": f"u{order % HUES} B",
-                **_line(one.name, _rates(one, _SPARKS), f"{count_text(one.samples_per_second)} samples/s"),
+                **_line(one.name, binned(one, sums[order]), f"{count_text(one.samples_per_second)} samples/s"),
                 "points": steps(one, lambda part: part.samples / part.seconds / top, _HEIGHT, _HEIGHT - 14),
             }
             for order, one in reversed(list(enumerate(replays)))
@@ -232,7 +218,7 @@ def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
         "nodes": f"{x(start):.1f},{base:.1f} {area} {x(start + seconds):.1f},{base:.1f}",
         "marks": [{"y": _HEIGHT - (_HEIGHT - 14) * part, "text": count_text(top * part)} for part in (0.0, 0.5, 1.0)],
         "most": most,
-        "alive": _line("nodes alive", _nodes(replays[0], _SPARKS), f"up to {most}"),
+        "alive": _line("nodes alive", binned(replays[0], alive), f"up to {most}"),
         "ticks": [
             {"x": x(start + seconds * part), "text": seconds_text(seconds * part) if part else "0"}
             for part in (0.0, 0.25, 0.5, 0.75, 1.0)
