@@ -17,7 +17,7 @@ import pytest
 
 from cases.tiny_project import Dilatant
 from dilatant.__main__ import main
-from dilatant.cli.options import is_plan, output_file, read_config
+from dilatant.cli.options import output_file, read_config
 from dilatant.config.errors import UserError
 
 
@@ -35,10 +35,10 @@ def test_an_output_of_another_kind_is_not_replaced(tmp_path: Path, content: byte
         path.write_bytes(content)
     option: Any = SimpleNamespace(opts=["--out"])
     if replaced:
-        assert output_file(is_plan)(option, path) == path
+        assert output_file("dilatant.plan.plan:Plan.from_json")(option, path) == path
     else:
         with pytest.raises(UserError, match="was not written by this option"):
-            output_file(is_plan)(option, path)
+            output_file("dilatant.plan.plan:Plan.from_json")(option, path)
     assert (path.read_bytes() if path.exists() else None) == content
 
 

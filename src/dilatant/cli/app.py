@@ -10,30 +10,14 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from dilatant import __version__
-from dilatant.cli import (
-    agent,
-    chat,
-    check_model,
-    convert_config,
-    data,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    init,
-    plan,
-    profile,
-    resume,
-    simulate,
-    status,
-    train,
-)
+from dilatant.cli import data
 from dilatant.cli.options import with_options
 from dilatant.comm.temporary import remove_left_folders
 from dilatant.config.errors import UserError
@@ -65,21 +49,15 @@ def _options(
     """Options common to all verbs."""
 
 
-for _verb in (
-    *(
-        init.init,
-        plan.plan,
-        simulate.simulate,
-        profile.profile,
-        train.train,
-        resume.resume,
-        export.export,
-        generate.generate,
-    ),
-    *(chat.chat, evaluate.evaluate, agent.agent, status.status, doctor.doctor, check_model.check_model),
-    convert_config.convert_config,
-):
-    app.command(_verb.__name__.replace("_", "-"))(with_options(_verb))
+_VERBS = (
+    *("init", "plan", "simulate", "profile", "train", "resume", "export", "generate", "chat", "evaluate", "agent"),
+    *("status", "doctor", "check_model", "convert_config"),
+)
+"""Verbs in the order of `--help`: each is the function of its name in the module of its name."""
+
+for _name in _VERBS:
+    _verb = getattr(import_module(f"dilatant.cli.{_name}"), _name)
+    app.command(_name.replace("_", "-"))(with_options(_verb))
 app.add_typer(data.app, name="data")
 
 

@@ -53,12 +53,8 @@ class PromptOptions:
     @property
     def media(self) -> list[Media]:
         """The media that the options name, in their order."""
-        return [
-            item
-            for kind in ("image", "audio", "video")
-            for path in getattr(self, kind)
-            for item in media_at(kind, path)
-        ]
+        kinds = ("image", "audio", "video")
+        return [media_at(kind, path) for kind in kinds for path in getattr(self, kind)]
 
     def system_turns(self) -> tuple[Turn, ...]:
         """Return the turns before the first question."""
@@ -148,11 +144,11 @@ class Answerer:
         return text
 
 
-def media_at(kind: Any, path: Path) -> list[Media]:
+def media_at(kind: Any, path: Path) -> Media:
     """Return the item of this kind at a path."""
     from dilatant.data.sample import Media
 
-    return [Media(kind, path, str(path))]
+    return Media(kind, path, str(path))
 
 
 def media_problems(media: Iterable[Media]) -> list[str]:

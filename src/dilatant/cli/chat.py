@@ -61,7 +61,7 @@ class _Conversation:
         if not line:
             return
         if command in ("/image", "/audio", "/video"):
-            media = media_at(command[1:], Path(rest.strip()).expanduser())
+            media = [media_at(command[1:], Path(rest.strip()).expanduser())]
             problems = media_problems(media)
             try:
                 self._answerer.require_encoders(media)

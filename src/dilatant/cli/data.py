@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigOptions, is_page, output_file, with_options
+from dilatant.cli.options import IS_PAGE, AsJson, ConfigOptions, output_file, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
 
     from dilatant.data.index.lint import Problem
 
@@ -31,7 +31,7 @@ def stats(
     options: ConfigOptions,
     page: Annotated[
         Path | None,
-        typer.Option(help="Also write the figures and plots to this HTML file.", callback=output_file(is_page)),
+        typer.Option(help="Also write the figures and plots to this HTML file.", callback=output_file(IS_PAGE)),
     ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -51,14 +51,9 @@ def stats(
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)
-    with _progress(console) as progress:
-        task = progress.add_task("measuring samples", total=None)
+    with _progress(console, "measuring samples") as show:
         index = blend_sizes(
-            samples.train,
-            samples.encoding,
-            cache_dir=resolved.data.cache_dir,
-            workers=workers,
-            progress=partial(_show, progress, task),
+            samples.train, samples.encoding, cache_dir=resolved.data.cache_dir, workers=workers, progress=show
         )
     title = f"Training data of {options.config.name}"
     for line in unused_lines(samples.train, index, samples.encoding):
@@ -107,9 +102,7 @@ def lint(
     for blend, encoding in ((samples.train, samples.encoding), (samples.held_out, samples.held_out_encoding)):
         if blend is None:
             continue
-        with _progress(console) as progress:
-            task = progress.add_task("reading samples", total=len(blend))
-            show = partial(_show, progress, task)
+        with _progress(console, "reading samples", len(blend)) as show:
             index = blend_sizes(blend, encoding, cache_dir=resolved.data.cache_dir, workers=workers, progress=show)
             problems += find_problems(
                 blend, encoding, deep=not headers_only, index=index, workers=workers, progress=show
@@ -132,19 +125,13 @@ def lint(
     raise typer.Exit(1 if problems else 0)
 
 
-def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
-    progress.update(task, completed=done, total=total)
-
-
-def _progress(console: Console) -> Progress:
+@contextmanager
+def _progress(console: Console, what: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of a task on a terminal, as the yielded function of (done, total) is told."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bar, count = BarColumn(bar_width=24), MofNCompleteColumn()
+    columns = (TextColumn("{task.description}", markup=False), bar, count, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
 
 from dilatant.config.environment import hide_gpus, place_from
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, file_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,13 +78,17 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-Same = Callable[[str], bool]
-"""A check that a text is of the kind of file that an option writes."""
+IS_PAGE = "dilatant.report.pages.page_links:is_page"
+"""For `output_file`: the check of a page that Dilatant wrote."""
 
 
-def output_file(is_same: Same) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+def output_file(reader: str, *more: str) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
     """Return a callback that checks an option's output file before the work begins: it must be writable, and an
-    existing file must be empty or of the same kind, so that a typing mistake cannot overwrite a config or data."""
+    existing file must be empty or of the same kind, so that a typing mistake cannot overwrite a config or data.
+
+    reader: MODULE:NAME of a function, imported when it is needed. It takes a text and `more`, and returns False or
+    raises ValueError (UserError) for a text of another kind.
+    """
 
     def check(option: typer.CallbackParam, path: Path | None) -> Path | None:
         if path is None:
@@ -93,7 +98,7 @@ def output_file(is_same: Same) -> Callable[[typer.CallbackParam, Path | None], P
             raise UserError(f"{shown} is a folder; name a file in it")
         if not path.parent.is_dir():
             raise UserError(f"{shown}: folder {str(path.parent)!r} does not exist")
-        if path.is_file() and not _replaceable(path, is_same):
+        if path.is_file() and not _replaceable(path, lambda text: resolve_name(reader)(text, *more) is not False):
             raise UserError(f"{shown} is there already and was not written by this option; name another file")
         _check_writable(path, shown)
         return path
@@ -106,12 +111,10 @@ def _check_writable(path: Path, shown: str) -> None:
     there = path.exists()
     if there and not path.is_file():  # a pipe or a terminal
         return
-    try:
+    with file_errors(f"{shown} cannot be written"):
         path.open("ab").close()
         if not there:
             path.unlink()
-    except OSError as error:
-        raise UserError(f"{shown} cannot be written: {error.strerror}") from None
 
 
 def write_new(path: Path, text: str, option: str) -> None:
@@ -125,44 +128,12 @@ def write_new(path: Path, text: str, option: str) -> None:
         raise UserError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from None
 
 
-def _replaceable(path: Path, is_same: Same) -> bool:
+def _replaceable(path: Path, is_same: Callable[[str], bool]) -> bool:
     try:
         text = path.read_text(encoding="utf-8")
         return not text.strip() or is_same(text)
     except (OSError, ValueError):  # not readable, no text, or (UserError) another kind of file
         return False
-
-
-def is_page(text: str) -> bool:
-    """Return whether a text is a page that Dilatant wrote."""
-    from dilatant.report.pages import page_links
-
-    return page_links.is_page(text)
-
-
-def is_plan(text: str) -> bool:
-    """Return True if a text is a plan; otherwise raise ValueError."""
-    from dilatant.plan.plan import Plan
-
-    Plan.from_json(text)
-    return True
-
-
-def is_cost_file(text: str) -> bool:
-    """Return True if a text contains layer costs; otherwise raise UserError."""
-    from dilatant.cost.model import CostModel
-
-    CostModel.from_yaml(text, "")
-    return True
-
-
-def is_hardware_file(text: str) -> bool:
-    """Return True if a text is a hardware file (devices and links), which takes more entries; otherwise raise
-    UserError."""
-    from dilatant.cost.hardware import read_hardware_file
-
-    read_hardware_file(text, "")
-    return True
 
 
 def say_loading() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigOptions, is_page, is_plan, output_file, show_places
+from dilatant.cli.options import IS_PAGE, AsJson, ConfigOptions, output_file, show_places
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dilatant.planning.planning import PlanningProblem
 
 Page = Annotated[
-    Path | None, typer.Option(help="Where to write the page.", callback=output_file(is_page), show_default=False)
+    Path | None, typer.Option(help="Where to write the page.", callback=output_file(IS_PAGE), show_default=False)
 ]
 
 
@@ -29,7 +29,12 @@ def plan(
         Path | None, typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the plan.", callback=output_file(is_plan), show_default=False)
+        Path | None,
+        typer.Option(
+            help="Where to write the plan.",
+            callback=output_file("dilatant.plan.plan:Plan.from_json"),
+            show_default=False,
+        ),
     ] = None,
     page: Page = None,
     fault_tolerance: Annotated[

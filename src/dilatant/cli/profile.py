@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigOptions, is_cost_file, is_hardware_file, output_file
+from dilatant.cli.options import AsJson, ConfigOptions, output_file
 from dilatant.config.degrees import AXES, ONE
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, file_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 def profile(
     options: ConfigOptions,
-    out: Annotated[Path, typer.Option(help="Where to write the costs.", callback=output_file(is_cost_file))] = Path(
-        "costs.yaml"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Where to write the costs.", callback=output_file("dilatant.cost.model:CostModel.from_yaml", "")
+        ),
+    ] = Path("costs.yaml"),
     tokens: Annotated[
         str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
     ] = "",
@@ -44,7 +47,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=output_file(is_hardware_file),
+            callback=output_file("dilatant.cost.hardware:read_hardware_file", ""),
             help="Measure the links between devices as well, and write them into this hardware file.",
             show_default=False,
         ),
@@ -96,12 +99,10 @@ def profile(
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
     store_costs(costs, model)
-    try:
+    with file_errors(f"--out {str(out)!r} cannot be written"):
         together = save_group_costs(costs, group, out) if group else None
         if together is None:
             save_costs(costs, out)
-    except OSError as error:
-        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror}") from None
     name = entry_name(target.hardware)
     if links is not None and found is not None:
         save_hardware(with_links(target.hardware, found), name, links)
