@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from dilatant.config import ModelConfig, UserError
-from dilatant.config.files.durable import sync_folder, sync_tree, write_durably
+from dilatant.config.files.durable import sync, sync_tree, write_durably
 from dilatant.config.files.exports import CONVERSATION, read_object, write_object
 from dilatant.config.model import LANGUAGE
 from dilatant.data.media_units.image_target import ImageTarget, image_target
@@ -329,7 +329,7 @@ def replacing(folder: Path) -> Iterator[Path]:
             if had:
                 old.rename(place)
             raise
-        sync_folder(place.parent)
+        sync(place.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)

@@ -26,7 +26,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_named(path: Path, text: str) -> None:
@@ -37,8 +37,8 @@ def write_named(path: Path, text: str) -> None:
         write_durably(path, text)
 
 
-def sync_file(path: Path) -> None:
-    """Sync the content of `path` to disk. Raises OSError."""
+def sync(path: Path) -> None:
+    """Sync the content of a file, or the names in a folder, to disk; the one does not do the other. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,14 +46,9 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names in `folder` to disk, which syncing the files does not do. Raises OSError."""
-    sync_file(folder)
-
-
 def sync_tree(folder: Path) -> None:
     """Sync all files and folders below `folder`. Raises OSError."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            sync_file(Path(parent, name))
-        sync_folder(Path(parent))
+            sync(Path(parent, name))
+        sync(Path(parent))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dilatant.config import UserError
-from dilatant.config.files.durable import sync_folder
+from dilatant.config.files.durable import sync
 from dilatant.training.checkpoints.checkpoint import damage, list_checkpoints
 from dilatant.training.checkpoints.files import FROZEN, Branch, DamagedError, read_manifest, read_parts, step_of
 
@@ -32,7 +32,7 @@ def retire_other_branches(folder: Path, branch: Branch) -> None:
             if not name.exists():
                 path.rename(name)
     if folder.is_dir():
-        sync_folder(folder)
+        sync(folder)
 
 
 def abandon_checkpoint(path: Path) -> Path:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dilatant.config import UserError
-from dilatant.config.files.durable import sync_file, sync_folder, write_durably
+from dilatant.config.files.durable import sync, write_durably
 from dilatant.training.checkpoints.checkpoint import (
     CONTINUED,
     BoxPiece,
@@ -192,12 +192,12 @@ class CheckpointWriter:
                 if tensors:
                     file = part / f"{kind}.safetensors"
                     save_file(tensors, file)
-                    sync_file(file)
+                    sync(file)
                     files[file.name] = stamp_of(file)
             stored = self._frozen.store(frozen)
             write_durably(part / PART_MANIFEST, write_part(RankPart(step, self._session, files, stored, shapes)))
             for folder in (writing, self._folder, self._folder.parent):
-                sync_folder(folder)
+                sync(folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             with suppress(OSError):
@@ -218,7 +218,7 @@ class CheckpointWriter:
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
-        sync_folder(self._folder)
+        sync(self._folder)
         self._published.append(Checkpoint(final, step))
         (self._folder / CONTINUED).unlink(missing_ok=True)
         best = values.get("best")
@@ -293,12 +293,12 @@ class _Frozen:
             writing = self._folder / self._writing
             try:
                 save_file(fixed.copies, writing)
-                sync_file(writing)
+                sync(writing)
                 stamp = stamp_of(writing)
                 writing.replace(self._folder / f"{stamp.checksum}.safetensors")
             finally:
                 writing.unlink(missing_ok=True)
-            sync_folder(self._folder)
+            sync(self._folder)
             self._stored = {f"{stamp.checksum}.safetensors": stamp}
         self._last = replace(fixed, copies=None)
         return self._stored
