@@ -6,7 +6,7 @@ import pytest
 
 from cases.pool_cases import ENCODING, PLENTY
 from dilatant.data.workers.pool_owner import PoolOwner
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def pool(request: pytest.FixtureRequest):
         opened.append(owner)
 
         def source(budget=PLENTY, **settings):
-            opened.append(join(owner.address, budget, **settings))
+            opened.append(PoolSource(owner.address, budget, **settings))
             return opened[-1]
 
         return owner, source

@@ -22,7 +22,7 @@ from dilatant.data.text.encoding import TOKENS
 from dilatant.data.workers import pool_source
 from dilatant.data.workers.ordered_map import WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest, Waiting
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 from dilatant.data.workers.pool_wire import Arena
 from harness.patience import wait_until
 
@@ -217,7 +217,7 @@ def test_a_closed_pool_has_no_workers_and_no_folder(pool) -> None:
 def test_a_folder_that_others_may_write_to_is_not_joined(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(WorkerError, match="is no folder of this user alone"):
-        join(str(tmp_path), PLENTY)
+        PoolSource(str(tmp_path), PLENTY)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -29,7 +29,7 @@ from dilatant.data.workers import pool as pool_module
 from dilatant.data.workers import pool_owner, pool_source
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 from dilatant.data.workers.pool_wire import Arena, PoolAsk, PoolFrames, PoolHello, to_frame
 from dilatant.data.workers.request_queue import Awake
 from harness.patience import HANG_SECONDS, wait_until
@@ -286,12 +286,12 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     tests = str(Path(__file__).parents[1])
     command = subprocess.Popen([sys.executable, tmp_path / "owner.py", tests], stdout=subprocess.PIPE, text=True)
     address, shared, *pids = command.stdout.readline().split()
-    source = join(address, PLENTY)
+    source = PoolSource(address, PLENTY)
     try:
         source.ask(requests([3, 5, 6]))
         assert source.take("train", 103).id == "file:3"
         with pytest.raises(WorkerError, match="there are no data workers at"):
-            join(str(tmp_path / "none"), PLENTY)
+            PoolSource(str(tmp_path / "none"), PLENTY)
         command.kill()
         command.wait()
         with pytest.raises(WorkerError, match="no data workers any more: the process that started them has ended"):
@@ -304,12 +304,12 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert not Path(address).exists()
     assert not Path(shared).exists()  # the fork server's folder
     with pytest.raises(WorkerError, match="there are no data workers at"):
-        join(address, PLENTY)
+        PoolSource(address, PLENTY)
 
 
 def asks_for_much(address: str, told) -> None:
     """Run a rank that requests many samples, takes one and then waits."""
-    source = join(address, 1 << 20)
+    source = PoolSource(address, 1 << 20)
     source.ask(requests(range(10_000)))
     source.take("train", 100)
     told.send("on")

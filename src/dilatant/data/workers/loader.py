@@ -17,7 +17,7 @@ from dilatant.data.sample import Dataset, EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 
 MEMORY_BYTES = 512 << 20
 """Memory of a loader for samples that are being made, or are ready and not taken."""
@@ -73,11 +73,8 @@ class SampleOrder(Protocol):
 
     @property
     def global_batch_size(self) -> int: ...
-
     def resume(self, state: SamplerState) -> SamplerState: ...
-
     def batches(self, state: SamplerState) -> Iterator[tuple[Sequence[Drawn], SamplerState]]: ...
-
     def epoch(self, state: SamplerState) -> float: ...
 
 
@@ -158,7 +155,7 @@ class Loader:
         datasets = {"train": samples}
         self._owner = PoolOwner(datasets, encoding, workers) if workers else None
         self._source: SampleSource = (
-            InlineSource(datasets, encoding) if self._owner is None else join(self._owner.address, MEMORY_BYTES)
+            InlineSource(datasets, encoding) if self._owner is None else PoolSource(self._owner.address, MEMORY_BYTES)
         )
         parts = frozenset({TOKENS, *encoding.unit_names[1:]})
         ahead = prefetch if workers else 0

@@ -41,15 +41,6 @@ UNGREETED = 20
 _log = logging.getLogger(__name__)
 
 
-def join(address: str, budget_bytes: int, on_wait: Callable[[Waiting], None] = lambda waiting: None) -> PoolSource:
-    """Connect a rank to the workers at `PoolOwner.address`; call once per rank.
-
-    budget_bytes: memory for samples that are being made, or are ready and not taken. on_wait: called by the thread in
-    `take` after every ten seconds of waiting. Raises WorkerError if there are no workers at `address`.
-    """
-    return PoolSource(address, budget_bytes, on_wait)
-
-
 @dataclass(eq=False)
 class _WorkerLink:
     """Connection to one worker's place. pid: the process that greeted; 0 before. heard: time of its last message.
@@ -84,12 +75,18 @@ class _Leaving:
 
 
 class PoolSource(QueuedSource):
-    """The `SampleSource` that `join` returns."""
+    """The `SampleSource` of a rank, which is connected to the workers at `PoolOwner.address`; one per rank.
+
+    budget_bytes: memory for samples that are being made, or are ready and not taken. on_wait: called by the thread in
+    `take` after every ten seconds of waiting. Raises WorkerError if there are no workers at `address`.
+    """
 
     workers = "data workers"
     tries = 2
 
-    def __init__(self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
+    def __init__(
+        self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None] = lambda waiting: None
+    ) -> None:
         super().__init__(budget_bytes, on_wait)
         paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
         self._folder = Path(address)

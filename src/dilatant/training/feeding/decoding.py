@@ -16,7 +16,7 @@ from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import warm_up, workers_of_machine
 from dilatant.data.workers.pool import InlineSource, SampleSource, Waiting
 from dilatant.data.workers.pool_owner import PoolOwner
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 from dilatant.data.workers.ray_cluster import Connection, cluster_address
 from dilatant.data.workers.ray_source import RaySource
 
@@ -89,7 +89,7 @@ class RankSource:
                 address = pool.owner(datasets, encoding, workers, how).address
             if comm is not None and how.workers != 0:  # ranks may count free cores differently
                 address = comm.broadcast_on_machine(address)
-            source = join(address, how.memory, report) if address else InlineSource(datasets, encoding)
+            source = PoolSource(address, how.memory, report) if address else InlineSource(datasets, encoding)
         self._close_later.callback(source.close)
         self.ask, self.take, self.forget = source.ask, source.take, source.forget
 
