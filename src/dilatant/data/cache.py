@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.environment import cache_folder
 from dilatant.config.errors import UserError
+from dilatant.config.files.durable import write_durably
 from dilatant.config.files.own_files import is_trusted_cache_file, open_regular
 
 MAGIC = b"DILARR01"
@@ -140,26 +141,16 @@ def _is_whole(path: Path, file: BinaryIO, mapped: mmap.mmap, digest: str) -> boo
     about = os.fstat(file.fileno())
     state = json.dumps([about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, digest])
     beside = path.with_suffix(".checked")
-    try:
+    with suppress(OSError, ValueError):
         if beside.read_text(encoding="utf-8") == state:
             return True
-    except (OSError, ValueError):
-        pass
     if hashlib.sha256(memoryview(mapped)[file.tell() :]).hexdigest() != digest:
         return False
     if time.time_ns() - about.st_ctime_ns > SETTLED_NS:
-        _remember(file, beside, state)
+        with suppress(OSError):  # the checksum is then verified at every open
+            os.fsync(file.fileno())  # or a crash could leave this mark for a file that never reached the disk
+            write_durably(beside, state)
     return True
-
-
-def _remember(file: BinaryIO, beside: Path, state: str) -> None:
-    try:
-        os.fsync(file.fileno())  # or a crash could leave this mark for a file that never reached the disk
-        with tempfile.NamedTemporaryFile(dir=beside.parent, prefix=f".{beside.name}-", delete=False) as mark:
-            mark.write(state.encode())
-        os.replace(mark.name, beside)
-    except OSError:
-        pass  # the checksum is then verified at every open
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +183,14 @@ class Cache:
         _refuse_while_being_started()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._path(name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            lock = os.fdopen(os.open(self._path(name).with_suffix(".lock"), flags, 0o666))
         except OSError as error:
             self._cannot_write(error)
             return make()
-        with _locked(lock):
+        with lock:  # the kernel releases a lock if its holder dies
+            with suppress(OSError):  # without locks, several processes compute the arrays, and the last write wins
+                fcntl.flock(lock, fcntl.LOCK_EX)
             found = self.known(name, key)
             if found is not None and valid(found):
                 return found
@@ -236,16 +230,3 @@ def _refuse_while_being_started() -> None:
             "this script runs again in each process that reads data for it; put what it does under "
             "`if __name__ == '__main__':`"
         )
-
-
-@contextmanager
-def _locked(lock: int) -> Iterator[None]:
-    """Hold a lock file, and close it afterwards. The kernel releases the lock if the holder dies."""
-    try:
-        with suppress(
-            OSError
-        ):  # no locks on this file system: several processes compute the arrays, the last write wins
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

@@ -85,7 +85,6 @@ class Dataset(Protocol):
     """A map-style data set of undecoded samples. Picklable."""
 
     def __len__(self) -> int: ...
-
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
@@ -118,22 +117,16 @@ class MediaUnit(Protocol):
 
     @property
     def name(self) -> str: ...
-
     @property
     def kind(self) -> MediaKind: ...
-
     @property
     def marker(self) -> str: ...
-
     @property
     def placeholder_id(self) -> int: ...
-
     @property
     def written(self) -> MediaMarkup | None: ...
-
     @property
     def merge(self) -> Literal["placeholder", "prepend"]: ...
-
     @property
     def fingerprint(self) -> str: ...
 

@@ -21,16 +21,12 @@ class TokenTable(Protocol):
 
     @property
     def units(self) -> tuple[str, ...]: ...
-
     @property
     def tokens(self) -> NDArray[np.int64]: ...
-
     @property
     def target_tokens(self) -> NDArray[np.int64]: ...
-
     @property
     def problems(self) -> Mapping[int, str]: ...
-
     def refused(self, max_length: int | None) -> Mapping[int, str]: ...
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
-from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.unit_base import Fingerprinted, SoundUnitBase
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
@@ -111,10 +110,5 @@ class AudioUnit(SoundUnitBase):
         return self.windows(size) * each
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        # By the header, as on other ranks; resampling may yield one sample more or less.
-        rows = self.windows(media_size(media))
-        wave = decode_audio(media, self.processor.sampling_rate)
-        window = self.processor.window_samples
-        windows = np.zeros(rows * window, np.float32)
-        windows[: len(wave)] = wave[: len(windows)]
-        return dict(self.processor(windows.reshape(rows, window)))
+        rows, window = self.windows(media_size(media)), self.processor.window_samples
+        return dict(self.processor(self.decode(media, rows * window).reshape(rows, window)))

@@ -24,7 +24,6 @@ class ImageProcessor(Protocol):
 
     @property
     def channels(self) -> int: ...
-
     @property
     def fingerprint(self) -> str: ...
 

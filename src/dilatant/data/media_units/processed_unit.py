@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
-from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
 from dilatant.data.media_units.unit_base import ImageUnitBase, SoundUnitBase, UnitBase
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
@@ -104,11 +103,7 @@ class ProcessedSoundUnit(ProcessedUnit, SoundUnitBase):
         return (max(1, round(size.seconds * self.processor.sampling_rate)),)
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        # By the header, as on other ranks; resampling may yield one sample more or less.
-        window = np.zeros(self.decoded_shape(media_size(media)), np.float32)
-        wave = decode_audio(media, self.processor.sampling_rate)[: len(window)]
-        window[: len(wave)] = wave
-        return self.see(window)
+        return self.see(self.decode(media, *self.decoded_shape(media_size(media))))
 
 
 def is_layout(array: NDArray) -> bool:

@@ -168,15 +168,8 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
     Covers the processors of CLIP, SigLIP, ViT, DeiT and DINOv2 (Bit).
     """
     kind = str(settings.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
-    if kind not in (
-        "CLIPImageProcessor",
-        "SiglipImageProcessor",
-        "ViTImageProcessor",
-        "BitImageProcessor",
-        "DeiTImageProcessor",
-    ):
-        return None
-    if any(settings.get(f"do_{step}") for step in _OTHER_STEPS):
+    known = (f"{family}ImageProcessor" for family in ("CLIP", "Siglip", "ViT", "Bit", "DeiT"))
+    if kind not in known or any(settings.get(f"do_{step}") for step in _OTHER_STEPS):
         return None
     size = settings.get("size") or {}
     crop = settings.get("crop_size") or {}
@@ -184,9 +177,7 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
     size = {"height": size, "width": size} if isinstance(size, int) else size
     crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
     cropped = bool(settings.get("do_center_crop")) and "height" in crop
-    if not settings.get("do_resize", True) or not (cropped or "height" in size):
-        return None
-    if cropped and "shortest_edge" not in size:
+    if not settings.get("do_resize", True) or ("shortest_edge" if cropped else "height") not in size:
         return None
     normalized = settings.get("do_normalize", True)
     return PixelProcessor(

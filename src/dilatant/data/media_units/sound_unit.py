@@ -217,10 +217,6 @@ class UsmSoundUnit(SoundUnitBase):
         return self.encoder_tokens(size)
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        # By the header, as on other ranks; resampling may yield one sample more or less.
         size = media_size(media)
-        frames = self.frames(size)
-        window = np.zeros(self.processor.samples(frames), np.float32)
-        wave = decode_audio(media, self.processor.sampling_rate)[: len(window)]
-        window[: len(wave)] = wave
+        window = self.decode(media, self.processor.samples(self.frames(size)))
         return {"input_features": self.processor(window), **self.grid(size)}

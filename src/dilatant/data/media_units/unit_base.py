@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput
+from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
 
 
@@ -74,6 +75,14 @@ class SoundUnitBase(UnitBase):
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         return {} if "feature_extractor_type" in before else self.processor.settings
+
+    def decode(self, media: Media, samples: int) -> NDArray[np.float32]:
+        """Decode a sound into the number of samples that its header says, as on other ranks: resampling may yield one
+        more or less. Missing samples are silence."""
+        window = np.zeros(samples, np.float32)
+        wave = decode_audio(media, self.processor.sampling_rate)[:samples]
+        window[: len(wave)] = wave
+        return window
 
 
 class ClipUnitBase(UnitBase):

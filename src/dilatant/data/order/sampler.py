@@ -214,7 +214,6 @@ class Stream(Protocol):
 
     @property
     def name(self) -> str: ...
-
     def read(self, skip: int) -> Iterator[Sample | SampleError]: ...
 
 

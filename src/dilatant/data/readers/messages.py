@@ -30,11 +30,9 @@ def parse_tools(record: str, value: Any) -> str:
 
     value: such a list, a list of bare functions, or text that holds one. Raises SampleError.
     """
-    if isinstance(value, str):
-        value = json_value(value, record, "'tools' is text, which") if value.strip() else []
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return ""
-    value = rows(value)
+    value = _unpacked(value, record, "'tools' is text, which")
     if not is_objects(value):
         raise SampleError(record, "'tools' is no list of functions", "give each its 'name' and 'parameters'")
     tools = [
@@ -50,9 +48,7 @@ def parse_calls(record: str, where: str, value: Any) -> str:
     """Return a message's tool calls as JSON text: a list of {"type", "function": {"name", "arguments"}} with arguments
     as an object, which templates format themselves. value: such a list or one call, with or without "function" around
     it; or text that holds it. Raises SampleError."""
-    if isinstance(value, str):
-        value = json_value(value, record, f"the call of {where} is text, which")
-    value = rows(value)
+    value = _unpacked(value, record, f"the call of {where} is text, which")
     given = [value] if isinstance(value, Mapping) else value
     if not is_objects(given) or not given:
         raise SampleError(record, f"{where} calls no function", "give each call its 'name' and 'arguments'")
@@ -69,6 +65,11 @@ def parse_calls(record: str, where: str, value: Any) -> str:
     return json.dumps(calls)
 
 
+def _unpacked(value: Any, record: str, what: str) -> Any:
+    """Return the value that JSON text holds, and a struct of lists as a list of structs. Raises SampleError."""
+    return rows(json_value(value, record, what) if isinstance(value, str) else value)
+
+
 def _is_named(function: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
 
@@ -81,20 +82,10 @@ def without_null(value: Any) -> Any:
 
 
 ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 PAIR: tuple[Role, Role] = ("user", "assistant")
 ROLE_KEYS = ("role", "from")
@@ -111,9 +102,7 @@ _SOURCE_KEYS = ("path", "url", "bytes", "data")
 
 def parse_turns(fields: Fields, messages: Any, listed: ListedMedia) -> tuple[Turn, ...]:
     """Parse a list of messages, JSON text that holds one, or a struct of lists. Raises SampleError."""
-    if isinstance(messages, str):
-        messages = json_value(messages, fields.record.id, "the conversation is text, which")
-    messages = rows(messages)
+    messages = _unpacked(messages, fields.record.id, "the conversation is text, which")
     if not is_list(messages):
         fields.refuse(f"the conversation is {kind_of(messages)}", "give a list of messages")
     return tuple(
@@ -124,10 +113,7 @@ def parse_turns(fields: Fields, messages: Any, listed: ListedMedia) -> tuple[Tur
 def parse_pairs(fields: Fields, name: str, listed: ListedMedia) -> tuple[Turn, ...]:
     """Parse a column that lists question and answer pairs, as {user, assistant} or [user, assistant], or messages.
     Raises SampleError."""
-    pairs = fields.take(name)
-    if isinstance(pairs, str):
-        pairs = json_value(pairs, fields.record.id, f"{name!r} is text, which")
-    pairs = rows(pairs)
+    pairs = _unpacked(fields.take(name), fields.record.id, f"{name!r} is text, which")
     if not is_list(pairs):
         fields.refuse(f"{name!r} is {kind_of(pairs)}", "give a list of user and assistant pairs")
     if is_objects(pairs) and any(key in pairs[0] for key in ROLE_KEYS):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.data import DataSource
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, file_errors
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
 from dilatant.data.cache import Cache, open_cache
 from dilatant.data.errors import SampleError
@@ -62,14 +62,6 @@ class HeldOutSplit:
         return np.flatnonzero((places < away) == self.held_out)
 
 
-FORMS: Mapping[Form, str] = {
-    "parquet": "Parquet",
-    "json": "JSON",
-    "annotations": "COCO or VQA JSON",
-    "csv": "CSV",
-    "tar": "WebDataset tar",
-    "arrow": "Arrow",
-}
 CSV_SUFFIXES = frozenset({".csv", ".tsv", ".txt"})
 """Suffixes of CSV, which has no first bytes of its own."""
 FORM_OF_FORMAT: Mapping[str, Form] = {
@@ -224,29 +216,29 @@ def _open_files(source: DataSource, held_out: bool, cache: Cache) -> tuple[Recor
     paths, passed_over = find_files(str(source.path), source.split, held_out)
     home = Path(os.path.commonpath([path.parent for path in paths]))
     names = [str(path.relative_to(home)) for path in paths]
-    scanner = Scanner(detect_form, partial(_check_forms, source, paths), _SCAN)
-    files = SourceFiles(paths, names, scanner, cache)
-    records = _RECORDS[files.form](files)
+    forms = {form: each.scan for form, each in FORMS.items()}
+    files = SourceFiles(paths, names, Scanner(detect_form, partial(_check_forms, source, paths), forms), cache)
+    records = FORMS[files.form].records(files)
     if isinstance(records, TarRecords):
         passed_over += records.passed_over
     return records, home, files.identity, passed_over
 
 
-_RECORDS: Mapping[Form, Callable[[SourceFiles], Records]] = {
-    "parquet": ParquetRecords,
-    "json": JsonRecords,
-    "annotations": AnnotationRecords,
-    "csv": CsvRecords,
-    "tar": TarRecords,
-    "arrow": ArrowRecords,
-}
-_SCAN: Mapping[Form, Callable[[Path, str], Scan]] = {
-    "parquet": scan_parquet,
-    "json": scan_json,
-    "annotations": scan_annotations,
-    "csv": scan_csv,
-    "tar": scan_tar,
-    "arrow": scan_arrow,
+class _FormOfFiles(NamedTuple):
+    """What a form is called, and how its files are read and scanned."""
+
+    title: str
+    records: Callable[[SourceFiles], Records]
+    scan: Callable[[Path, str], Scan]
+
+
+FORMS: Mapping[Form, _FormOfFiles] = {
+    "parquet": _FormOfFiles("Parquet", ParquetRecords, scan_parquet),
+    "json": _FormOfFiles("JSON", JsonRecords, scan_json),
+    "annotations": _FormOfFiles("COCO or VQA JSON", AnnotationRecords, scan_annotations),
+    "csv": _FormOfFiles("CSV", CsvRecords, scan_csv),
+    "tar": _FormOfFiles("WebDataset tar", TarRecords, scan_tar),
+    "arrow": _FormOfFiles("Arrow", ArrowRecords, scan_arrow),
 }
 
 
@@ -256,16 +248,17 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
     if wanted in FORMS:
         for file, form in zip(files, forms):
             if form not in (wanted, None):
-                raise UserError(f"{str(file)!r} is {FORMS[form]}, but 'format' says {source.format!r}")
+                raise UserError(f"{str(file)!r} is {FORMS[form].title}, but 'format' says {source.format!r}")
     kinds = sorted({form for form in forms if form is not None})
+    titles = " and ".join(FORMS[kind].title for kind in kinds)
     if len(kinds) > 1 and Path(str(source.path)).is_dir():
         # JSON next to other files often only describes them, but the user has to decide that.
         raise UserError(
-            f"{source.path!r} holds {' and '.join(FORMS[kind] for kind in kinds)} files; name the data by a pattern, "
+            f"{source.path!r} holds {titles} files; name the data by a pattern, "
             f"for example {source.path}/*{next(suffix for suffix, form in SUFFIXES.items() if form != 'json')}"
         )
     if len(kinds) > 1:
-        raise UserError(f"{source.path!r} mixes {' and '.join(FORMS[kind] for kind in kinds)}; use one source for each")
+        raise UserError(f"{source.path!r} mixes {titles}; use one source for each")
     if not kinds:
         raise UserError(f"data set {source.path!r} is empty")
 
@@ -273,11 +266,8 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
 def detect_form(file: Path) -> Form | None:
     """Detect a file's format by its first bytes, that of CSV by its suffix; None if it is empty. Raises UserError
     naming any other content."""
-    try:
-        with open_regular(file) as stream:
-            head = stream.read(512)
-    except OSError as error:
-        raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    with file_errors(f"{str(file)!r} cannot be read"), open_regular(file) as stream:
+        head = stream.read(512)
     if not head.strip():
         return None
     if head[:4] == b"PAR1":
