@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dilatant.config.errors import UserError
-from dilatant.config.model import LANGUAGE, EncoderConfig, GeneratorConfig, LanguageModelConfig, LoraConfig, ModelConfig
+from dilatant.config.model import LANGUAGE, EncoderConfig, GeneratorConfig, LoraConfig, ModelConfig
 from dilatant.models.adapters.lora import inject_parts, is_adapter
 from dilatant.models.core.dtype import dtype_of_config, four_bit_names, require_four_bit
 from dilatant.models.core.freeze import select, thaw
@@ -58,19 +58,13 @@ def build_model(
     language_options = {**options, "trust_remote_code": source.trust_remote_code}
     if source.attn_implementation != "dilatant":
         language_options["attn_implementation"] = source.attn_implementation or attn_implementation
+    text: Any = source.id
+    if source.config is not None:
+        text = {**({} if vocab_size is None else {"vocab_size": vocab_size}), **_ends_of(tokenizer), **source.config}
     # Weights that a checkpoint lacks are drawn by the seed, so that all ranks draw the same.
     with seeded(seed, LANGUAGE):
-        language_model = load_language_model(
-            _config_or_source(
-                _language_source(source, vocab_size, tokenizer),
-                LANGUAGE,
-                hollow,
-                source.trust_remote_code,
-                reads_weights,
-            ),
-            "model.language_model",
-            **language_options,
-        )
+        text = _config_or_source(text, LANGUAGE, hollow, source.trust_remote_code, reads_weights)
+        language_model = load_language_model(text, "model.language_model", **language_options)
     _check_vocabulary(language_model, vocab_size)
     encoders = {}
     for name, entry in config.encoders.items():
@@ -82,7 +76,9 @@ def build_model(
                 trust_remote_code=entry.trust_remote_code,
                 **options,
             )
-        _check_kind(where, entry, model)
+        kind = PATCH_MERGER_ENCODERS.get(model.config.model_type) or encoder_geometry(model.config).kind
+        if kind != entry.kind:
+            raise UserError(f"{where}: kind is {entry.kind!r}, but {model.config.model_type} reads {kind}")
         encoders[name] = Encoder(
             model,
             kind_of_projector(name, entry),
@@ -284,12 +280,6 @@ def _config_or_source(
     return load_pretrained_config(source, unit, own_code) if unwanted and isinstance(source, str) else source
 
 
-def _language_source(config: LanguageModelConfig, vocab_size: int | None, tokenizer: Any) -> Any:
-    if config.config is None:
-        return config.id
-    return {**({} if vocab_size is None else {"vocab_size": vocab_size}), **_ends_of(tokenizer), **config.config}
-
-
 def _ends_of(tokenizer: Any) -> dict[str, int]:
     """Return the tokenizer's begin and end tokens, to replace the family's defaults in a model from scratch."""
     found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")}
@@ -303,9 +293,3 @@ def _check_vocabulary(language_model: Any, vocab_size: int | None) -> None:
             f"model.language_model: the tokenizer gives {vocab_size} ids, but the model embeds only {rows}; use the "
             "model's own tokenizer, or leave out vocab_size for a model from scratch"
         )
-
-
-def _check_kind(where: str, entry: EncoderConfig, model: Any) -> None:
-    kind = PATCH_MERGER_ENCODERS.get(model.config.model_type) or encoder_geometry(model.config).kind
-    if kind != entry.kind:
-        raise UserError(f"{where}: kind is {entry.kind!r}, but {model.config.model_type} reads {kind}")

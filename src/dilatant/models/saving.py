@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from dilatant.config.errors import UserError, list_problems, one_line
+from dilatant.config.errors import UserError, as_user_error, list_problems
 from dilatant.config.files.exports import MANIFEST, is_export_of_parts, read_object, write_object
 from dilatant.config.model import MediaMask
 from dilatant.models.adapters.lora import save_plain
@@ -45,6 +45,8 @@ from dilatant.models.sources import load_encoder, load_language_model
 FORMAT = 1
 _CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
 _CODE = ("projector", *_CALLBACKS)
+_SETTINGS = ("merge", "features", "tokens_per_row")
+"""Fields of an encoder that its entry in the manifest has unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,7 @@ def save_model(
         entries[name] = {
             "projector": encoder.projector if isinstance(encoder.projector, str) else None,
             "placeholder_id": language.text.placeholder_ids[name],
-            "merge": encoder.merge,
-            "features": encoder.features,
-            "tokens_per_row": encoder.tokens_per_row,
+            **{key: getattr(encoder, key) for key in _SETTINGS},
             "code": [key for key in _CALLBACKS if getattr(encoder, key) is not None],
         }
     manifest = {
@@ -151,12 +151,8 @@ def load_model(
         name: Encoder(
             **{
                 "model": load_encoder(folder / name, f"{folder}: {name}", **options),
-                "projector": entry["projector"],
-                "placeholder_id": entry["placeholder_id"],
-                "merge": entry["merge"],
-                "features": entry["features"],
-                "tokens_per_row": entry.get("tokens_per_row"),
-                "processor": _load_processor(folder / name),
+                **{key: entry.get(key) for key in ("projector", "placeholder_id", *_SETTINGS)},
+                "processor": _load(AutoProcessor, folder / name, "preprocessor_config.json", "processor_config.json"),
                 **code.get(name, {}),
             }
         )
@@ -165,7 +161,7 @@ def load_model(
     return SavedModel(
         encoders,
         load_language_model(folder / "language", f"{folder}: language", **options),
-        _load_tokenizer(folder / "language"),
+        _load(AutoTokenizer, folder / "language", "tokenizer_config.json"),
         media_attention or manifest.get("media_attention", "causal"),
         {
             name: {key: tensor if dtype is None else tensor.to(dtype) for key, tensor in state.items()}
@@ -267,10 +263,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_object(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{str(folder / MANIFEST)!r} is not of format {FORMAT}, which this version reads")
-    try:
+    with as_user_error(f"{str(folder / MANIFEST)!r} is damaged", msgspec.ValidationError):
         units = msgspec.convert(manifest, _Manifest)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{str(folder / MANIFEST)!r} is damaged: {error}") from None
     if strange := [name for name in (*units.encoders, *units.generators) if not name.isidentifier()]:
         raise UserError(f"{str(folder / MANIFEST)!r} is damaged: {strange[0]!r} is no name of a unit")
     return manifest
@@ -301,10 +295,8 @@ def _check_code(
 
 def _read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     """Read a file with the weights of a projector or connector. Raises UserError."""
-    try:
+    with as_user_error(f"{str(path)!r} does not hold the {what}'s weights", OSError, SafetensorError):
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{str(path)!r} does not hold the {what}'s weights: {one_line(error)}") from None
 
 
 def _write_tensors(state: Mapping[str, Tensor], path: Path) -> None:
@@ -313,18 +305,10 @@ def _write_tensors(state: Mapping[str, Tensor], path: Path) -> None:
     save_file(state, path, {"format": "pt"})
 
 
-def _load_tokenizer(folder: Path) -> Any:
-    return _load(AutoTokenizer, folder) if (folder / "tokenizer_config.json").is_file() else None
-
-
-def _load_processor(folder: Path) -> Any:
-    names = ("preprocessor_config.json", "processor_config.json")
-    return _load(AutoProcessor, folder) if any((folder / name).is_file() for name in names) else None
-
-
-def _load(loader: Any, folder: Path) -> Any:
-    """Load a unit without running code from the folder: a saved model is data. Raises UserError."""
-    try:
+def _load(loader: Any, folder: Path, *files: str) -> Any:
+    """Load a tokenizer or processor, or None where none of its `files` is there, without running code from the folder:
+    a saved model is data. Raises UserError."""
+    if not any((folder / name).is_file() for name in files):
+        return None
+    with as_user_error(f"{str(folder)!r} cannot be read"):
         return loader.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"{str(folder)!r} cannot be read: {one_line(error)}") from None

@@ -32,7 +32,9 @@ MAGNITUDE = ".lora_magnitude_vector."
 
 def plain_key(key: str) -> str:
     """Return the key that a weight has in the plain model; for an adapter's own weight, the key in its file."""
-    return key.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".") if ".base_layer." in key else _own(key)
+    if ".base_layer." in key:
+        return key.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+    return key.replace(f".{ADAPTER}.", ".") if is_adapter(key) else key
 
 
 def is_adapter(key: str) -> bool:
@@ -236,10 +238,6 @@ def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str
 def merged_by_peft(model: PreTrainedModel, folder: Path) -> Any:
     """Merge an adapter of peft into a plain model. Raises peft's exceptions, and UserError without peft."""
     return _peft().PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-
-
-def _own(key: str) -> str:
-    return key.replace(f".{ADAPTER}.", ".") if is_adapter(key) else key
 
 
 def _is_below(name: str, root: str) -> bool:

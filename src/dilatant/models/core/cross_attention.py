@@ -120,16 +120,8 @@ class _BySample:
                 made.append(part)
                 continue
             rows, added, some = seen
-            made.append(
-                run(
-                    part,
-                    attention_mask=None,
-                    cross_attention_mask=added,
-                    full_text_row_masked_out_mask=some,
-                    **{STATES: rows},
-                    **kwargs,
-                )
-            )
+            masks = {"cross_attention_mask": added, "full_text_row_masked_out_mask": some}
+            made.append(run(part, attention_mask=None, **masks, **{STATES: rows}, **kwargs))
         hidden = torch.cat(made, 1)
         return hidden if given.unseen is None else hidden + 0 * given.unseen.sum()
 

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 from torch import nn
 
@@ -45,10 +46,15 @@ def select(units: Mapping[str, Unit], patterns: Iterable[str]) -> frozenset[str]
     chosen: set[str] = set()
     unmatched = []
     for pattern in patterns:
-        matched = {canonical for name, (part, canonical) in known.items() if _matches(pattern, name, part)}
+        matched = {
+            canonical
+            for name, (part, canonical) in known.items()
+            if pattern in (part, name) or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
+        }
         chosen |= matched
         if not matched:
-            names = {prefix for name, (part, _) in known.items() for prefix in (part, *_prefixes(name))}
+            names = {part for part, _ in known.values()}
+            names.update(*(accumulate(name.split("."), "{}.{}".format) for name in known))
             near = difflib.get_close_matches(pattern, sorted(names), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"the units are {', '.join(units)}"
             unmatched.append(f"{pattern!r} names no weight; {hint}")
@@ -96,12 +102,3 @@ def audit(units: Mapping[str, Unit]) -> tuple[PartAudit, ...]:
             for part, parameters in held.items()
         ]
     return tuple(audits)
-
-
-def _matches(pattern: str, name: str, part: str) -> bool:
-    return pattern in (part, name) or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -79,7 +79,16 @@ def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry
     not that of an image or audio encoder of fixed row size.
     """
     if all(getattr(config, key, None) is not None for key in ("num_mel_bins", "max_source_positions")):
-        return _audio(config)
+        # Whisper: the second convolution halves the frames, and the forward accepts no other length.
+        return EncoderGeometry(
+            kind="audio",
+            input_name="input_features",
+            tokens_per_row=config.max_source_positions,
+            encoder_tokens=config.max_source_positions,
+            width=config.hidden_size,
+            mel_bins=config.num_mel_bins,
+            frames=2 * config.max_source_positions,
+        )
     if getattr(config, "image_size", None) is None or getattr(config, "patch_size", None) is None:
         raise UserError(
             f"model_type {config.model_type!r} does not look like an encoder of fixed-size images or audio: "
@@ -124,19 +133,6 @@ def leading_tokens(config: Any) -> int:
             )
         return leading
     return known + int(getattr(config, "num_register_tokens", 0) or 0)
-
-
-def _audio(config: Any) -> EncoderGeometry:
-    # Whisper: the second convolution halves the frames, and the forward accepts no other length.
-    return EncoderGeometry(
-        kind="audio",
-        input_name="input_features",
-        tokens_per_row=config.max_source_positions,
-        encoder_tokens=config.max_source_positions,
-        width=config.hidden_size,
-        mel_bins=config.num_mel_bins,
-        frames=2 * config.max_source_positions,
-    )
 
 
 def _channels(config: Any) -> int:

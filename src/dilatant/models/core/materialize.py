@@ -44,7 +44,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     fresh = [
         (layer, path, piece)
         for layer, path, piece in pieces
-        if _is_meta(piece) and (layer in held or any(place.startswith(f"{path}.") for place in tied_paths))
+        if any(tensor.is_meta for _, tensor in _tensors(piece))
+        and (layer in held or any(place.startswith(f"{path}.") for place in tied_paths))
     ]
     own = _of_own_making(unit, held, pieces)
     if own:  # the model draws all its weights and computed buffers itself
@@ -273,7 +274,3 @@ def _reset(piece: nn.Module, layer: str) -> None:
                 f"{layer}: {type(module).__name__} {name!r} has weights but no reset_parameters(), so they cannot be "
                 "drawn; give it the method, or a module that is not on the meta device"
             )
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))

@@ -34,9 +34,7 @@ class Shards(Protocol):
     """The slice of hidden states that one tensor-parallel rank holds (see `sequence_parallel.TokenShards`)."""
 
     def is_share(self, shape: tuple[int, ...]) -> bool: ...
-
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
-
     def own(self, whole: Tensor) -> Tensor: ...
 
 
@@ -95,16 +93,13 @@ class KeyedDraws:
         numbers = torch.empty(self.total * prod(each), device=device)
         sizes = [length * prod(each) for _, length in self.segments]
         for (key, _), part in zip(self.segments, numbers.split(sizes)):
-            self._fill(part, key, place)
+            # One generator per segment, so that a segment's numbers are independent of the other segments.
+            generator = torch.Generator(part.device)
+            generator.manual_seed(seed_of(self._seed, key, place))
+            part.uniform_(generator=generator)
         if self._own is not None:
             numbers = numbers.view(self.total, -1)[self._own.to(device)]
         return numbers.view(*shape), each
-
-    def _fill(self, numbers: Tensor, key: str, place: str) -> None:
-        # One generator per segment, so that a segment's numbers are independent of the other segments.
-        generator = torch.Generator(numbers.device)
-        generator.manual_seed(seed_of(self._seed, key, place))
-        numbers.uniform_(generator=generator)
 
 
 def seed_of(seed: int, key: str, place: str) -> int:

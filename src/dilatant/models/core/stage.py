@@ -64,15 +64,8 @@ class StepData:
         draws: Sequence[str] = (),
     ) -> StepData:
         """Build the batch, and compute the divisor of each of `losses` (by name) from its samples."""
-        counts = {name: float(sum(loss.count(sample) for sample in samples)) for name, loss in losses.items()}
-        return cls(
-            tuple(samples),
-            {name: max(1.0, count) for name, count in counts.items()},
-            predicts,
-            device or torch.device("cpu"),
-            seed,
-            tuple(draws),
-        )
+        counts = {name: max(1.0, float(sum(map(loss.count, samples)))) for name, loss in losses.items()}
+        return cls(tuple(samples), counts, predicts, device or torch.device("cpu"), seed, tuple(draws))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +95,18 @@ class StageOutput:
     def rows_for(self, consumer: str) -> Tensor | None:
         """Return the rows that this stage sends to a unit."""
         return self.rows.get(consumer) if isinstance(self.rows, Mapping) else self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """Counts the rows of a sample: each `tokens` of its tokens in `unit` become `rows`."""
+
+    unit: str
+    tokens: int = 1
+    rows: int = 1
+
+    def __call__(self, sample: EncodedSample) -> int:
+        return sample.sizes.get(self.unit, 0) // self.tokens * self.rows
 
 
 @dataclass(frozen=True, slots=True)

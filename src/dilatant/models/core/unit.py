@@ -180,8 +180,8 @@ class Unit(Stage):
 
     def _freeze_at_start(self, names: frozenset[str] = frozenset()) -> None:
         """Freeze `names`, and keep frozen the parameters that the family never trains or the user froze before."""
-        given = {name for name, parameter in self.named_logical_parameters() if not parameter.requires_grad}
-        self.frozen = frozenset(given)
+        held = self.named_logical_parameters()
+        self.frozen = frozenset(name for name, parameter in held if not parameter.requires_grad)
         if names:
             self.freeze_names(names)
 

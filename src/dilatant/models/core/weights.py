@@ -55,7 +55,9 @@ def name_weights(
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise UserError(f"two weights of unit {unit!r} share a logical name: {', '.join(repeated)}")
-    return mark_tied(model, _in_layer_order(weights, structure, unit, tail))
+    layers = ["embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), tail, "projector"]
+    order = {f"{unit}.{layer}": position for position, layer in enumerate(layers)}
+    return mark_tied(model, sorted(weights, key=lambda weight: order[weight.layer]))
 
 
 def name_module_weights(unit: str, modules: Mapping[str, tuple[str, nn.Module]]) -> tuple[Weight, ...]:
@@ -83,18 +85,9 @@ def _rest(key: str, structure: Structure) -> str:
     return key[len(inside[-1]) + 1 :] if inside else key
 
 
-def _in_layer_order(weights: list[Weight], structure: Structure, unit: str, tail: str) -> list[Weight]:
-    layers = ["embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), tail, "projector"]
-    order = {f"{unit}.{layer}": position for position, layer in enumerate(layers)}
-    return sorted(weights, key=lambda weight: order[weight.layer])
-
-
 def mark_tied(model: nn.Module, weights: list[Weight]) -> tuple[Weight, ...]:
     """Give a tied weight the name of its first holder in layer order."""
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     first_name: dict[int, str] = {}
     marked = []
     for weight in weights:

@@ -222,9 +222,7 @@ class StageDropout:
 
 def _paths_of_layers(unit: Unit) -> dict[str, str]:
     """Map module path → layer for the modules that belong to one layer, except for those before the blocks."""
-    if unit.structure is None:
-        return {path: layer for layer, path in unit.pieces()}
-    before = {f"model.{path}" for path in unit.structure.before}
+    before = {f"model.{path}" for path in (unit.structure.before if unit.structure is not None else ())}
     return {path: layer for layer, path in unit.pieces() if path not in before}
 
 

@@ -40,13 +40,18 @@ class ConformerStage(SoundStage):
         counts = sizes[:, 0].tolist()
         counts = [conformer_rows(count) for count in counts] if is_hidden else counts
         sounds = in_dtype_of(model, fed).split(counts)
+        # After the convolutions, a placeholder in their place passes on hidden states and mask.
+        encoder: Any = shell_of(model, {EMBEDDING: _ConvolutionsDone()}) if is_hidden else model
+
+        def run(is_there: Tensor, padded: Tensor) -> Tensor:
+            return encoder(padded, is_there).last_hidden_state
+
         rows: dict[int, Tensor] = {}
         for group in _alike(counts):
             padded = nn.utils.rnn.pad_sequence([sounds[number] for number in group], batch_first=True)
             lengths = torch.tensor([counts[number] for number in group], device=padded.device)
             is_there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
-            run = partial(_encoded, _around(model, is_hidden), is_there)
-            output = self.run_slice(run, padded)
+            output = self.run_slice(partial(run, is_there), padded)
             for number, sound in zip(group, output, strict=True):
                 rows[number] = sound[: counts[number] if is_hidden else conformer_rows(counts[number])]
         return torch.cat([rows[number] for number in range(len(sounds))])
@@ -113,16 +118,6 @@ class _ConvolutionsDone(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, mask
-
-
-def _encoded(model: Any, is_there: Tensor, sounds: Tensor) -> Tensor:
-    return model(sounds, is_there).last_hidden_state
-
-
-def _around(model: nn.Module, is_hidden: bool) -> Any:
-    """Return the encoder or, if its convolutions have run, a copy with a placeholder that passes hidden states and
-    mask."""
-    return shell_of(model, {EMBEDDING: _ConvolutionsDone()}) if is_hidden else model
 
 
 class ConformerTower(SoundTower):

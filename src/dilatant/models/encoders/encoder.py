@@ -155,7 +155,8 @@ class EncoderStage(Stage):
 
         def forward(given: Tensor) -> Tensor:
             if adapter is None or hidden is None:
-                return _hidden_of(model(**inputs))
+                output = model(**inputs)  # a tensor, or a transformers output
+                return output if isinstance(output, Tensor) else output.last_hidden_state
             return adapter.resume(model, given)
 
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
@@ -314,8 +315,3 @@ class EncoderUnit(Unit, EncoderStage):
 
 def _rows(unit: str, encoder_tokens: int, tokens: int, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0) // encoder_tokens * tokens
-
-
-def _hidden_of(output: Any) -> Tensor:
-    """Return [rows, tokens, width] from a module's output: a tensor, or a transformers output."""
-    return output if isinstance(output, Tensor) else output.last_hidden_state

@@ -87,12 +87,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
     for key, takes in _CALLED.items():
         if (callback := getattr(encoder, key)) is not None:
             require_call(f"{where}: {key}", callback, *takes)
-    projector = encoder.projector
-    if isinstance(projector, str):
-        with torch.device("meta"):
-            projector = build_projector(projector, geometry.width, hidden_size, where)
-    elif encoder.after_encoder is None:
-        _check_projector(projector, geometry.encoder_tokens, geometry.width, hidden_size, where)
+    projector = _projector_of(encoder, geometry.encoder_tokens, geometry.width, hidden_size, where)
     unit = (EncoderUnit if encoder.tokens_of is None else OwnItemsUnit)(
         name,
         model,
@@ -157,12 +152,7 @@ def _build_patch_merger(
         raise list_problems(f"{where} cannot have:", problems)
     is_audio = PATCH_MERGER_ENCODERS[tower.config.model_type] == "audio"
     width = int(tower.config.d_model) if is_audio else width_of_merged(tower.config)
-    projector = encoder.projector
-    if isinstance(projector, str):
-        with torch.device("meta"):
-            projector = build_projector(projector, width, hidden_size, where)
-    else:
-        _check_projector(projector, 1, width, hidden_size, where)
+    projector = _projector_of(encoder, 1, width, hidden_size, where)
     if is_audio:
         return SoundEncoderUnit(name, tower, projector, hidden_size, encoder.placeholder_id)
     return native_encoder(name, tower, projector, hidden_size)
@@ -232,6 +222,16 @@ def _refuse_stated(encoder: Encoder, where: str) -> None:
         raise UserError(
             f"{where}: {', '.join(stated)} is for a module of your own; a transformers model's config says it"
         )
+
+
+def _projector_of(encoder: Encoder, tokens: int, width: int, hidden_size: int, where: str) -> nn.Module:
+    """Return a new projector of the kind that the user names, or the user's module after a trial."""
+    if isinstance(encoder.projector, str):
+        with torch.device("meta"):
+            return build_projector(encoder.projector, width, hidden_size, where)
+    if encoder.after_encoder is None:
+        _check_projector(encoder.projector, tokens, width, hidden_size, where)
+    return encoder.projector
 
 
 @torch.no_grad()

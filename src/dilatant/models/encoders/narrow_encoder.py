@@ -115,7 +115,11 @@ class FeatureShapes:
 
     def rows(self, model: nn.Module, layout: Layout) -> Tensor:
         """Return the rows of the text that a model computes for an item of ones with this layout."""
-        return rows_by(self.kind, model, _ones(layout))
+        ones = {
+            name: torch.ones(shape) if own is None else torch.from_numpy(np.ndarray(shape, own[0], bytearray(own[1])))
+            for name, shape, own in layout
+        }
+        return rows_by(self.kind, model, ones)
 
 
 @lru_cache(maxsize=4096)
@@ -189,13 +193,6 @@ def _with_noise(
     blocks = part.get_submodule(structure.blocks)
     arrived = outputs[first - 1]
     return run_slice(partial(forward, part), arrived, blocks, enters=True, ends=first < depth, taps=taps)
-
-
-def _ones(layout: Layout) -> dict[str, Tensor]:
-    return {
-        name: torch.ones(shape) if own is None else torch.from_numpy(np.ndarray(shape, own[0], bytearray(own[1])))
-        for name, shape, own in layout
-    }
 
 
 @torch.no_grad()

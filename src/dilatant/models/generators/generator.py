@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.nn import functional
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
-from dilatant.models.core.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.stage import Boundary, Loss, RowCount, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
 from dilatant.models.encoders.projector import build_projector
@@ -119,7 +118,7 @@ class GeneratorStage(Stage):
         """Raise UserError for samples whose placeholders in the text do not match their targets."""
         problems = []
         for sample in samples:
-            places = _rows(self.unit, sample)
+            places = sample.sizes.get(self.unit, 0)
             counts = {len(array) for array in sample.media.get(self.unit, {}).values()} if places else {0}
             if counts != {places / self.tokens_per_item}:
                 listed = " and ".join(str(count) for count in sorted(counts))
@@ -201,8 +200,7 @@ class GeneratorUnit(Unit, GeneratorStage):
         self.inputs = (source,)
         self.width = generator.width
         self.width_in = width_in
-        items = partial(_items, name, self.tokens_per_item)
-        self.losses = {name: Loss(items, generator.loss_weight)}
+        self.losses = {name: Loss(RowCount(name, self.tokens_per_item), generator.loss_weight)}
         self._freeze_at_start()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
@@ -264,9 +262,9 @@ class GeneratorUnit(Unit, GeneratorStage):
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         if end == 1 or self.cut is None:
-            return Boundary(self.width, self.row_dtype, partial(_rows, self.unit))
+            return Boundary(self.width, self.row_dtype, RowCount(self.unit))
         net: Any = cast(Diffusion, self.model).net
-        rows = partial(_rows_between, self.unit, self.tokens_per_item, self.rows_between)
+        rows = RowCount(self.unit, self.tokens_per_item, self.rows_between)
         return Boundary(net_width(net.config), self.row_dtype, rows)
 
     def stage(self, first: int, end: int) -> GeneratorStage:
@@ -312,18 +310,6 @@ def _denoiser_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: D
             layer, last = ("head" if part == "net" and name in cut.last else "embedding"), key
         found[layer].append(Weight(f"{unit}.{layer}.{last}", f"{unit}.{layer}", "model", key))
     return tuple(weight for each in found.values() for weight in each)
-
-
-def _rows(unit: str, sample: EncodedSample) -> int:
-    return sample.sizes.get(unit, 0)
-
-
-def _rows_between(unit: str, tokens_per_item: int, rows: int, sample: EncodedSample) -> int:
-    return _rows(unit, sample) // tokens_per_item * rows
-
-
-def _items(unit: str, tokens_per_item: int, sample: EncodedSample) -> float:
-    return _rows(unit, sample) / tokens_per_item
 
 
 class TransformerConnector(nn.Module):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import TOKENS, grid_part
 from dilatant.models.core.slicing import ShapePlaceholder, slice_model
-from dilatant.models.core.stage import Boundary, Loss
+from dilatant.models.core.stage import Boundary, Loss, RowCount
 from dilatant.models.core.structure import find_structure
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_weights
@@ -109,7 +109,7 @@ class LanguageUnit(Unit, LanguageStage):
         merged = {unit: id_ for unit, id_ in placeholder_ids.items() if unit != apart}
         losses = {name: Loss(target_tokens)}
         if has_router_loss(model):
-            in_all = partial(_tokens_of_routers, name, count_routers(model))
+            in_all = RowCount(name, rows=count_routers(model))
             losses[f"{name}.router"] = Loss(in_all, router_weight(model))
             extensions.append(RouterLoss(f"{name}.router", cast(Any, model.config).num_experts_per_tok))
         if queries:
@@ -264,7 +264,3 @@ def target_tokens(sample: EncodedSample) -> int:
 
 def _rows_sent(unit: str, crossing: CrossAttention | None, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0) + (0 if crossing is None else crossing.count(sample))
-
-
-def _tokens_of_routers(unit: str, routers: int, sample: EncodedSample) -> int:
-    return routers * sample.sizes.get(unit, 0)

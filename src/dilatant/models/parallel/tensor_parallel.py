@@ -21,7 +21,7 @@ from dilatant.models.core.cross_attention import STATES
 from dilatant.models.core.loss import IGNORED
 from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.core.recompute import add_contexts, mixed
-from dilatant.models.core.sequence_parallel import SequenceRanks, TokenProduct, TokenShards
+from dilatant.models.core.sequence_parallel import SequenceRanks, TokenShards
 from dilatant.models.core.slicing import Placeholder
 from dilatant.models.parallel.experts import group_experts
 from dilatant.models.parallel.linear_heads import count_linear_heads
@@ -211,7 +211,7 @@ def _shard_region(block: nn.Module, region: Region, ranks: SequenceRanks, shards
         entry.register_forward_hook(_output_hook(shards.sum_parts))
         return
     for linear in leaving:
-        linear.leave = _summing(ranks) if shards is None else shards.sum_products
+        linear.leave = (lambda input, product: ranks.sum(product(input))) if shards is None else shards.sum_products
     if shards is None:
         entry.register_forward_pre_hook(_input_hook(ranks.copy), with_kwargs=True)
         if region.whole:
@@ -226,10 +226,6 @@ def _shard_region(block: nn.Module, region: Region, ranks: SequenceRanks, shards
 def _layer_and_adapter(block: nn.Module, path: str) -> tuple[nn.Module, ...]:
     """Return the linear layer at `path` and, if it has an adapter, lora_A and lora_B."""
     return plain_linear(block, path), *(adapter_of(block, path) or ())
-
-
-def _summing(ranks: SequenceRanks) -> Callable[[Tensor, TokenProduct], Tensor]:
-    return lambda input, product: ranks.sum(product(input))
 
 
 def _gather_at_entry(block: nn.Module, region: Region, shards: TokenShards) -> None:

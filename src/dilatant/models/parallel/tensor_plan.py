@@ -90,15 +90,14 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     for (layer, _), of_block in zip(blocks, mixtures):
         for experts in of_block:
             path, inner = f"{layer}.{experts.path}", SplitPart(experts.inner)
-            cuts[f"{path}.gate_up_proj"], cuts[f"{path}.down_proj"] = (
-                SplitDimension(1, (inner, inner)),
-                SplitDimension(2, (inner,)),
-            )
+            cuts[f"{path}.gate_up_proj"] = SplitDimension(1, (inner, inner))
+            cuts[f"{path}.down_proj"] = SplitDimension(2, (inner,))
     of_experts = frozenset(cuts)
     rules = rules_of_family(unit)
-    reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
-    reason = unit.undivided or reason
-    for _, block in blocks if rules else ():
+    reason = unit.undivided
+    if not (reason or rules):
+        reason = f"how ranks share the layers of {unit.family!r} is not known"
+    for block in unit.blocks:
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:
         return TensorPlan(experts=mixtures, of_experts=of_experts, problems=(f"{unit.unit}: {reason}",))
@@ -163,7 +162,8 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
             f"{unit.unit}: {' and '.join(wrong)} cannot be shared by {tp} ranks; it takes tp "
             f"{', '.join(map(str, working))}"
         ]
-    for name, shape in _four_bit_shapes(unit).items():
+    shapes = {name: tuple(p.shape) for name, p in unit.named_logical_parameters() if name in unit.four_bit}
+    for name, shape in shapes.items():
         if not all(_has_whole_blocks(plan, name, shape, tp, index) for index in range(tp)):
             return [
                 f"{unit.unit}: {tp} ranks would cut {name!r}, {list(shape)}, within the blocks of {BLOCK} numbers "
@@ -174,12 +174,6 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
     if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
         return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
     return []
-
-
-def _four_bit_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
-    if not unit.four_bit:
-        return {}
-    return {name: tuple(p.shape) for name, p in unit.named_logical_parameters() if name in unit.four_bit}
 
 
 def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: int, index: int) -> bool:
