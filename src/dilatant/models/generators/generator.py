@@ -51,26 +51,14 @@ class Generator:
 
 
 class GeneratorStage(Stage):
-    """Layers of a generator. connector: None after the first stage. model: None before the last. source: the unit that
-    sends rows. token_id, tokens_per_item: see `Generator`."""
+    """Layers of a generator, set up by its unit. connector: None after the first stage. model: None before the last.
+    source: the unit that sends rows. token_id, tokens_per_item: see `Generator`."""
 
-    def __init__(
-        self,
-        unit: str,
-        layers: tuple[str, ...],
-        weights: tuple[Weight, ...],
-        connector: nn.Module | None,
-        model: nn.Module | None,
-        source: str,
-        token_id: int,
-        tokens_per_item: int,
-    ) -> None:
-        super().__init__(unit, layers, weights)
-        self.connector = connector
-        self.model = model
-        self.source = source
-        self.token_id = token_id
-        self.tokens_per_item = tokens_per_item
+    connector: nn.Module | None
+    model: nn.Module | None
+    source: str
+    token_id: int
+    tokens_per_item: int
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """Run all items of the samples in one batch; the output is empty if no sample has any."""
@@ -186,16 +174,9 @@ class GeneratorUnit(Unit, GeneratorStage):
             count = len(denoiser_blocks(generator.model))
             layers = ["connector", "embedding", *(f"layers.{number}" for number in range(count)), "head"]
             drawing = _denoiser_weights(name, layers, generator.model, cut)
-        super().__init__(
-            unit=name,
-            layers=tuple(f"{name}.{layer}" for layer in layers),
-            weights=(*connecting, *drawing),
-            connector=connector,
-            model=generator.model,
-            source=source,
-            token_id=generator.token_id,
-            tokens_per_item=generator.tokens_per_item,
-        )
+        super().__init__(name, tuple(f"{name}.{layer}" for layer in layers), (*connecting, *drawing))
+        self.connector, self.model, self.source = connector, generator.model, source
+        self.token_id, self.tokens_per_item = generator.token_id, generator.tokens_per_item
         self.cut = cut
         self.inputs = (source,)
         self.width = generator.width
@@ -282,16 +263,10 @@ class GeneratorUnit(Unit, GeneratorStage):
                 enters=first <= 1,
                 leaves=end == len(self.layers),
             )
-        return GeneratorStage(
-            unit=self.unit,
-            layers=self.layers[first:end],
-            weights=self._weights_between(first, end),
-            connector=self.connector if first == 0 else None,
-            model=model,
-            source=self.source,
-            token_id=self.token_id,
-            tokens_per_item=self.tokens_per_item,
-        )
+        stage = GeneratorStage(self.unit, self.layers[first:end], self._weights_between(first, end))
+        stage.connector, stage.model, stage.source = self.connector if first == 0 else None, model, self.source
+        stage.token_id, stage.tokens_per_item = self.token_id, self.tokens_per_item
+        return stage
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
