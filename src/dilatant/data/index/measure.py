@@ -42,23 +42,22 @@ FileState = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SampleMeasurements:
-    """Result of measuring samples from headers and text. tokens: int64 [units, samples]; other arrays: int64 [samples].
+    """Result of measuring samples from headers and text. numbers: int64 [units + 2, samples]: tokens in each unit (0 if
+    unknown), target tokens, and the `content_digest`.
 
-    problems: sample → why it cannot be trained on at any length; unknown tokens are 0. media: sample with a problem →
-    the files that hold its media. unused: columns, and keys inside of columns, that no sample uses, as an ordered set.
+    problems: sample → why it cannot be trained on at any length. media: sample with a problem → the files that hold its
+    media. unused: columns, and keys inside of columns, that no sample uses, as an ordered set.
     """
 
-    tokens: NDArray[np.int64]
-    target_tokens: NDArray[np.int64]
-    content: NDArray[np.int64]
-    problems: dict[int, str]
-    media: dict[int, tuple[FileState, ...]]
+    numbers: NDArray[np.int64]
+    problems: dict[int, str] = field(default_factory=dict)
+    media: dict[int, tuple[FileState, ...]] = field(default_factory=dict)
     unused: dict[str, None] = field(default_factory=dict)
 
-    @staticmethod
-    def none(units: int, samples: int) -> SampleMeasurements:
-        zeros = np.zeros((units + 2, samples), np.int64)
-        return SampleMeasurements(zeros[:units], zeros[units], zeros[units + 1], {}, {})
+    @property
+    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens, int64 [units, samples], target tokens and digests, int64 [samples]."""
+        return self.numbers[:-2], self.numbers[-2], self.numbers[-1]
 
 
 def measure(
@@ -77,16 +76,14 @@ def measure(
     Raises UserError for an error of the source as a whole.
     """
     total = len(samples)
-    found = SampleMeasurements.none(len(encoding.unit_names), total)
+    found = SampleMeasurements(np.zeros((len(encoding.unit_names) + 2, total), np.int64))
     job = _MeasureJob(samples, encoding)
 
     def named(piece: IndexRange) -> str:
         return f"samples {piece[0]} to {piece[1] - 1} of {name}"
 
     for (start, end), piece in map_ranges(job, _pieces(total, blocks), total, named, workers):
-        found.tokens[:, start:end] = piece.tokens
-        found.target_tokens[start:end] = piece.target_tokens
-        found.content[start:end] = piece.content
+        found.numbers[:, start:end] = piece.numbers
         found.problems.update(piece.problems)
         found.media.update(piece.media)
         found.unused.update(piece.unused)
@@ -115,7 +112,7 @@ class _MeasureJob:
     def __call__(self, piece: IndexRange) -> SampleMeasurements:
         start, end = piece
         units = self.encoding.unit_names
-        found = SampleMeasurements.none(len(units), end - start)
+        found = SampleMeasurements(np.zeros((len(units) + 2, end - start), np.int64))
         for index in range(start, end):
             sample = None
             try:
@@ -127,10 +124,8 @@ class _MeasureJob:
                 if sample is not None and (files := media_files(sample)):
                     found.media[index] = tuple(map(file_state, files))
                 continue
-            at = index - start
-            found.tokens[:, at] = [sizes.tokens[unit] for unit in units]
-            found.target_tokens[at] = sizes.target_tokens
-            found.content[at] = sizes.content
+            tokens = (sizes.tokens[unit] for unit in units)
+            found.numbers[:, index - start] = [*tokens, sizes.target_tokens, sizes.content]
             if sizes.refusals:
                 found.problems[index] = str(sizes.refusals[0])
         return found

@@ -76,6 +76,8 @@ class Refusals(Mapping[int, str]):
 
 
 FORMAT = 4
+_COLUMNS = ("tokens", "target_tokens", "content")
+"""Arrays of a cached index, in the order of `SampleMeasurements.columns`."""
 _HAS_AV = find_spec("av") is not None
 """Part of the cache key: without PyAV some media are refused, and some sounds get another length."""
 WATCHED_MEDIA = 1000
@@ -191,7 +193,7 @@ def _source(reader: Reader, encoding: Encoding, cache: Cache, workers: int | Non
 
 
 def _arrays(measured: SampleMeasurements) -> Arrays:
-    arrays = {"tokens": measured.tokens, "target_tokens": measured.target_tokens, "content": measured.content}
+    arrays = dict(zip(_COLUMNS, measured.columns))
     watched = dict.fromkeys(state for files in measured.media.values() for state in files)
     return Arrays(
         {**arrays, **Refusals.of(measured.problems).arrays},
@@ -208,18 +210,11 @@ def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | N
     """Return the arrays with all refused samples measured again."""
     refused = before.arrays["samples"]
     again = measure(SampleSubset(reader, refused), encoding, name=reader.name, workers=workers)
-    found = SampleMeasurements(
-        tokens=before.arrays["tokens"].copy(),
-        target_tokens=before.arrays["target_tokens"].copy(),
-        content=before.arrays["content"].copy(),
-        problems={int(refused[at]): problem for at, problem in again.problems.items()},
-        media=again.media,
-        unused=dict.fromkeys((*before.about["unused"], *again.unused)),
-    )
-    found.tokens[:, refused] = again.tokens
-    found.target_tokens[refused] = again.target_tokens
-    found.content[refused] = again.content
-    return _arrays(found)
+    numbers = np.vstack([before.arrays[name] for name in _COLUMNS])
+    numbers[:, refused] = again.numbers
+    problems = {int(refused[at]): problem for at, problem in again.problems.items()}
+    unused = dict.fromkeys((*before.about["unused"], *again.unused))
+    return _arrays(SampleMeasurements(numbers, problems, again.media, unused))
 
 
 def _refusals(found: Arrays) -> Refusals:
@@ -232,10 +227,7 @@ def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Ar
         return parts[0]
 
     def make() -> Arrays:
-        arrays = {
-            name: np.concatenate([part.arrays[name] for part in parts], axis=-1)
-            for name in ("tokens", "target_tokens", "content")
-        }
+        arrays = {name: np.concatenate([part.arrays[name] for part in parts], axis=-1) for name in _COLUMNS}
         offsets = (np.cumsum(blend.lengths) - blend.lengths).tolist()
         return Arrays({**arrays, **Refusals.joined([_refusals(part) for part in parts], offsets).arrays})
 

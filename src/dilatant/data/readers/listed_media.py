@@ -48,7 +48,7 @@ class ListedMedia:
     """Items of a record's media columns. Typed content without a source takes the next item, iteration the rest."""
 
     def __init__(self, fields: Fields) -> None:
-        self._record = fields.record
+        self._fields = fields
         self._waiting: dict[MediaKind, list[Media]] = {kind: [] for kind in MEDIA_COLUMNS}
         self._numbered: dict[int, Media] = {}
         for kind, names in MEDIA_COLUMNS.items():
@@ -82,8 +82,7 @@ class ListedMedia:
 
     def take(self, kind: MediaKind) -> Media:
         if not self._waiting[kind]:
-            raise SampleError(
-                self._record.id,
+            self._fields.refuse(
                 f"the messages name more {kind}s than the record holds",
                 f"give each {kind} part its source, or list every {kind} in the record",
             )
@@ -113,11 +112,8 @@ class ListedMedia:
                     continue
                 media = numbered.get(int(str(piece)))
                 if media is None:
-                    raise SampleError(
-                        self._record.id,
-                        f"the text names image {piece}, but 'image_{piece}' is empty",
-                        "correct the record",
-                    )
+                    problem = f"the text names image {piece}, but 'image_{piece}' is empty"
+                    self._fields.refuse(problem, "correct the record")
                 if media in self._waiting["image"]:
                     self._waiting["image"].remove(media)
                 yield media
@@ -183,13 +179,12 @@ def parse_media(
         about, value = value, None
         key = next((key for key in _SOURCES if not is_blank(about.get(key))), None)
         if key is None and "array" in about:
-            raise SampleError(
-                record.id,
+            fields.refuse(
                 f"{name} is decoded (an 'array'), and only encoded media are read",
                 "write it to a file (WAV or FLAC for sounds), or keep its 'bytes' or 'path'",
             )
         if key is None:
-            raise SampleError(record.id, f"{name} has neither 'bytes' nor 'path'", "give one of them")
+            fields.refuse(f"{name} has neither 'bytes' nor 'path'", "give one of them")
         for other in about.keys() - set(_SOURCES) - ITEM_OPTIONS - {"format"}:
             if not is_blank(about[other]):
                 fields.mark_unused(f"{kind}s[].{other}")
@@ -203,8 +198,7 @@ def parse_media(
     if kind == "video" and is_list(value):
         return _clip_of_frames(fields, value, name, options)
     if options:
-        raise SampleError(
-            record.id,
+        fields.refuse(
             f"{name} has the option {min(options)!r}, which holds for single items nowhere",
             "remove it; 'model.processor' says how all items are seen, and a part of a clip is a file of its own",
         )
@@ -232,25 +226,22 @@ def _source(record: FileRecord, name: str, value: Any) -> Any:
 
 def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Mapping[str, Any]) -> Media:
     """Parse a clip given as a list of frames. options: `FRAME_RATES` give frames per second; others are refused."""
-    record = fields.record
     pictures = tuple(
         parse_media(fields, "image", item, number) for number, item in enumerate(value, 1) if not is_blank(item)
     )
     if not pictures:
-        raise SampleError(record.id, f"{name} is a list without frames", "give their paths")
+        fields.refuse(f"{name} is a list without frames", "give their paths")
     rate = next((options[key] for key in FRAME_RATES if key in options), None)
     other = min(set(options) - set(FRAME_RATES), default=None)
     if other is not None:
-        raise SampleError(
-            record.id, f"{name} has the option {other!r}, which a list of frames cannot obey", "remove it"
-        )
+        fields.refuse(f"{name} has the option {other!r}, which a list of frames cannot obey", "remove it")
     try:
         fps = None if rate is None else float(rate)
         is_right = fps is None or 0 < fps < 1e6
     except (TypeError, ValueError):
         is_right = False
     if not is_right:
-        raise SampleError(record.id, f"{name} has {rate!r} frames a second", "give a number above 0")
+        fields.refuse(f"{name} has {rate!r} frames a second", "give a number above 0")
     return Media("video", Frames(pictures, fps), name)
 
 

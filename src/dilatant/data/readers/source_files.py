@@ -102,11 +102,7 @@ class SourceFiles:
 
     @cached_property
     def _ends(self) -> dict[str, NDArray[np.int64]]:
-        return {
-            name.removeprefix("rows "): np.cumsum(np.append(0, rows))
-            for name, rows in self._found.arrays.items()
-            if name.startswith("rows ")
-        }
+        return _ends_by_field(self._found)
 
     @cached_property
     def _found(self) -> Arrays:
@@ -206,17 +202,22 @@ def _state(path: Path) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
+def _ends_by_field(found: Arrays) -> dict[str, NDArray[np.int64]]:
+    """Return field → where each file's part begins, and the end of the last one."""
+    rows = {name.removeprefix("rows "): each for name, each in found.arrays.items() if name.startswith("rows ")}
+    return {field: np.cumsum(np.append(0, each)) for field, each in rows.items()}
+
+
 def _scans(found: Arrays) -> dict[str, tuple[Form | None, Scan]]:
     """Return the format and scan of each file in a cached result, by the file's state."""
-    fields = [name.removeprefix("rows ") for name in found.arrays if name.startswith("rows ")]
-    ends = {field: np.cumsum(np.append(0, found.arrays[f"rows {field}"])) for field in fields}
+    ends = _ends_by_field(found)
     scans: dict[str, tuple[Form | None, Scan]] = {}
     file = 0
     for form, state in zip(found.about["forms"], found.about["states"]):
         if form is None:
             scans[state] = (None, Scan(0, {}))
             continue
-        parts = {field: found.arrays[field][ends[field][file] : ends[field][file + 1]] for field in fields}
+        parts = {field: found.arrays[field][at[file] : at[file + 1]] for field, at in ends.items()}
         scans[state] = (form, Scan(int(found.arrays["records"][file]), parts))
         file += 1
     return scans
