@@ -20,16 +20,9 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.measuring.layer_costs import degrees_of
+from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
-from dilatant.planning.planning import (
-    PlannedRun,
-    PlanningProblem,
-    answer_why_not,
-    costs_of_plan,
-    searched_row_tokens,
-    tried_schedules,
-)
+from dilatant.planning.planning import PlannedRun, PlanningProblem, answer_why_not, searched_row_tokens, tried_schedules
 from dilatant.planning.problem.dense_rows import is_assumed
 from dilatant.report.gantt import predicted_chart
 from dilatant.report.pages.plan_page import write_plan_page
@@ -50,13 +43,14 @@ from dilatant.report.text.wording import count_text, counted, listed, origin_tex
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None) -> TrainingPlan:
     """Return the plan that trains as `ranked` was simulated. chain: as in `PlannedRun`."""
+    target = problem.target.sharing(ranked.zero)
     return TrainingPlan(
         ranked.plan,
         ranked.num_microbatches,
         ranked.score.schedule,
         problem.policy,
         ranked.score.seconds,
-        costs_of_plan(problem.sharing(ranked.zero), ranked.plan),
+        described_costs(ranked.plan, problem.model, problem.costs, target),
         ranked.row_tokens,
         ranked.zero,
         chain,

@@ -174,17 +174,14 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
     seconds = ranked.score.seconds
     idle = f"; {ranked.idle_devices} of the devices stay idle" if ranked.idle_devices else ""
     cut = microbatches_text(*ranked.microbatches, ranked.row_tokens)
+    reasons = report.reasons[1:]  # the layout is printed already
+    if len(reasons) >= REASONS:
+        reasons = (*reasons[: REASONS - 1], reasons[-1])  # last: the plan's certainty
     return [
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
         f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
         f"zero {ranked.zero}, samples placed by {problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
-        *(f"  {reason}" for reason in (*planned.rows, *_reasons(report))),
+        *(f"  {reason}" for reason in (*planned.rows, *reasons)),
     ]
-
-
-def _reasons(report: PlanReport) -> list[str]:
-    """Return the first reasons after the layout, which is printed already, and the last one, the plan's certainty."""
-    others = report.reasons[1:]
-    return [*others[: REASONS - 1], *others[-1:]] if len(others) >= REASONS else [*others]
