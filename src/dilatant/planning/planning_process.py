@@ -7,8 +7,6 @@ megabytes that the rank on that GPU needs; so the launcher itself never touches 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,9 +19,9 @@ from dilatant.comm.errors import WorkerFailed
 from dilatant.comm.fork_server import (
     NO_GUARD,
     NO_GUARD_EXIT,
+    end_with_launcher,
     heed_launcher,
     multiprocessing_folder,
-    remove_orphaned_folder,
     warm_up,
 )
 from dilatant.config import Config, UserError
@@ -98,7 +96,7 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
 
 
 def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None:
-    threading.Thread(target=_end_with_launcher, args=(shared,), name="dilatant-launcher", daemon=True).start()
+    end_with_launcher(shared)
     heed_launcher()
     warnings.simplefilter("ignore", UserWarning)  # the run says them once, when it builds the model
     try:
@@ -110,14 +108,6 @@ def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None
     with suppress(OSError):  # the launcher is gone
         connection.send(answer)
     connection.close()
-
-
-def _end_with_launcher(shared: str | None) -> None:
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    remove_orphaned_folder(shared)
-    os._exit(1)
 
 
 def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:

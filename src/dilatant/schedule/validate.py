@@ -105,16 +105,13 @@ def assignment_problems(
     return problems
 
 
-def _name(arrays: PlanArrays, chain: int) -> str:
-    return f"{arrays.units[arrays.unit_of[chain]]} replica {arrays.replica_of[chain]}"
-
-
 def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedActions) -> list[str]:
     """List microbatches whose parts do not cover them exactly once, and empty microbatches that are run."""
     problems = []
     pieces = packed.pieces
     for chain in range(arrays.num_chains):
-        batches = assignment.microbatches[arrays.units[arrays.unit_of[chain]]][arrays.replica_of[chain]]
+        unit, replica = arrays.units[arrays.unit_of[chain]], arrays.replica_of[chain]
+        batches = assignment.microbatches[unit][replica]
         parts: dict[int, list[int]] = {}
         count: dict[int, int] = {}
         for piece in range(int(pieces.first[chain]), int(pieces.first[chain + 1])):
@@ -122,7 +119,7 @@ def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedAct
             parts.setdefault(number, []).extend(pieces.samples_of(piece))
             count[number] = count.get(number, 0) + 1
         for number, batch in enumerate(batches):
-            place = f"{_name(arrays, chain)} microbatch {number}"
+            place = f"{unit} replica {replica} microbatch {number}"
             if not batch and number in parts:
                 problems.append(f"{place} is empty and must not be run")
             elif batch and number not in parts:

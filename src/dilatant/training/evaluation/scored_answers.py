@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dilatant.config.errors import UserError
 from dilatant.config.signatures import require_call
 from dilatant.data.media.image_file import decode_image
-from dilatant.data.sample import Dataset, Media, Sample
+from dilatant.data.sample import Dataset, Media
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import ExportedModel
 from dilatant.models.generators.diffusion import SamplingSettings
@@ -77,6 +77,7 @@ def judge_answers(
     for index in range(min(len(held_out), limit or len(held_out))):
         sample = held_out[index]
         prompt = encode_prompt(sample, exported.encoding)
+        expected: ScoredAnswer
         answered: ScoredAnswer
         if targets:
             assert isinstance(model, MultimodalModel)  # as models with generators are
@@ -85,21 +86,14 @@ def judge_answers(
         else:
             answered = [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
         try:
-            score = float(judge(_question(sample), _expected(sample, channels), answered))
+            asked = "".join(part for turn in sample.turns[:-1] for part in turn.content if isinstance(part, str))
+            expected = [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
+            score = float(judge(asked, expected, answered))
         except Exception as error:
             raise UserError(f"the judge failed at {sample.id}: {type(error).__name__}: {error}") from error
         if not math.isfinite(score):
             raise UserError(f"the judge gives {sample.id} {score}; it must give a finite number")
         yield Score(sample.id, score)
-
-
-def _question(sample: Sample) -> str:
-    asked: list[Any] = [part for turn in sample.turns[:-1] for part in turn.content]
-    return "".join(part for part in asked if isinstance(part, str))
-
-
-def _expected(sample: Sample, channels: int) -> ScoredAnswer:
-    return [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
 
 
 def _shown(media: Media, channels: int) -> Image | str:
