@@ -194,7 +194,7 @@ def step_rows(runs: int, microbatches: int = 16) -> Iterator[Row]:
             graph,
             Microbatching(microbatches, FAMILIES["eager"], policy),
             CostCorrection(plan, costs),
-            rank=13,
+            13,
         )
         step = planner.plan_step(samples, 0)
         name = f"64 ranks, {len(samples)} samples, {policy}"

@@ -12,7 +12,7 @@ from cases.tiny_project import Dilatant
 from dilatant.config import load_config
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.planning import planning_problem, simulated_steps
+from dilatant.planning.planning import planning_problem, scorer_of
 from dilatant.report.plan_report import PlanReport
 from dilatant.schedule.schedule import MeasuredStep
 from harness.refused import refused
@@ -46,7 +46,7 @@ def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, planned
     problem = planning_problem(config, assemble_samples(config))
     found = TrainingPlan.from_json(plan.read_text())
     shared = problem.sharing(found.zero)
-    expected = simulated_steps(shared, found.plan, found.num_microbatches, found.row_tokens)[1].timeline
+    expected = scorer_of(shared).steps(found.plan, found.num_microbatches, found.row_tokens)[1].timeline
     step = MeasuredStep.from_json((project / "trained" / "step.json").read_text())
     assert step.assignment == expected.assignment
     assert step.schedule == expected.schedule

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from dilatant.data.sample import EncodedSample, Sample, content_digest
 from dilatant.data.text.encoding import QUESTION
 from dilatant.data.workers.pool import SampleRequest
 from dilatant.training.feeding.feed import StepPrefetcher
-from dilatant.training.feeding.inputs import HELD_OUT, RankInputs
+from dilatant.training.feeding.inputs import HELD_OUT, DecodeRequirements, RankInputs
 from dilatant.training.feeding.step_data import IndexedData, StepSamples, StreamedData, draws
 from harness.patience import HANG_SECONDS, wait_until
 
@@ -294,8 +295,9 @@ def _held_out(refused: dict[int, str], source: _Source) -> RankInputs:
     inputs = RankInputs.__new__(RankInputs)
     inputs._data = {HELD_OUT: _data(refused)}
     inputs._source, inputs._skips = source, False  # type: ignore[assignment]
-    inputs._plan_forwards = _plan  # type: ignore[method-assign, assignment]
-    inputs._needed = _needs(2)  # type: ignore[method-assign, assignment]
+    inputs._runtime = SimpleNamespace(plan_step=lambda heads, forwards: _plan(heads, 0))  # type: ignore[assignment]
+    inputs._requirements = DecodeRequirements.__new__(DecodeRequirements)
+    inputs._requirements.of = _needs(2)  # type: ignore[method-assign, assignment]
     return inputs
 
 

@@ -20,7 +20,7 @@ from dilatant.planning.assemble import assemble_samples, load_model_tokenizer
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.plan_advice import score_unfrozen
 from dilatant.planning.planned_run import plan_report, training_plan
-from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, simulated_steps, time_plan
+from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of, time_plan
 from dilatant.planning.problem.describe_model import BLOCK, build_meta_model, describe_model
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.cost_correction import CostCorrection
@@ -109,7 +109,7 @@ def test_a_planned_run_executes_the_simulated_steps(
         0,
     )
     shared = problem.sharing(planned.zero)
-    simulated = simulated_steps(shared, planned.plan, planned.num_microbatches, planned.row_tokens)
+    simulated = scorer_of(shared).steps(planned.plan, planned.num_microbatches, planned.row_tokens)
     sampler = samples.train.sampler(run.seed, BATCH)
     with Loader(samples.train, samples.encoding, sampler, position=sampler.start(), steps=2, workers=0) as loader:
         batches = [batch.samples for batch in islice(loader, 2)]
@@ -164,7 +164,7 @@ def test_plan_page_shows_simulated_microbatches_and_memory(tmp_path: Path) -> No
     asked = config(tmp_path, train=train, plan={"microbatch_sizes": [8], "microbatch_tokens": []})
     planned = plan_run(planning_problem(asked, assemble_samples(asked)))
     winner = planned.result.winner
-    steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)
+    steps = scorer_of(planned.problem).steps(winner.plan, winner.num_microbatches)
     counts = [len(own) for step in steps for own in step.timeline.assignment.microbatches["language"]]
     count, samples = winner.microbatches
     assert min(counts) <= count <= max(counts)

@@ -156,13 +156,6 @@ def borders_of_items(lengths: ArrayLike) -> torch.Tensor:
     return borders
 
 
-def _plan_of_borders(borders: torch.Tensor) -> AttentionPlan:
-    """Return the plan of `borders_of_items`; of another tensor (a family's own forward), made once and kept with it."""
-    if PLAN_KEYWORD not in borders.__dict__:
-        borders.__dict__[PLAN_KEYWORD] = plan_of_items(borders.diff().cpu().numpy())
-    return borders.__dict__[PLAN_KEYWORD]
-
-
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -175,18 +168,20 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     attention_plan: AttentionPlan | ContextParallelRow | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function that transformers calls in each layer: `query` is `[batch, heads, tokens, dim]`, keys and
-    values have KV heads only; returns `[batch, tokens, heads, dim]` and no weights.
+    values have KV heads only; returns `[batch, tokens, heads, dim]` and no weights. Encoders that pack items pass their
+    borders as `cu_seq_lens_q`, instead of a plan.
 
     Raises AttentionError if the plan is missing, or listing the layer's options that packed rows do not support.
     """
     where = type(module).__name__
     plan = attention_mask if isinstance(attention_mask, (AttentionPlan, ContextParallelRow)) else attention_plan
-    if plan is None and cu_seq_lens_q is not None:
-        plan = _plan_of_borders(cu_seq_lens_q)
+    if plan is None and (borders := kwargs.get("cu_seq_lens_q")) is not None:
+        if PLAN_KEYWORD not in borders.__dict__:  # not of `borders_of_items`, but of a family's own forward
+            borders.__dict__[PLAN_KEYWORD] = plan_of_items(borders.diff().cpu().numpy())
+        plan = borders.__dict__[PLAN_KEYWORD]
     if plan is None:
         raise AttentionError(
             f"{where} got no {PLAN_KEYWORD}: pass {PLAN_KEYWORD}=AttentionPlan(mask) to the model's forward, prepare "

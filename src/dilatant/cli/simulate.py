@@ -212,7 +212,7 @@ def _cluster(text: str) -> list[str]:
 def _show(planned: PlannedRun, run: _SimulatedRun, page: Path | None, as_json: bool, console: Console) -> None:
     from dilatant.planning.plan_advice import compare_schedules
     from dilatant.planning.planned_run import fixed_plan_report, plan_report
-    from dilatant.planning.planning import simulated_steps
+    from dilatant.planning.planning import scorer_of
     from dilatant.report.gantt import measured_chart, predicted_chart
     from dilatant.report.pages.plan_page import print_plan
 
@@ -226,8 +226,8 @@ def _show(planned: PlannedRun, run: _SimulatedRun, page: Path | None, as_json: b
             timeline=predicted_chart(prediction.timeline),
             measured=measured_chart(run.measured.actions, report.plan),
         )
-    settings = winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None
-    steps = [step.seconds for step in simulated_steps(planned.problem, *settings)]
+    scorer = scorer_of(planned.problem, winner.score.schedule or None)
+    steps = [step.seconds for step in scorer.steps(winner.plan, winner.num_microbatches, winner.row_tokens)]
     schedules = compare_schedules(planned.problem, winner)
     written = {} if page is None else _write_pages(page, report, run, prediction)
     if as_json:

@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -87,6 +89,20 @@ def remove_orphaned_folder(folder: str | None, seconds: float = 1.0) -> None:
     parent.join(seconds)
     if not parent.is_alive():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_with_launcher(folder: str | None, grace_seconds: float = 0.0) -> None:
+    """In a worker: exit when the launcher has exited, `grace_seconds` later, and remove the orphaned `folder`."""
+
+    def watch() -> None:
+        launcher = multiprocessing.parent_process()
+        assert launcher is not None
+        launcher.join()
+        time.sleep(grace_seconds)
+        remove_orphaned_folder(folder)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="dilatant-launcher", daemon=True).start()
 
 
 def heed_launcher() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,27 +24,19 @@ class Watch(Protocol):
         """Set a deadline for work that only a device waits for."""
 
 
+@dataclass(eq=False, slots=True)
 class Pending:
-    """Handle of a transfer or collective in progress. Keeps `tensors` alive until it is done.
+    """Handle of a transfer or collective in progress. Keeps its tensors alive until it is done.
 
     On a GPU `wait` makes the current stream wait, not the host; the host-side deadline starts there.
     """
 
-    def __init__(
-        self,
-        watch: Watch,
-        work: Any,
-        what: str,
-        tensors: Sequence[Tensor] = (),
-        on_device: bool = False,
-        finish: Callable[[], Any] | None = None,
-    ) -> None:
-        self._watch = watch
-        self._work = work
-        self._what = what
-        self._tensors = tensors
-        self._on_device = on_device
-        self._finish = finish
+    _watch: Watch
+    _work: Any
+    _what: str
+    _tensors: Sequence[Tensor]
+    _on_device: bool
+    _finish: Callable[[], Any] | None
 
     @property
     def is_done(self) -> bool:

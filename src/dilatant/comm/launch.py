@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from dilatant.comm.errors import CommAborted, CommTimeout, WorkerFailed
 from dilatant.comm.fork_server import (
     NO_GUARD,
     NO_GUARD_EXIT,
+    end_with_launcher,
     heed_launcher,
     multiprocessing_folder,
     remove_orphaned_folder,
@@ -311,7 +311,7 @@ def _death(rank: int, process: Any) -> _Report:
 
 
 def _serve(connection: Connection, start: _Start) -> None:
-    threading.Thread(target=_end_with_launcher, args=(start.folder,), name="dilatant-launcher", daemon=True).start()
+    end_with_launcher(start.folder, GRACE_SECONDS)  # also a rank that does not notice the abort of communication
     heed_launcher()
     try:
         payload = connection.recv_bytes()
@@ -326,16 +326,6 @@ def _serve(connection: Connection, start: _Start) -> None:
     except OSError:  # the launcher has exited
         remove_orphaned_folder(start.folder)
     connection.close()
-
-
-def _end_with_launcher(folder: str | None) -> None:
-    """Exit when the launcher has exited, also in a rank that does not notice the abort of communication."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    time.sleep(GRACE_SECONDS)
-    remove_orphaned_folder(folder)
-    os._exit(1)
 
 
 def _report(rank: int, error: BaseException) -> _Report:

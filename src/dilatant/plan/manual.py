@@ -41,8 +41,8 @@ def plan_from_specs(
     # Units with separate ranks come first: colocated units need their hosts' ranks.
     for name in sorted(layers, key=lambda name: name in colocated):
         spec = specs[name]
-        cuts = spec.cuts or even_cuts(layers[name], spec.num_stages)
-        bounds = [*cuts, layers[name]]
+        count = spec.num_stages
+        bounds = [*(spec.cuts or (layers[name] * stage // count for stage in range(count))), layers[name]]
         width = spec.degrees.ranks
         replicas = []
         for replica in range(spec.replicas):
@@ -56,7 +56,7 @@ def plan_from_specs(
             replicas.append(
                 Replica(
                     tuple(
-                        Stage.of(first, end, groups[stage % spec.pp], spec.degrees)
+                        Stage(first, end, groups[stage % spec.pp], *spec.degrees)
                         for stage, (first, end) in enumerate(itertools.pairwise(bounds))
                     )
                 )
@@ -105,11 +105,6 @@ def cut_as_before(specs: Specs, plan: Plan, before: Plan) -> dict[str, ParallelS
         return None
     firsts = {unit.name: tuple(stage.first for stage in unit.replicas[0].stages) for unit in before.units}
     return {name: replace(spec, cuts=spec.cuts or firsts[name]) for name, spec in specs.items()}
-
-
-def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return each stage's first layer when stages get equal numbers of layers, earlier ones one fewer if needed."""
-    return tuple(num_layers * stage // num_stages for stage in range(num_stages))
 
 
 def _problems(layers: Mapping[str, int], specs: Specs, colocated: Mapping[str, str]) -> list[str]:

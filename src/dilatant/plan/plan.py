@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 
@@ -58,11 +58,6 @@ class Stage:
     tp: Index = 1
     cp: Index = 1
     ep: Index = 1
-
-    @classmethod
-    def of(cls, first: int, end: int, ranks: tuple[int, ...], degrees: Degrees) -> Self:
-        """Return these layers on ranks with these degrees."""
-        return cls(first, end, ranks, *degrees)
 
     @property
     def degrees(self) -> Degrees:
@@ -139,19 +134,9 @@ class Plan:
         placed: list[PlacedStage] = []
         for unit in self.units:
             for replica_index, replica in enumerate(unit.replicas):
-                last = len(replica.stages) - 1
                 for position, stage in enumerate(replica.stages):
-                    placed.append(
-                        PlacedStage(
-                            index=len(placed),
-                            unit=unit.name,
-                            replica=replica_index,
-                            position=position,
-                            stage=stage,
-                            is_first=position == 0,
-                            is_last=position == last,
-                        )
-                    )
+                    ends = position == 0, position == len(replica.stages) - 1
+                    placed.append(PlacedStage(len(placed), unit.name, replica_index, position, stage, *ends))
         return tuple(placed)
 
     @cached_property

@@ -9,6 +9,7 @@ from enum import StrEnum
 from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Recompute
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.unit_layers import LEVELS
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 
@@ -98,12 +99,11 @@ def map_ranks(
 
 GroupRanks = dict[tuple[int, int, int], tuple[int, ...]]
 """(chain, replica, index of the device group in the chain) → ranks."""
-_FRUGAL: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
 
 
 def _most_recomputed(each: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:
     decided = [own for own in each if own]
-    return tuple(max(layer, key=_FRUGAL.index) for layer in zip(*decided, strict=True))
+    return tuple(max(layer, key=LEVELS.index) for layer in zip(*decided, strict=True))
 
 
 def replicas_of(name: str, chain: Chain, layers: int, number: int, ranks: GroupRanks) -> list[Replica]:
@@ -112,7 +112,7 @@ def replicas_of(name: str, chain: Chain, layers: int, number: int, ranks: GroupR
     return [
         Replica(
             tuple(
-                Stage.of(first, end, ranks[number, replica, stage % chain.groups], chain.degrees_of(name))
+                Stage(first, end, ranks[number, replica, stage % chain.groups], *chain.degrees_of(name))
                 for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from dilatant.config.errors import UserError, list_problems
@@ -36,40 +38,37 @@ def _place(entry: PlacedStage) -> str:
     return f"{entry.unit} replica {entry.replica} stage {entry.position}"
 
 
-def _unit_problems(plan: Plan, model: ModelSpec) -> list[str]:
+def _unit_problems(plan: Plan, model: ModelSpec) -> Iterator[str]:
     """Report units that are missing, unknown or duplicated; edges that differ from the model's or point backwards."""
-    problems = []
     planned = [unit.name for unit in plan.units]
     known = [unit.name for unit in model.units]
-    problems += [f"unit {name!r} is in the plan twice" for name in sorted({n for n in planned if planned.count(n) > 1})]
-    problems += [f"unit {name!r} of the model is not in the plan" for name in known if name not in planned]
-    problems += [
+    yield from (f"unit {name!r} is in the plan twice" for name in sorted({n for n in planned if planned.count(n) > 1}))
+    yield from (f"unit {name!r} of the model is not in the plan" for name in known if name not in planned)
+    yield from (
         f"unit {name!r} of the plan is not in the model, which has {known}"
         for name in dict.fromkeys(planned)
         if name not in known
-    ]
+    )
     for index, unit in enumerate(plan.units):
         if not unit.replicas:
-            problems.append(f"unit {unit.name!r} has no replica")
+            yield f"unit {unit.name!r} has no replica"
         if unit.name in known and sorted(unit.feeds) != sorted(model.unit(unit.name).feeds):
             feeds = list(model.unit(unit.name).feeds)
-            problems.append(f"unit {unit.name!r} feeds {list(unit.feeds)} in the plan, {feeds} in the model")
+            yield f"unit {unit.name!r} feeds {list(unit.feeds)} in the plan, {feeds} in the model"
         for target in unit.feeds:
             if target in planned[: index + 1]:
-                problems.append(f"unit {unit.name!r} feeds {target!r}, which must come after it in the plan")
-    return problems
+                yield f"unit {unit.name!r} feeds {target!r}, which must come after it in the plan"
 
 
-def _layer_problems(plan: Plan, model: ModelSpec) -> list[str]:
+def _layer_problems(plan: Plan, model: ModelSpec) -> Iterator[str]:
     """Report layers that a replica holds twice or not at all, and stages that are empty or exceed the unit's layers."""
-    problems = []
     units = {unit.name: unit for unit in model.units}
     for planned in plan.units:
         unit = units.get(planned.name)
         if unit is None:
             continue
         if planned.recompute and len(planned.recompute) != len(unit.layers):
-            problems.append(
+            yield (
                 f"unit {planned.name!r} says of {len(planned.recompute)} layers what is recomputed, but has "
                 f"{len(unit.layers)}"
             )
@@ -78,19 +77,20 @@ def _layer_problems(plan: Plan, model: ModelSpec) -> list[str]:
             held = np.zeros(len(unit.layers), dtype=np.int64)
             for position, stage in enumerate(replica.stages):
                 if stage.first >= stage.end:
-                    problems.append(f"{where} stage {position} holds no layer ({stage.first} to {stage.end})")
+                    yield f"{where} stage {position} holds no layer ({stage.first} to {stage.end})"
                 if stage.first < 0 or stage.end > len(unit.layers):
-                    problems.append(
+                    yield (
                         f"{where} stage {position} holds layers {stage.first} to {stage.end}, but {planned.name} has "
                         f"layers 0 to {len(unit.layers)}"
                     )
                 held[max(stage.first, 0) : max(stage.end, 0)] += 1
-            problems += [f"{where} holds {_names(unit, held > 1)} twice"] if (held > 1).any() else []
-            problems += [f"{where} lacks {_names(unit, held == 0)}"] if (held == 0).any() else []
+            if (held > 1).any():
+                yield f"{where} holds {_names(unit, held > 1)} twice"
+            if (held == 0).any():
+                yield f"{where} lacks {_names(unit, held == 0)}"
             firsts = [stage.first for stage in replica.stages]
             if firsts != sorted(firsts):
-                problems.append(f"the stages of {where} are not in layer order: they begin at {firsts}")
-    return problems
+                yield f"the stages of {where} are not in layer order: they begin at {firsts}"
 
 
 def _names(unit: UnitSpec, chosen: np.ndarray) -> str:
@@ -104,45 +104,41 @@ def _names(unit: UnitSpec, chosen: np.ndarray) -> str:
     return ("layer " if len(numbers) == 1 else "layers ") + ", ".join(names)
 
 
-def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
+def _rank_problems(plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Report groups of the wrong size, ranks in two groups or outside the cluster, tensor parallelism across nodes."""
-    problems = []
     groups: dict[int, PlacedStage] = {}
     holders: dict[tuple[str, tuple[int, ...]], PlacedStage] = {}
     for entry in plan.stages():
         stage = entry.stage
-        problems += [f"{_place(entry)} {problem}" for problem in stage.degrees.problems(stage.ranks)]
+        yield from (f"{_place(entry)} {problem}" for problem in stage.degrees.problems(stage.ranks))
         if len(set(stage.ranks)) < len(stage.ranks):
-            problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
+            yield f"{_place(entry)} names a rank twice: {list(stage.ranks)}"
         for rank in dict.fromkeys(stage.ranks):
             other = groups.setdefault(rank, entry)
             there, here = (one.stage.degrees.without_experts for one in (other, entry))
             if other.stage.ranks != stage.ranks or (other.unit == entry.unit and there != here):
-                problems.append(
+                yield (
                     f"rank {rank} is in two groups: {_place(other)} on {list(other.stage.ranks)} ({there}) and "
                     f"{_place(entry)} on {list(stage.ranks)} ({here})"
                 )
         other = holders.setdefault((entry.unit, stage.ranks), entry)
         if other.replica != entry.replica:
-            problems.append(
-                f"ranks {list(stage.ranks)} hold two replicas of one unit: {_place(other)}, {_place(entry)}"
-            )
+            yield f"ranks {list(stage.ranks)} hold two replicas of one unit: {_place(other)}, {_place(entry)}"
         beyond = [rank for rank in stage.ranks if not 0 <= rank < cluster.num_devices]
         if beyond:
-            problems.append(
+            yield (
                 f"{_place(entry)} uses ranks {beyond}, but the cluster has {cluster.num_devices} devices "
                 f"({cluster.nodes} nodes of {cluster.gpus_per_node})"
             )
         kinds = list(dict.fromkeys(cluster.at(rank).name for rank in stage.ranks))
         if len(kinds) > 1 and not beyond:
-            problems.append(f"{_place(entry)} has ranks of unlike groups of devices: {', '.join(kinds)}")
+            yield f"{_place(entry)} has ranks of unlike groups of devices: {', '.join(kinds)}"
         for start in range(0, len(stage.ranks), max(stage.tp, 1)):
             group = stage.ranks[start : start + stage.tp]
             nodes = sorted({cluster.node_of(rank) for rank in group})
             if stage.tp > 1 and len(nodes) > 1:
-                problems.append(
+                yield (
                     f"{_place(entry)} puts tensor-parallel ranks {list(group)} on nodes {nodes}; they must share one"
                 )
     if len(plan.ranks) > cluster.num_devices:
-        problems.append(f"the plan needs {len(plan.ranks)} devices, the cluster has {cluster.num_devices}")
-    return problems
+        yield f"the plan needs {len(plan.ranks)} devices, the cluster has {cluster.num_devices}"

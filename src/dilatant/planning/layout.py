@@ -188,7 +188,9 @@ def plan_from_config(
             planned = replace(planned, num_microbatches=1, schedule="serial")
     else:
         planned = _read_plan(parallel.plan)
-    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan))
+    link = Link(bandwidth=1.0)
+    unbounded = Cluster(1, max(planned.plan.ranks, default=0) + 1, float("inf"), link, link)  # one node for all ranks
+    problems = plan_problems(planned.plan, _model_spec(model), unbounded)
     problems += _too_few_devices(planned.plan)
     problems += _ranks_left_out(planned.plan)
     if not problems:
@@ -329,12 +331,6 @@ def _model_spec(model: MultimodalModel) -> ModelSpec:
             for name, unit in model.units.items()
         )
     )
-
-
-def _unbounded(plan: Plan) -> Cluster:
-    """Return a cluster of one node with all ranks of the plan and unlimited memory."""
-    link = Link(bandwidth=1.0)
-    return Cluster(1, max(plan.ranks, default=0) + 1, float("inf"), link, link)
 
 
 def _ranks_left_out(plan: Plan) -> list[str]:

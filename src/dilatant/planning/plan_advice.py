@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from dilatant.plan.costs.score import PlanScore
@@ -30,39 +30,36 @@ def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
     )
 
 
-def _schedules(planned: PlannedRun) -> list[str]:
+def _schedules(planned: PlannedRun) -> Iterator[str]:
     """Advise on schedules that the search would have tried if the config had not named one."""
     winner, named = planned.result.winner, planned.problem.config.parallel.schedule
     others = [name for name in families_for(winner.plan) if name != named] if named else []
     found = compare_schedules(planned.problem, winner, others)
     faster = {name: score for name, score in found.items() if _is_better(planned, score)}
-    if not faster:
-        return []
-    best = min(faster, key=lambda name: faster[name].seconds)
-    others = [f"{name} {seconds_text(faster[name].seconds)}" for name in faster if name != best]
-    return [
-        f"Schedule {best} would take {_instead(planned, faster[best])} (parallel.schedule: {best})"
-        f"{f'; {listed(others)}' if others else ''}."
-    ]
+    if faster:
+        best = min(faster, key=lambda name: faster[name].seconds)
+        others = [f"{name} {seconds_text(faster[name].seconds)}" for name in faster if name != best]
+        yield (
+            f"Schedule {best} would take {_instead(planned, faster[best])} (parallel.schedule: {best})"
+            f"{f'; {listed(others)}' if others else ''}."
+        )
 
 
-def _recomputation(planned: PlannedRun) -> list[str]:
+def _recomputation(planned: PlannedRun) -> Iterator[str]:
     problem, units = planned.problem, planned.problem.model.spec.units
-    if all(unit.recompute in ("none", None) for unit in units):
-        return []
-    spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
-    kept = _score(replace(problem, model=replace(problem.model, spec=spec)), planned.result.winner)
-    if not _is_better(planned, kept):
-        return []
-    return [
-        f"Memory is idle: without recomputation (train.recompute: none) a step would take {_instead(planned, kept)}, "
-        f"with {_memory(planned, kept)}."
-    ]
+    if any(unit.recompute not in ("none", None) for unit in units):
+        spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
+        kept = _score(replace(problem, model=replace(problem.model, spec=spec)), planned.result.winner)
+        if _is_better(planned, kept):
+            yield (
+                "Memory is idle: without recomputation (train.recompute: none) a step would take "
+                f"{_instead(planned, kept)}, with {_memory(planned, kept)}."
+            )
 
 
-def _microbatches(planned: PlannedRun) -> list[str]:
+def _microbatches(planned: PlannedRun) -> Iterator[str]:
     """Advise on twice or half as many microbatches, unless the search tried these."""
-    winner, advice = planned.result.winner, []
+    winner = planned.result.winner
     tried = searched_counts(planned.problem, winner.replicas)
     for count in (2 * winner.num_microbatches, winner.num_microbatches // 2):
         size, rest = divmod(planned.problem.global_batch, winner.replicas * max(count, 1))
@@ -71,43 +68,38 @@ def _microbatches(planned: PlannedRun) -> list[str]:
         problem = planned.problem.sharing(winner.zero)
         score = scorer_of(problem, winner.score.schedule or None)(winner.plan, count)
         if _is_better(planned, score):
-            advice.append(
+            yield (
                 f"With {counted(count, 'microbatch')} of {counted(size, 'sample')} a step would take "
                 f"{_instead(planned, score)} (add {size} to plan.microbatch_sizes, or set parallel.microbatches)."
             )
-    return advice
 
 
-def _row_tokens(planned: PlannedRun) -> list[str]:
+def _row_tokens(planned: PlannedRun) -> Iterator[str]:
     """Advise on twice the token budget, if it cuts microbatches into more than the plan asked for."""
     winner, tokens = planned.result.winner, planned.problem.config.row_tokens
     count, asked = winner.microbatches[0], winner.num_microbatches
     if winner.row_tokens is not None or count == asked:
-        return []
+        return
     score = _score(planned.problem.with_row_tokens(2 * tokens), winner)
-    if not _is_better(planned, score):
-        return []
-    return [
-        f"Rows of at most {tokens:,} tokens cut a pipeline's {counted(asked, 'microbatch')} into {count:,}: with "
-        f"train.row_tokens {2 * tokens:,} a step would take {_instead(planned, score)}, with {_memory(planned, score)}."
-    ]
-
-
-def _unfreezing(planned: PlannedRun) -> list[str]:
-    advice, winner = [], planned.result.winner
-    for unit in planned.problem.model.spec.units:
-        if all(unit.trainable):
-            continue
-        score = score_unfrozen(planned.problem, winner, unit.name)
-        if score is None:
-            continue
-        more = score.seconds / winner.score.seconds - 1.0
-        fits = "" if _fits(planned, score) else ", too much: it would need another plan"
-        advice.append(
-            f"Training all of {unit.name} too would take {percent_text(more)} longer ({seconds_text(score.seconds)} a "
-            f"step), with {_memory(planned, score)}{fits}."
+    if _is_better(planned, score):
+        yield (
+            f"Rows of at most {tokens:,} tokens cut a pipeline's {counted(asked, 'microbatch')} into {count:,}: with "
+            f"train.row_tokens {2 * tokens:,} a step would take {_instead(planned, score)}, with "
+            f"{_memory(planned, score)}."
         )
-    return advice
+
+
+def _unfreezing(planned: PlannedRun) -> Iterator[str]:
+    winner = planned.result.winner
+    for unit in planned.problem.model.spec.units:
+        score = None if all(unit.trainable) else score_unfrozen(planned.problem, winner, unit.name)
+        if score is not None:
+            more = score.seconds / winner.score.seconds - 1.0
+            fits = "" if _fits(planned, score) else ", too much: it would need another plan"
+            yield (
+                f"Training all of {unit.name} too would take {percent_text(more)} longer "
+                f"({seconds_text(score.seconds)} a step), with {_memory(planned, score)}{fits}."
+            )
 
 
 def _fits(planned: PlannedRun, score: PlanScore) -> bool:

@@ -15,21 +15,14 @@ from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.model_spec import roles_of
 from dilatant.plan.plan import Plan
 from dilatant.plan.search.finals import RankedPlan
-from dilatant.plan.search.why_not import AskedLayout
+from dilatant.plan.search.why_not import AskedLayout, either
 from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.measuring.layer_costs import degrees_of
+from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
-from dilatant.planning.planning import (
-    PlannedRun,
-    PlanningProblem,
-    answer_why_not,
-    costs_of_plan,
-    searched_row_tokens,
-    tried_schedules,
-)
+from dilatant.planning.planning import PlannedRun, PlanningProblem, answer_why_not, searched_row_tokens, tried_schedules
 from dilatant.planning.problem.dense_rows import is_assumed
 from dilatant.report.gantt import predicted_chart
 from dilatant.report.pages.plan_page import write_plan_page
@@ -50,13 +43,14 @@ from dilatant.report.text.wording import count_text, counted, listed, origin_tex
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None) -> TrainingPlan:
     """Return the plan that trains as `ranked` was simulated. chain: as in `PlannedRun`."""
+    target = problem.target.sharing(ranked.zero)
     return TrainingPlan(
         ranked.plan,
         ranked.num_microbatches,
         ranked.score.schedule,
         problem.policy,
         ranked.score.seconds,
-        costs_of_plan(problem.sharing(ranked.zero), ranked.plan),
+        described_costs(ranked.plan, problem.model, problem.costs, target),
         ranked.row_tokens,
         ranked.zero,
         chain,
@@ -205,22 +199,17 @@ def _searched(planned: PlannedRun) -> str:
     """Describe the candidates among which the winner is the best."""
     problem, result = planned.problem, planned.result
     tried = {name: sorted({getattr(one, name) for one in degrees_of(problem.costs)}) for name in AXES}
-    degrees = [f"{name} {_either(own)}" for name, own in tried.items() if name == "tp" or own != [1]]
+    degrees = [f"{name} {either(own)}" for name, own in tried.items() if name == "tp" or own != [1]]
     count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
-    cut = f"microbatches of {_either(sizes)} samples" if count is None else counted(count, "microbatch")
+    cut = f"microbatches of {either(sizes)} samples" if count is None else counted(count, "microbatch")
     if budgets := searched_row_tokens(problem.config):
-        cut += f" or of up to {_either(f'{budget:,}' for budget in budgets)} tokens"
+        cut += f" or of up to {either(f'{budget:,}' for budget in budgets)} tokens"
     known = {result.winner.zero, *(group.zero for group in result.groups)}
     zeros = [zero for zero in ZEROS if zero in known]
     return (
-        f"equal pipelines, {', '.join(degrees)}, {cut}, schedule {_either(tried_schedules(problem))}, "
-        f"zero {_either(zeros)}"
+        f"equal pipelines, {', '.join(degrees)}, {cut}, schedule {either(tried_schedules(problem))}, "
+        f"zero {either(zeros)}"
     )
-
-
-def _either(values: Iterable[object]) -> str:
-    texts = [str(value) for value in values]
-    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
 def _decoding(planned: PlannedRun) -> list[str]:

@@ -18,7 +18,6 @@ from dilatant.data.parallel_map import Progress
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch, sample_work
 from dilatant.plan.costs.stage_costs import stage_costs
-from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, squares_of
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError
 from dilatant.plan.layouts.space import SearchProblem, SearchSettings
@@ -34,7 +33,7 @@ from dilatant.plan.validate import validate
 from dilatant.planning.assemble import Samples, recompute_by_unit
 from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.decode_costs import DecodeCost, decode_cost
-from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, described_costs, layer_costs
+from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_hardware import Target, target_of_run
@@ -303,15 +302,11 @@ def _splits(config: Config) -> bool:
 
 def searched_sizes(config: Config, target: Target) -> Sequence[int]:
     """Return the samples per microbatch to try, of which some divide the global batch. Raises BatchError."""
-    count = config.parallel.microbatches
+    batch, count = config.train.global_batch_size, config.parallel.microbatches
     if count is None:
         return _microbatch_sizes(config)
-    return _sizes_for_count(config.train.global_batch_size, count, target.cluster.num_devices)
-
-
-def _sizes_for_count(batch: int, count: int, devices: int) -> list[int]:
-    """Return samples per microbatch with which pipelines on some devices have `count` each. Raises BatchError."""
-    shares = [count * pipelines for pipelines in range(1, devices + 1)]
+    # Pipelines on some number of the devices have `count` microbatches each.
+    shares = [count * pipelines for pipelines in range(1, target.cluster.num_devices + 1)]
     sizes = sorted({batch // share for share in shares if batch % share == 0})
     if not sizes:
         nearest = tuple(near for near in (batch // count * count, (batch // count + 1) * count) if near)
@@ -339,7 +334,8 @@ def time_plan(
         problem = problem.with_row_tokens(max(row_tokens, problem.config.row_tokens))
     score = scorer_of(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
-    counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
+    sizes = () if num_microbatches else _microbatch_sizes(problem.config, pipelines)
+    counts = sorted(problem.global_batch // (pipelines * size) for size in sizes) or [num_microbatches or 1]
     found = {count: score(plan, count, row_tokens) for count in counts}
 
     def rank(count: int) -> tuple[bool, float]:
@@ -352,26 +348,10 @@ def time_plan(
 
 def typical_step(problem: PlanningProblem, ranked: RankedPlan) -> plan_scorer.Step:
     """Return the simulated step whose time is nearest to their mean."""
-    own = ranked.plan, ranked.num_microbatches, ranked.row_tokens, ranked.score.schedule or None
-    steps = simulated_steps(problem.sharing(ranked.zero), *own)
+    own = ranked.plan, ranked.num_microbatches, ranked.row_tokens
+    steps = scorer_of(problem.sharing(ranked.zero), ranked.score.schedule or None).steps(*own)
     mean = float(np.mean([step.seconds for step in steps]))
     return min(steps, key=lambda step: abs(step.seconds - mean))
-
-
-def simulated_steps(
-    problem: PlanningProblem,
-    plan: Plan,
-    num_microbatches: int,
-    row_tokens: int | None = None,
-    schedule: str | None = None,
-) -> list[plan_scorer.Step]:
-    """Simulate one step for every global batch, under `schedule`, else under the best that a search tries."""
-    return scorer_of(problem, schedule).steps(plan, num_microbatches, row_tokens)
-
-
-def costs_of_plan(problem: PlanningProblem, plan: Plan) -> StepCosts:
-    """Return the costs of the steps of a plan in this problem, which training reads from `plan.json`."""
-    return described_costs(plan, problem.model, problem.costs, problem.target)
 
 
 def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
@@ -491,11 +471,6 @@ def _as_ranked(
         row_tokens=row_tokens,
         zero=target.rules.zero,
     )
-
-
-def _microbatch_counts(problem: PlanningProblem, pipelines: int) -> list[int]:
-    sizes = _microbatch_sizes(problem.config, pipelines)
-    return sorted(problem.global_batch // (pipelines * size) for size in sizes)
 
 
 def _microbatch_sizes(config: Config, pipelines: int = 1) -> list[int]:

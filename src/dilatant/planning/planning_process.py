@@ -7,8 +7,6 @@ megabytes that the rank on that GPU needs; so the launcher itself never touches 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,9 +19,9 @@ from dilatant.comm.errors import WorkerFailed
 from dilatant.comm.fork_server import (
     NO_GUARD,
     NO_GUARD_EXIT,
+    end_with_launcher,
     heed_launcher,
     multiprocessing_folder,
-    remove_orphaned_folder,
     warm_up,
 )
 from dilatant.config import Config, UserError
@@ -98,7 +96,7 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
 
 
 def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None:
-    threading.Thread(target=_end_with_launcher, args=(shared,), name="dilatant-launcher", daemon=True).start()
+    end_with_launcher(shared)
     heed_launcher()
     warnings.simplefilter("ignore", UserWarning)  # the run says them once, when it builds the model
     try:
@@ -110,14 +108,6 @@ def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None
     with suppress(OSError):  # the launcher is gone
         connection.send(answer)
     connection.close()
-
-
-def _end_with_launcher(shared: str | None) -> None:
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    remove_orphaned_folder(shared)
-    os._exit(1)
 
 
 def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
@@ -174,17 +164,14 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
     seconds = ranked.score.seconds
     idle = f"; {ranked.idle_devices} of the devices stay idle" if ranked.idle_devices else ""
     cut = microbatches_text(*ranked.microbatches, ranked.row_tokens)
+    reasons = report.reasons[1:]  # the layout is printed already
+    if len(reasons) >= REASONS:
+        reasons = (*reasons[: REASONS - 1], reasons[-1])  # last: the plan's certainty
     return [
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
         f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
         f"zero {ranked.zero}, samples placed by {problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
-        *(f"  {reason}" for reason in (*planned.rows, *_reasons(report))),
+        *(f"  {reason}" for reason in (*planned.rows, *reasons)),
     ]
-
-
-def _reasons(report: PlanReport) -> list[str]:
-    """Return the first reasons after the layout, which is printed already, and the last one, the plan's certainty."""
-    others = report.reasons[1:]
-    return [*others[: REASONS - 1], *others[-1:]] if len(others) >= REASONS else [*others]

@@ -40,7 +40,7 @@ from dilatant.runtime.step.recorder import Recorder
 from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.runtime.step.step_end import StepEnd
 from dilatant.runtime.step.step_planner import PreparedStep, SizedSample, StepPlanner
-from dilatant.runtime.step.step_result import SamplePredictions, StepResult
+from dilatant.runtime.step.step_result import SamplePredictions, ShareCounter, StepResult
 from dilatant.runtime.step.unfinished_step import UnfinishedStep
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.assignment.step_assignment import Microbatching
@@ -178,7 +178,9 @@ class Runtime:
         if not model.language.packs_rows:
             microbatching = replace(microbatching, alone=True)
         self._planner = StepPlanner(plan, trainability, model.graph, microbatching, self.costs, rank, layout.shard)
-        self._end = StepEnd(comm, plan, model.graph, self.costs, self._shared, self._recorder, execution.num_sources)
+        self._end = StepEnd(
+            comm, ShareCounter(plan), model.graph, self.costs, self._shared, self._recorder, execution.num_sources
+        )
         self.last_step: PreparedStep | None = None
         """The last executed step."""
         self._next_step = 0

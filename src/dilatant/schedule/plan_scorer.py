@@ -25,7 +25,7 @@ from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import QUICK, Microbatching, assign_step
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT, PackedActions, pack, plan_arrays
+from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT, pack, plan_arrays
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
 from dilatant.schedule.simulator.predict import TimedStep, time_step
@@ -172,7 +172,9 @@ def best_steps(
     def timed(number: int, name: str, how: Microbatching) -> TimedStep:
         assignment = assign(number, name, how)
         schedule = families[name](plan, assignment, trainability)
-        key = id(assignment), _order_of(pack(plan_arrays(plan), assignment, schedule))
+        packed = pack(plan_arrays(plan), assignment, schedule)
+        order = b"".join(one.tobytes() for one in (packed.offsets, packed.kind, packed.stage, packed.piece))
+        key = id(assignment), order
         if key not in built:  # with few microbatches, families give the same order
             built[key] = time_step(build(plan, assignment, schedule), costs, batches[number])
         return built[key]
@@ -217,11 +219,6 @@ def best_steps(
         if not frugal or name == FRUGAL:
             frugal = steps
     return frugal
-
-
-def _order_of(actions: PackedActions) -> bytes:
-    """Return bytes that differ between any two different schedules of one assignment."""
-    return b"".join(one.tobytes() for one in (actions.offsets, actions.kind, actions.stage, actions.piece))
 
 
 def _fits(step: Step, bytes_per_device: float | NDArray[np.float64]) -> bool:
@@ -271,7 +268,8 @@ def least_seconds(step: TimedStep) -> tuple[float, float]:
     until = np.minimum.reduceat(np.where(kind == FORWARD, before, math.inf), firsts)
     until += np.add.reduceat(step.durations[ops], firsts)
     whole = float((until + np.minimum.reduceat(after, firsts)).max(initial=0.0))
-    if not costs.stages.seconds[:, WEIGHT_GRADIENT].any() or not _waits(step):
+    source, target = (graph.arrays.lead[graph.stage[ops]] for ops in graph.messages)
+    if not costs.stages.seconds[:, WEIGHT_GRADIENT].any() or not (source != target).any():
         return whole, math.inf
     return whole, float((until + _alone_sums(step)[some]).max(initial=0.0))
 
@@ -290,11 +288,3 @@ def _alone_sums(step: TimedStep) -> NDArray[np.float64]:
             for rank, own in stages.items()
         ]
     )
-
-
-def _waits(step: TimedStep) -> bool:
-    """Return True if any rank waits for another."""
-    graph = step.graph
-    lead = graph.arrays.lead[graph.stage]
-    source, target = graph.messages
-    return bool((lead[source] != lead[target]).any())

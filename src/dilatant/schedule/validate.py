@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -105,16 +105,12 @@ def assignment_problems(
     return problems
 
 
-def _name(arrays: PlanArrays, chain: int) -> str:
-    return f"{arrays.units[arrays.unit_of[chain]]} replica {arrays.replica_of[chain]}"
-
-
-def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedActions) -> list[str]:
+def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedActions) -> Iterator[str]:
     """List microbatches whose parts do not cover them exactly once, and empty microbatches that are run."""
-    problems = []
     pieces = packed.pieces
     for chain in range(arrays.num_chains):
-        batches = assignment.microbatches[arrays.units[arrays.unit_of[chain]]][arrays.replica_of[chain]]
+        unit, replica = arrays.units[arrays.unit_of[chain]], arrays.replica_of[chain]
+        batches = assignment.microbatches[unit][replica]
         parts: dict[int, list[int]] = {}
         count: dict[int, int] = {}
         for piece in range(int(pieces.first[chain]), int(pieces.first[chain + 1])):
@@ -122,21 +118,17 @@ def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedAct
             parts.setdefault(number, []).extend(pieces.samples_of(piece))
             count[number] = count.get(number, 0) + 1
         for number, batch in enumerate(batches):
-            place = f"{_name(arrays, chain)} microbatch {number}"
+            place = f"{unit} replica {replica} microbatch {number}"
             if not batch and number in parts:
-                problems.append(f"{place} is empty and must not be run")
+                yield f"{place} is empty and must not be run"
             elif batch and number not in parts:
-                problems.append(f"{place} is never run")
+                yield f"{place} is never run"
             elif batch and sorted(parts[number]) != sorted(batch):
-                problems.append(
-                    f"{place} has samples {list(batch)}, but its {count[number]} parts have {parts[number]}"
-                )
-    return problems
+                yield f"{place} has samples {list(batch)}, but its {count[number]} parts have {parts[number]}"
 
 
-def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> list[str]:
+def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> Iterator[str]:
     """List actions on ranks that do not hold their stage, twice on a rank, or missing on some rank of a stage."""
-    problems = []
     row_rank = np.repeat(np.asarray(packed.ranks, dtype=np.int64), np.diff(packed.offsets))
     num_pieces = max(len(packed.pieces.microbatch), 1)
     code = (packed.stage.astype(np.int64) * 4 + packed.kind) * num_pieces + packed.piece
@@ -149,14 +141,14 @@ def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> list[str]:
     for row in np.flatnonzero(~held).tolist():
         rank = int(row_rank[row])
         entry = arrays.placed[int(packed.stage[row])]
-        problems.append(
+        yield (
             f"rank {rank} runs {_action(packed, row)}, but {entry.unit} replica {entry.replica} stage "
             f"{entry.position} is on ranks {list(entry.stage.ranks)}"
         )
     order = np.lexsort((code, row_rank))
     again = order[1:][(code[order][1:] == code[order][:-1]) & (row_rank[order][1:] == row_rank[order][:-1])]
     for row in again.tolist():
-        problems.append(f"rank {int(row_rank[row])} runs {_action(packed, row)} twice")
+        yield f"rank {int(row_rank[row])} runs {_action(packed, row)} twice"
     for entry in arrays.placed:
         if len(entry.stage.ranks) > 1:
             mine = packed.stage == entry.index
@@ -164,13 +156,11 @@ def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> list[str]:
             for rank in entry.stage.ranks:
                 for lacking in sorted(everything - set(code[mine & (row_rank == rank)].tolist())):
                     row = int(np.flatnonzero(code == lacking)[0])
-                    problems.append(f"rank {rank} lacks {_action(packed, row)} of its stage")
-    return problems
+                    yield f"rank {rank} lacks {_action(packed, row)} of its stage"
 
 
-def _presence_problems(arrays: PlanArrays, packed: PackedActions, trainability: Trainability | None) -> list[str]:
+def _presence_problems(arrays: PlanArrays, packed: PackedActions, trainability: Trainability | None) -> Iterator[str]:
     """List actions that a stage lacks for a piece, and kinds of action that a stage must not have."""
-    problems = []
     pieces = packed.pieces
     there = np.zeros((len(arrays.placed), 4, len(pieces.microbatch)), dtype=bool)
     there[packed.stage, packed.kind, packed.piece] = True
@@ -201,8 +191,7 @@ def _presence_problems(arrays: PlanArrays, packed: PackedActions, trainability: 
                 piece = own.start + local
                 part = pieces.part[piece]
                 named = "" if part is None else f" samples {list(part)}"
-                problems.append(f"microbatch {int(pieces.microbatch[piece])}{named} of {place} {complaint}")
-    return problems
+                yield f"microbatch {int(pieces.microbatch[piece])}{named} of {place} {complaint}"
 
 
 def _action(packed: PackedActions, row: int) -> str:

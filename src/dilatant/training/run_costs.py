@@ -106,7 +106,13 @@ def local_costs(
     target = target if zero is None else target.sharing(zero, shard)
     described = describe_model(model, recompute_by_unit(config, model.units))
     degrees = sorted({*also, *(placed.stage.degrees.without_experts for placed in plan.stages())})
-    costs, note = _named_costs(config, described, target)
+    costs: CostModel | None = None
+    note = ""
+    if config.plan.costs is not None:
+        try:
+            costs = read_costs(Path(config.plan.costs), described, target)
+        except UserError as error:
+            note = f"; plan.costs does not count: {' '.join(str(error).split())}"
     if costs is None and target.is_local:
         costs = cached_costs(described, target, degrees, config.data.max_length)
     if costs is None:
@@ -132,16 +138,6 @@ def target_here(config: Config, ranks: int) -> Target:
     except UserError:  # the hardware file may exist only where plans are made
         pass
     return target_of_run(config, ClusterConfig(**shape))
-
-
-def _named_costs(config: Config, model: ModelDescription, target: Target) -> tuple[CostModel | None, str]:
-    """Read `plan.costs`; return None and the reason if the file does not fit this run's devices, dtype and model."""
-    if config.plan.costs is None:
-        return None, ""
-    try:
-        return read_costs(Path(config.plan.costs), model, target), ""
-    except UserError as error:
-        return None, f"; plan.costs does not count: {' '.join(str(error).split())}"
 
 
 def _how_to_measure(config: Config, target: Target) -> str:

@@ -207,7 +207,7 @@ class Trainer:
         try:
             with self.done.telling(observe), self._background:
                 shorten_collections(self.comm.device, self._background)
-                steps = self._begin_steps()
+                steps = self.begin_steps()
                 if self._config.data.on_error == "skip":
                     steps.leave_out(gather_bad_samples(self.comm, steps.found()))
                 if self._gate is not None and self.step:  # a loss may have cut off what was decided
@@ -271,14 +271,10 @@ class Trainer:
             self.callbacks.control.follow(self.step, stopped, self.state.rate_factor)
         return figures
 
-    def plan_ahead(self) -> None:
-        """Start planning and decoding the next steps in the background before `run` needs them. Call this once the
-        starting position and the gradients recovered from an interrupted step are known: a step planned before would
-        run in full, perhaps on some ranks only."""
-        self._begin_steps()
-
-    def _begin_steps(self) -> Steps:
-        """Return the steps of the run, which are planned and decoded until `_background` is closed."""
+    def begin_steps(self) -> Steps:
+        """Return the steps of the run, which are planned and decoded in the background from the first call on, perhaps
+        before `run` needs them. Call this once the starting position and the gradients recovered from an interrupted
+        step are known: a step planned before would run in full, perhaps on some ranks only."""
         if self._steps is None:
             state = self.state
             steps = self._inputs.training(state.sampler, state.position, state.step, state.total_steps, state.left_out)

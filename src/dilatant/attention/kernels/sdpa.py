@@ -77,8 +77,8 @@ def attend(
     """Return the output `[tokens, query_heads, head_dim]`, zero where a query sees nothing."""
     device = query.device
     found: SdpaBatches = plan.remember(("batches", device), lambda plan: _batches(plan, device))
-    if not found.batches:
-        return _nothing(query, key, value)
+    if not found.batches:  # zeros that depend on all three inputs: a row of padding needs gradients as well
+        return query[..., :1].expand(*query.shape[:2], value.shape[2]) * 0 + key.sum() * 0 + value.sum() * 0
     moves = found.token_of_slot is not None
     if moves:
         query, key, value = (_ToSlots.apply(part, found) for part in (query, key, value))
@@ -111,12 +111,6 @@ def _knows_groups(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     half precision without a mask; the other implementations would store all scores."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     return query.device.type == "cpu" or (is_half and mask is None)
-
-
-def _nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return zeros that depend on all three inputs: a row of padding needs gradients as well."""
-    zero = key.sum() * 0 + value.sum() * 0
-    return query[..., :1].expand(*query.shape[:2], value.shape[2]) * 0 + zero
 
 
 class _ToSlots(torch.autograd.Function):

@@ -71,8 +71,7 @@ def sample_work(model: ModelSpec, costs: CostModel, workload: Workload) -> NDArr
         least = min(degrees, key=lambda one: (one.ranks, one), default=ONE)
         table = layer_table(unit, model.upstream_trainable(unit.name), costs, least)
         square, linear, constant = (table.seconds[:, 0] + table.seconds[:, 1]).sum(axis=0) * least.ranks
-        tokens = np.asarray(workload.tokens[unit.name], dtype=np.float64)
-        squares = np.asarray(workload.squares.get(unit.name, tokens**2), dtype=np.float64)
+        squares, tokens = workload.of_samples(unit.name)
         columns.append(np.where(tokens > 0, square * squares + linear * tokens + constant, 0.0))
     return np.stack(columns, axis=1)
 

@@ -217,13 +217,9 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
             sums.append((parts, share))
         for parts, held in sums:
             for part in range(max(parts)):
-                ranks = [_holding(one.ranks, own, part, max(parts)) for one, own in zip(holders, parts)]
+                # Of a stage, every `own` ranks divide the layers.
+                ranks = [stage.ranks[part * own // max(parts) :: own] for stage, own in zip(holders, parts)]
                 yield rules.summed * sum(held), [*itertools.chain(*ranks)]
-
-
-def _holding(ranks: Sequence[int], degree: int, part: int, parts: int) -> Sequence[int]:
-    """Return the ranks of a stage that hold this one of `parts` parts, where every `degree` ranks divide the layers."""
-    return ranks[part * degree // parts :: degree]
 
 
 def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArray[np.float64], ...]:

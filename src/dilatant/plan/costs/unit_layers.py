@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,40 +102,32 @@ class MeanCosts:
         return MeanCosts(**first)
 
 
+@dataclass(eq=False)
 class UnitLayers:
     """Layer costs of a model's units per number of samples in a microbatch; each is computed once.
 
+    batch: the samples of a global batch. sharing: number of neighbouring chains that shard optimizer state together.
     by_tokens: microbatches may be cut further, which lowers the bounds. fills: no microbatch is left empty while there
-    are samples, so every stage issues the operations of all microbatches, which raises the bounds. sharing: number of
-    neighbouring chains that shard optimizer state together.
+    are samples, so every stage issues the operations of all microbatches, which raises the bounds.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        costs: CostModel,
-        workload: Workload,
-        gpus_per_node: int,
-        rules: ParameterBytes = BF16,
-        global_batch: int = 1,
-        sharing: int = 1,
-        by_tokens: bool = False,
-        fills: bool = False,
-    ) -> None:
-        self.model = model
-        self.rules = rules
-        self.gpus_per_node = gpus_per_node
-        self._costs = costs
-        self._workload = workload
-        self._batch = global_batch
-        self._sharing = sharing
-        self._by_tokens = by_tokens
-        self._fills = fills
-        self._tables: dict[tuple[str, Degrees, Recompute], LayerTable] = {}
-        self._layers: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
-        self._unshared: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = {}
-        self._free = {unit.name: unit.recompute is None for unit in model.units}
-        self._experts = {unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units}
+    model: ModelSpec
+    _costs: CostModel
+    _workload: Workload
+    gpus_per_node: int
+    rules: ParameterBytes = BF16
+    _batch: int = 1
+    _sharing: int = 1
+    _by_tokens: bool = False
+    _fills: bool = False
+    _tables: dict[tuple[str, Degrees, Recompute], LayerTable] = field(default_factory=dict)
+    _layers: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = field(default_factory=dict)
+    _unshared: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        units = self.model.units
+        self._free = {unit.name: unit.recompute is None for unit in units}
+        self._experts = {unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in units}
 
     def variant(
         self, sharing: int | None = None, by_tokens: bool | None = None, zero: Zero | None = None
@@ -144,12 +136,14 @@ class UnitLayers:
         more microbatches (`by_tokens`), or under another sharding of optimizer state."""
         by_tokens = self._by_tokens if by_tokens is None else by_tokens
         rules = self.rules if zero is None else replace(self.rules, zero=zero)
-        known = self.model, self._costs, self._workload, self.gpus_per_node, rules, self._batch
-        other = UnitLayers(*known, sharing or self._sharing, by_tokens, self._fills)
-        other._tables = self._tables
-        if by_tokens == self._by_tokens:
-            other._unshared = self._unshared
-        return other
+        return replace(
+            self,
+            rules=rules,
+            _sharing=sharing or self._sharing,
+            _by_tokens=by_tokens,
+            _layers={},
+            _unshared=self._unshared if by_tokens == self._by_tokens else {},
+        )
 
     def degrees(self, units: Sequence[str]) -> tuple[Degrees, ...]:
         """Return the degrees with costs for all layer types of `units` and with tensor groups inside a node."""

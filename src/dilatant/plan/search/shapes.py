@@ -241,7 +241,8 @@ def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
     """Return the sync seconds after the last backward, maximum over device groups. sums: seconds of gradient sync
     [groups]."""
     backward = option.costs.backward[: len(sums)]  # of the last chunk
-    return float(np.maximum(sums - backward, sums * _last_bucket(option)).max())
+    last_bucket = 1.0 / np.maximum(1.0, np.ceil(option.costs.gradient / BUCKET_BYTES))  # its share of the gradients
+    return float(np.maximum(sums - backward, sums * last_bucket).max())
 
 
 def estimate(
@@ -297,11 +298,6 @@ def bound(before: ParallelChains, language: Option, options: Sequence[Option], t
         whole = max(whole, own.stages + ahead * waits, own.synced + ahead_split * waits, own.path)
         split = max(split, own.stages_split + ahead_split * waits, own.path_split)
     return min(whole, split)
-
-
-def _last_bucket(option: Option) -> NDArray[np.float64]:
-    """Return the fraction of the gradients that is synced after the last backward: [groups]."""
-    return 1.0 / np.maximum(1.0, np.ceil(option.costs.gradient / BUCKET_BYTES))
 
 
 def _ring_bandwidth(cluster: Cluster, holders: int, tp: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -184,7 +184,7 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
     """Return the problems that no search could overcome, whatever its cluster."""
     problems, row_tokens = [], space.settings.row_tokens
     if asked.microbatch_tokens not in (None, *row_tokens):
-        there = f"{_either(row_tokens)} was" if row_tokens else "no budget of tokens was"
+        there = f"{either(row_tokens)} was" if row_tokens else "no budget of tokens was"
         problems.append(f"{TOKENS} {asked.microbatch_tokens} was not tried; {there} (plan.{TOKENS})")
     names = [group.name for group in space.cluster.groups if group.name]
     for unit, wanted in asked.units.items():
@@ -199,7 +199,7 @@ def _problems(space: Space, asked: AskedLayout) -> list[str]:
                 if key in AXES:
                     source = f"plan.{AXES[key]}, or the degrees of the cost file, that its layers"
                 problems.append(
-                    f"{unit}: {key} {wanted[key]} was not offered; {key} {_either(offered)} was "
+                    f"{unit}: {key} {wanted[key]} was not offered; {key} {either(offered)} was "
                     f"({source} and a node of {space.cluster.gpus_per_node} take)"
                 )
         layers, held = space.model.unit(unit).most_stages, len(space.model.unit(unit).layers)
@@ -234,7 +234,7 @@ def _nowhere(space: Space, asked: AskedLayout) -> str:
         if not by_tokens and all(space.global_batch % (count * size) for size in sizes):
             return (
                 f"a global batch of {space.global_batch} does not divide among {count} replicas into microbatches of "
-                f"{_either(sizes)}"
+                f"{either(sizes)}"
             )
     taken = _devices(asked)
     least = sum(
@@ -261,6 +261,7 @@ def _varied(space: Space, capacity: float | None, cuts: Mapping[str, tuple[int, 
     return replace(space, table=tables[0], by_tokens=tables[1])
 
 
-def _either(values: Sequence[int]) -> str:
+def either(values: Iterable[object]) -> str:
+    """Return the values, of which there is at least one, as "1, 2 or 4"."""
     texts = [str(value) for value in values]
     return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))

@@ -262,7 +262,7 @@ class MembershipPlanner:
             for name, begin in self._first.items():
                 low, high = max(first - begin, 0), min(end - begin, self.costs.layers[name])
                 if low < high:
-                    stages[name].append(Stage.of(low, high, group, self.costs.degrees[name][width]))
+                    stages[name].append(Stage(low, high, group, *self.costs.degrees[name][width]))
         return {name: (Replica(tuple(own)),) for name, own in stages.items()}
 
     def _layers(self, pipeline: Pipeline) -> Iterable[tuple[Stage, slice, int, int]]:

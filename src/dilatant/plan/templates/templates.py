@@ -3,7 +3,9 @@ of them run side by side, with how many microbatches each."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -275,7 +277,7 @@ def _fewest_pipelines(templates: Mapping[int, Template], num_nodes: int, at_leas
     everything = (1 << num_nodes + sizes[-1] + 1) - 1
     usable = 0
     for number in range(1, num_nodes // sizes[0] + 1):
-        reach = _or_all(reach << size for size in sizes) & everything
+        reach = functools.reduce(operator.or_, (reach << size for size in sizes)) & everything
         if number >= at_least:
             if reach >> num_nodes & 1:
                 return number
@@ -306,13 +308,6 @@ def _most_pipelines(sizes: tuple[int, ...], num_nodes: int) -> np.ndarray:
     for nodes in range(1, num_nodes + 1):
         most[sizes[-1] + nodes] = most[back + nodes].max() + 1
     return most[sizes[-1] :]
-
-
-def _or_all(bits: Iterable[int]) -> int:
-    total = 0
-    for value in bits:
-        total |= value
-    return total
 
 
 def _list(sizes: list[int]) -> str:

@@ -301,7 +301,7 @@ class _ResilientRank:
                 watch.lap("copy")
                 if self._config.resilience.salvage and not order.doubted:
                     pairs, given = adopt_gradients(trainer, old, order.base, self._handed_over)
-                trainer.plan_ahead()
+                trainer.begin_steps()
                 watch.lap("salvage")
             except StateLost:
                 trainer.comm.world.barrier("the news that state is lost")

@@ -157,7 +157,8 @@ class GradientSync:
             assert under_way is not None
             waiting[number] = None  # frees a bucket as soon as this rank's part of it is copied
             under_way.pending.wait()
-            arrived.append(_numbers_and_flags(under_way.share, _own_part(under_way)))
+            own, count = _own_part(under_way), len(under_way.share.bucket.boxes)
+            arrived.append((under_way.share, own[:-count], own[-count:]))
         flags = iter(torch.cat([flags for _, _, flags in arrived]).tolist() if arrived else ())
         for share, numbers, _ in arrived:
             used = [next(flags) for _ in share.bucket.boxes]
@@ -323,11 +324,6 @@ def _own_part(under_way: _BucketSum) -> Tensor:
         return numbers.clone()
     end = share.begins + sum(box.size for box in share.own)
     return torch.cat([numbers[share.begins : end], numbers[sum(share.sizes) :]])
-
-
-def _numbers_and_flags(share: BucketShard, own: Tensor) -> tuple[BucketShard, Tensor, Tensor]:
-    count = len(share.bucket.boxes)
-    return share, own[:-count], own[-count:]
 
 
 def _named(share: BucketShard) -> str:

@@ -8,7 +8,7 @@ Tensor-parallel ranks, which need the same rows, are each sent a slice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,25 +35,18 @@ class MessageSlice:
     at_target: Rows | None = None
 
 
+@dataclass(eq=False)
 class RowOwners:
-    """Row ownership for the stages of a plan in one step. boundaries: by stage, then by consumer unit."""
+    """Row ownership for the stages of a plan in one step. Boundaries are by stage, then by consumer unit."""
 
-    def __init__(
-        self,
-        units: Mapping[str, Unit],
-        placed: Sequence[PlacedStage],
-        boundaries: Sequence[Mapping[str, Boundary]],
-        routes: Routes,
-        data: StepData,
-    ) -> None:
-        self._units = units
-        self._placed = placed
-        self._boundaries = boundaries
-        self._routes = routes
-        self._data = data
-        self._of_elements: dict[tuple[str, int, tuple[int, ...]], list[NDArray[np.integer]]] = {}
-        self._parcels: dict[tuple[Message, RouteLink], MessageSlice] = {}
-        self._crossings: dict[tuple[Message, int], dict[tuple[int, int], Rows]] = {}
+    _units: Mapping[str, Unit]
+    _placed: Sequence[PlacedStage]
+    _boundaries: Sequence[Mapping[str, Boundary]]
+    _routes: Routes
+    _data: StepData
+    _of_elements: dict[tuple[str, int, tuple[int, ...]], list[NDArray[np.integer]]] = field(default_factory=dict)
+    _parcels: dict[tuple[Message, RouteLink], MessageSlice] = field(default_factory=dict)
+    _crossings: dict[tuple[Message, int], dict[tuple[int, int], Rows]] = field(default_factory=dict)
 
     def counts(self, stage: int, rank: int, samples: tuple[int, ...], other: str, boundary: Boundary) -> list[int]:
         """Return, for each of `samples` (one microbatch of the stage), the number of its rows on `rank` at the boundary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,6 @@ from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.models.core.stage import StepData
 from dilatant.models.core.unit import ModelGraph
 from dilatant.plan.costs.step_costs import TOKENS
-from dilatant.plan.plan import Plan
 from dilatant.runtime.state.exact_sums import square_sums, squares_of
 from dilatant.runtime.state.shared_weights import BucketedWeights
 from dilatant.runtime.step.cost_correction import CostCorrection
@@ -25,29 +24,18 @@ from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.runtime.step.step_result import ShareCounter, StepResult
 
 
+@dataclass(eq=False)
 class StepEnd:
     """Exchange a step's results between all ranks. costs: receives the measured times. num_sources: see
     `Execution`."""
 
-    def __init__(
-        self,
-        comm: Comm,
-        plan: Plan,
-        graph: ModelGraph,
-        costs: CostCorrection,
-        weights: BucketedWeights,
-        recorder: Recorder,
-        num_sources: int,
-    ) -> None:
-        self._comm = comm
-        self._graph = graph
-        self._costs = costs
-        self._owned = weights.owned
-        self._sync = weights.sync
-        self._sharded = weights.stages
-        self._recorder = recorder
-        self._num_sources = num_sources
-        self._shares = ShareCounter(plan)
+    _comm: Comm
+    _shares: ShareCounter
+    _graph: ModelGraph
+    _costs: CostCorrection
+    _weights: BucketedWeights
+    _recorder: Recorder
+    _num_sources: int
 
     def agree(
         self,
@@ -60,13 +48,13 @@ class StepEnd:
     ) -> StepResult:
         """Finish the gradient sync of step `number`, whose actions produced `outcomes` on this rank, and agree with all
         ranks; returns the same result on each. should_stop, found: see `Runtime.execute`."""
-        anchor, exact = self._graph.anchor, self._sync.exact is not None
+        anchor, exact = self._graph.anchor, self._weights.sync.exact is not None
         salvaged = () if step.salvaged is None else step.salvaged.losses_of(self._comm.rank)
         own_losses, nonfinite = sum_losses(outcomes, data, salvaged, exact)
         sources = sum_sources(outcomes, data, salvaged, anchor, self._num_sources)
-        for stage in self._sharded.values():
+        for stage in self._weights.stages.values():
             stage.finish()
-        self._sync.finish()
+        self._weights.sync.finish()
         weights = {name: loss.weight for name, loss in self._graph.losses.items()}
         actions = self._recorder.rows()
         own_found, on_cpu = list(found()), self._comm.device.type == "cpu"
@@ -112,9 +100,9 @@ class StepEnd:
     def _own_squares(self, exact: bool) -> list[float]:
         """Return this rank's part of the squared gradient norm, to be summed over ranks."""
         if not exact:
-            return [self._owned.squared_norm()]
-        gradients = {key: parameter.grad for key, parameter in self._owned.parameters.items()}
-        return square_sums(gradient for _, gradient in self._owned.primary_parts(gradients))
+            return [self._weights.owned.squared_norm()]
+        gradients = {key: parameter.grad for key, parameter in self._weights.owned.parameters.items()}
+        return square_sums(gradient for _, gradient in self._weights.owned.primary_parts(gradients))
 
 
 def _sum_by_name(comm: Comm, values: Mapping[str, Sequence[float]], what: str) -> dict[str, list[float]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -101,27 +100,20 @@ class PreparedStep:
         }
 
 
+@dataclass(eq=False)
 class StepPlanner:
     """Plans the steps of one rank under one plan. It keeps no state, so threads may share it."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        trainability: Trainability,
-        graph: ModelGraph,
-        microbatching: Microbatching,
-        costs: CostCorrection,
-        rank: int,
-        shard: Mapping[str, Shard] = MappingProxyType({}),
-    ) -> None:
-        self._plan = plan
-        self._shard = shard
-        self._trainability = trainability
-        self._graph = graph
-        self._microbatching = microbatching
-        self._costs = costs
-        self._rank = rank
-        self._with_backward = {index for index, trains in enumerate(trainability.backward) if trains}
+    _plan: Plan
+    _trainability: Trainability
+    _graph: ModelGraph
+    _microbatching: Microbatching
+    _costs: CostCorrection
+    _rank: int
+    _shard: Mapping[str, Shard] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._with_backward = {index for index, trains in enumerate(self._trainability.backward) if trains}
 
     def plan_step(self, samples: Sequence[SizedSample], step: int, forwards: bool = False) -> PreparedStep:
         """Plan step `step` of the run from a global batch. forwards: plan only forwards, of units on which the language

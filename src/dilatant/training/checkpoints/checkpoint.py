@@ -27,6 +27,8 @@ CONTINUED = "continues.txt"
 """File naming the checkpoint elsewhere that a run continues from, until the run has a checkpoint of its own."""
 
 _READERS = 4
+_ROUNDED = {torch.float32, torch.bfloat16}
+"""Precisions of runs that may read what the others wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def load(
             problems[f"{name} is not in the checkpoint"] = None
         elif held[0].box.whole != whole:
             problems[f"{name} is {list(whole)} here and {list(held[0].box.whole)} there"] = None
-        elif (dtype := held[0].dtype) != piece.tensor.dtype and not _may_round(dtype, piece.tensor.dtype):
+        elif (dtype := held[0].dtype) != piece.tensor.dtype and not {dtype, piece.tensor.dtype} <= _ROUNDED:
             problems[f"{name} is {str(piece.tensor.dtype)[6:]} here and {str(dtype)[6:]} there"] = None
         else:
             cells = sources(piece.box, held)
@@ -215,12 +217,6 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
         raise UserError(f"{str(path)!r} cannot be read: {one_line(error)}") from None
-
-
-def _may_round(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return True if a run in one precision may read what a run in another wrote."""
-    formats = (torch.float32, torch.bfloat16)
-    return stored in formats and wanted in formats
 
 
 Tensors = dict[str, Any]

@@ -59,7 +59,9 @@ def prune(folder: Path, keep: int, drop_abandoned: bool, best: int | None = None
             doomed += [path for path in folder.glob(f"{ABANDONED}step-*") if step_of(path) is not None]
         named = set().union(*(_frozen_of(path) or set() for path in doomed))
         for path in doomed:
-            _delete(path)
+            with suppress(OSError):
+                # Under another name first: a crash meanwhile leaves no partial checkpoint under its own.
+                shutil.rmtree(path.rename(path.with_name(f".deleting-{path.name}")), ignore_errors=True)
         _drop_frozen(folder, named)
 
 
@@ -101,12 +103,3 @@ def _frozen_of(checkpoint: Path) -> set[str] | None:
     except DamagedError:
         return None
     return {name for part in parts.values() for name in part.frozen}
-
-
-def _delete(path: Path) -> None:
-    """Delete a checkpoint under another name: a crash meanwhile leaves no partial checkpoint under its own."""
-    try:
-        gone = path.rename(path.with_name(f".deleting-{path.name}"))
-    except OSError:
-        return
-    shutil.rmtree(gone, ignore_errors=True)

@@ -3,7 +3,7 @@ the generator draws a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
+from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.text.encode import EncodedPrompt
-from dilatant.models.core.stage import StepData, in_dtype_of
+from dilatant.models.core.stage import StepData, in_dtype_of, on_device
 from dilatant.models.generators.diffusion import Diffusion, SamplingSettings, draw, generator_of
 from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.multimodal import MultimodalModel
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     Drawn = Image | NDArray[np.float32]
-from collections.abc import Collection
-
-from dilatant.data.media.pixels import EncoderInput
-from dilatant.models.core.stage import on_device
 
 
 class _Announced(StoppingCriteria):

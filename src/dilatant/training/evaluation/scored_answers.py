@@ -8,15 +8,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dilatant.config.errors import UserError
 from dilatant.config.signatures import require_call
 from dilatant.data.media.image_file import decode_image
-from dilatant.data.sample import Dataset, Media, Sample
-from dilatant.data.text.encode import EncodedPrompt, encode_prompt
+from dilatant.data.sample import Dataset, Media
+from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import ExportedModel
 from dilatant.models.generators.diffusion import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel
@@ -72,43 +72,28 @@ def judge_answers(
 ) -> Iterator[Score]:
     """Yield the scores of greedy answers to held-out samples, in order. Raises UserError for a sample that cannot be
     asked, and for a judge that fails or returns no finite number."""
-    exported.model.to(device)
-    channels = next((target.processor.channels for target in exported.encoding.targets), 3)
+    model, tokenizer, targets = exported.model.to(device), exported.tokenizer, exported.encoding.targets
+    channels = next((target.processor.channels for target in targets), 3)
     for index in range(min(len(held_out), limit or len(held_out))):
         sample = held_out[index]
         prompt = encode_prompt(sample, exported.encoding)
-        answered = _answer(exported, prompt, device, max_new_tokens, how, seed + index)
+        expected: ScoredAnswer
+        answered: ScoredAnswer
+        if targets:
+            assert isinstance(model, MultimodalModel)  # as models with generators are
+            key = seed + index
+            answered = answer_with_pictures(model, tokenizer, prompt, targets, device, max_new_tokens, how, key)
+        else:
+            answered = [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
         try:
-            score = float(judge(_question(sample), _expected(sample, channels), answered))
+            asked = "".join(part for turn in sample.turns[:-1] for part in turn.content if isinstance(part, str))
+            expected = [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
+            score = float(judge(asked, expected, answered))
         except Exception as error:
             raise UserError(f"the judge failed at {sample.id}: {type(error).__name__}: {error}") from error
         if not math.isfinite(score):
             raise UserError(f"the judge gives {sample.id} {score}; it must give a finite number")
         yield Score(sample.id, score)
-
-
-def _answer(
-    exported: ExportedModel,
-    prompt: EncodedPrompt,
-    device: torch.device,
-    max_new_tokens: int,
-    how: SamplingSettings,
-    seed: int,
-) -> ScoredAnswer:
-    model, tokenizer, targets = exported.model, exported.tokenizer, exported.encoding.targets
-    if not targets:
-        return [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
-    assert isinstance(model, MultimodalModel)  # as models with generators are
-    return answer_with_pictures(model, tokenizer, prompt, targets, device, max_new_tokens, how, seed)
-
-
-def _question(sample: Sample) -> str:
-    asked: list[Any] = [part for turn in sample.turns[:-1] for part in turn.content]
-    return "".join(part for part in asked if isinstance(part, str))
-
-
-def _expected(sample: Sample, channels: int) -> ScoredAnswer:
-    return [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
 
 
 def _shown(media: Media, channels: int) -> Image | str:

@@ -81,6 +81,13 @@ class DecodeRequirements:
                 needed[sample] = needed.get(sample, frozenset()) | read
         return needed
 
+    def of_questions(self, step: PreparedStep) -> dict[int, frozenset[str]]:
+        """Return `of` for questions, whose labels are those of the last answer."""
+        return {
+            number: (parts - {TOKENS}) | {QUESTION} if TOKENS in parts else parts
+            for number, parts in self.of(step).items()
+        }
+
     def _read(self, chain: StageChain, step: PreparedStep) -> list[tuple[int, Sequence[int]]]:
         """Return the position and samples of each microbatch that this rank reads: all, or those with items of this
         rank if context-parallel ranks divide items. A schedule may run a microbatch in parts, each of which is divided
@@ -157,7 +164,13 @@ class RankInputs:
             data = self._data[TRAIN]
             steps = draws(sampler, position, begin, end)
         return StepPrefetcher(
-            data, steps, self._source, self._plan_step, self._needed, skips=self._skips, left_out=left_out
+            data,
+            steps,
+            self._source,
+            lambda heads, step: self._runtime.plan_step(heads, step_number=step),
+            self._requirements.of,
+            skips=self._skips,
+            left_out=left_out,
         )
 
     def held_out(
@@ -179,12 +192,16 @@ class RankInputs:
         """Yield batches of samples of a data set that is read by index, planned as forwards. A sample's `draw` is its
         place in `indices`."""
         data = self._data[name]
-        needed = self._asked if as_questions else self._needed
+        needed = self._requirements.of_questions if as_questions else self._requirements.of
         batches = (
             StepSamples(0, indices[start : start + batch_size], start, SamplerState())
             for start in range(0, len(indices), batch_size)
         )
-        with StepPrefetcher(data, batches, self._source, self._plan_forwards, needed, skips=self._skips) as feed:
+
+        def plan(heads: Sequence[EncodedSample], step: int) -> PreparedStep:
+            return self._runtime.plan_step(heads, forwards=True)
+
+        with StepPrefetcher(data, batches, self._source, plan, needed, skips=self._skips) as feed:
             while True:
                 if self._skips:
                     feed.leave_out(gather_bad_samples(self._comm, feed.found()))
@@ -215,19 +232,3 @@ class RankInputs:
     def close(self) -> None:
         """End the processes that decode."""
         self._source.close()
-
-    def _plan_step(self, samples: Sequence[EncodedSample], step: int) -> PreparedStep:
-        return self._runtime.plan_step(samples, step_number=step)
-
-    def _plan_forwards(self, samples: Sequence[EncodedSample], step: int) -> PreparedStep:
-        return self._runtime.plan_step(samples, forwards=True)
-
-    def _needed(self, step: PreparedStep) -> dict[int, frozenset[str]]:
-        return self._requirements.of(step)
-
-    def _asked(self, step: PreparedStep) -> dict[int, frozenset[str]]:
-        """Return decode requirements for questions, whose labels are those of the last answer."""
-        return {
-            number: (parts - {TOKENS}) | {QUESTION} if TOKENS in parts else parts
-            for number, parts in self._needed(step).items()
-        }
