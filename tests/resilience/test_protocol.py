@@ -30,9 +30,19 @@ from dilatant.resilience.protocol.values import Effect, Order, Persist, Phase, S
 SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0, accuse_seconds=0.0)
 
 
-def running(members: int, settings: Settings = SETTINGS) -> tuple[Coordinator, dict[str, Status]]:
+class CountingCoordinator(Coordinator):
+    """Counts how often it looks at the statuses of all members."""
+
+    looks = 0
+
+    def _of_members(self) -> list[Status]:
+        self.looks += 1
+        return super()._of_members()
+
+
+def running(members: int, settings: Settings = SETTINGS) -> tuple[CountingCoordinator, dict[str, Status]]:
     """A coordinator whose first generation runs, with no step done."""
-    coordinator = Coordinator(with_values(settings, initial=members), None, 0.0)
+    coordinator = CountingCoordinator(with_values(settings, initial=members), None, 0.0)
     coordinator.start()
     nodes = {f"n{index}": Status(f"n{index}", 1) for index in range(members)}
     for status in nodes.values():
@@ -106,6 +116,24 @@ def test_step_prepared_by_all_survivors_commits_after_a_loss() -> None:
     coordinator.lost("n2", 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 1)
+
+
+def test_looks_at_all_members_do_not_grow_with_their_number() -> None:
+    """Each look takes time in proportion to the members: one per status would make a loss quadratic."""
+    looks = []
+    for members in (8, 64):
+        coordinator, nodes = running(members)
+        before = coordinator.looks
+        coordinator.lost("n1", 0.0)
+        coordinator.lost("n2", 0.0)
+        del nodes["n1"], nodes["n2"]
+        for phase in (Phase.FENCING, Phase.FENCED, Phase.REBUILDING, Phase.READY, Phase.RUNNING):
+            ready_at = 0 if phase is Phase.READY else None
+            say(coordinator, nodes, *nodes, generation=3, phase=phase, ready_at=ready_at)
+        say(coordinator, nodes, *nodes, base=3, prepared=0)
+        assert (coordinator.task, coordinator.committed) == (Task.RUN, 1)
+        looks.append(coordinator.looks - before)
+    assert looks[0] == looks[1]
 
 
 def test_step_unprepared_by_a_survivor_never_commits_after_loss() -> None:
