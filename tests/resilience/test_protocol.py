@@ -76,7 +76,7 @@ def test_step_commits_when_the_last_member_prepared_it() -> None:
 
 def test_a_membership_is_written_down_before_anybody_hears_of_it() -> None:
     coordinator, _ = running(3)
-    effects = coordinator.lost("n1", 1.0)
+    effects = coordinator.lost(["n1"], 1.0)
     first_persist = next(i for i, effect in enumerate(effects) if isinstance(effect, Persist))
     first_fence = next(i for i, e in enumerate(effects) if isinstance(e, Order) and e.task is Task.FENCE)
     assert first_persist < first_fence
@@ -104,7 +104,7 @@ def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", prepared=0, hashes={"layer": 1})
     say(coordinator, nodes, "n1", prepared=0, hashes={"layer": 2})
-    coordinator.lost("n2", 0.0)
+    coordinator.lost(["n2"], 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
     assert all(e.doubted for e in coordinator.tick(1.0) if isinstance(e, Order) and e.task is Task.REBUILD)
@@ -113,7 +113,7 @@ def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
 def test_step_prepared_by_all_survivors_commits_after_a_loss() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", "n1", prepared=0)
-    coordinator.lost("n2", 0.0)
+    coordinator.lost(["n2"], 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 1)
 
@@ -124,13 +124,12 @@ def test_looks_at_all_members_do_not_grow_with_their_number() -> None:
     for members in (8, 64):
         coordinator, nodes = running(members)
         before = coordinator.looks
-        coordinator.lost("n1", 0.0)
-        coordinator.lost("n2", 0.0)
+        coordinator.lost(["n1", "n2"], 0.0)
         del nodes["n1"], nodes["n2"]
         for phase in (Phase.FENCING, Phase.FENCED, Phase.REBUILDING, Phase.READY, Phase.RUNNING):
             ready_at = 0 if phase is Phase.READY else None
-            say(coordinator, nodes, *nodes, generation=3, phase=phase, ready_at=ready_at)
-        say(coordinator, nodes, *nodes, base=3, prepared=0)
+            say(coordinator, nodes, *nodes, generation=2, phase=phase, ready_at=ready_at)
+        say(coordinator, nodes, *nodes, base=2, prepared=0)
         assert (coordinator.task, coordinator.committed) == (Task.RUN, 1)
         looks.append(coordinator.looks - before)
     assert looks[0] == looks[1]
@@ -139,7 +138,7 @@ def test_looks_at_all_members_do_not_grow_with_their_number() -> None:
 def test_step_unprepared_by_a_survivor_never_commits_after_loss() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", prepared=0)
-    coordinator.lost("n2", 0.0)
+    coordinator.lost(["n2"], 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
 
@@ -166,7 +165,7 @@ def test_more_than_half_of_the_others_put_a_node_out(members: int) -> None:
 
 def test_who_is_heard_but_does_not_hear_is_left_out() -> None:
     coordinator, nodes = running(3)
-    coordinator.lost("n0", 1.0)
+    coordinator.lost(["n0"], 1.0)
     left = {node: nodes[node] for node in ("n1", "n2")}
     say(coordinator, left, "n1", generation=2, phase=Phase.FENCED)
     patience = 2 * SETTINGS.lease_seconds
@@ -230,7 +229,7 @@ def test_a_run_that_ended_before_its_last_step_is_not_finished(early: tuple[str,
 
 def test_run_with_too_few_nodes_saves_before_it_stops() -> None:
     coordinator, nodes = running(3, with_values(SETTINGS, fewest=3))
-    effects = coordinator.lost("n0", 1.0)
+    effects = coordinator.lost(["n0"], 1.0)
     told = {(o.task, o.ending[:22]) for o in effects if isinstance(o, Order) and o.node != "n0"}
     assert told == {(Task.FENCE, "2 nodes are left of th")}
     left = {node: nodes[node] for node in ("n1", "n2")}
@@ -295,7 +294,7 @@ def test_disputed_gradients_are_not_salvaged_until_next_commit() -> None:
         return any(isinstance(effect, Order) and effect.doubted for effect in effects)
 
     coordinator, nodes = running(3)
-    assert not is_doubted(coordinator.lost("n2", 0.0))
+    assert not is_doubted(coordinator.lost(["n2"], 0.0))
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", "n1", prepared=0, hashes={"layer": 1})
     assert is_doubted(say(coordinator, nodes, "n2", prepared=0, hashes={"layer": 2}))
@@ -411,7 +410,7 @@ def test_overdue_leaver_hands_over_before_the_others_rebuild() -> None:
         if ends == "given":
             effects = say(coordinator, nodes, "n0", phase=Phase.HANDED_OVER)
         elif ends == "lost":
-            effects = coordinator.lost("n0", 0.0)
+            effects = coordinator.lost(["n0"], 0.0)
         else:
             effects = say(coordinator, nodes, "n0", failed="its time is over")
         tasks = {e.node: e.task for e in effects if isinstance(e, Order)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from dilatant.resilience.protocol.values import (
     FINISHED,
@@ -88,11 +88,12 @@ class Coordinator:
             return []  # the cost of a step, or of a loss, must not be quadratic in the number of members
         return self._decide(now)
 
-    def lost(self, node: str, now: float, reason: str = "its agent is gone") -> list[Effect]:
-        """Handle the loss of a node whose connection was closed."""
-        if self.stopped or node in self._gone or node not in {*self.members, *self.statuses}:
+    def lost(self, nodes: Collection[str], now: float) -> list[Effect]:
+        """Handle the loss of nodes whose connections were closed, all in one new generation."""
+        known = {node for node in nodes if node in self._names or node in self.statuses} - self._gone
+        if self.stopped or not known:
             return []
-        return self._without({node}, f"{node}: {reason}", now)
+        return self._without(known, f"{', '.join(sorted(known))}: its agent is gone", now)
 
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time; call it a few times per lease."""
