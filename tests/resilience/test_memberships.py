@@ -28,13 +28,15 @@ from dilatant.plan.validate import plan_problems
 from dilatant.planning.failures import from_planner
 from dilatant.planning.layout import TrainingPlan
 from dilatant.resilience.protocol.agent import Rebuild
-from dilatant.resilience.protocol.values import NO_STATE, Task
+from dilatant.resilience.protocol.values import GOES_ON, NO_STATE, Task, may_resume
 from dilatant.resilience.worker import generation_plan
 from dilatant.resilience.worker.generation_plan import (
     TOO_LARGE,
+    CannotGoOn,
     FailsAgain,
     GenerationPlans,
     NothingFits,
+    after_saving,
     idle_ranks,
     next_plan,
     report_failure,
@@ -409,6 +411,15 @@ def test_a_layout_that_failed_twice_alike_is_not_tried_again(monkeypatch: pytest
     other = Rebuild("n1", 1, 8, Task.REBUILD, 8, members, (1,) * 4, base=base)
     with pytest.raises(error, match="failed twice"):
         plans.of(other, 1, store, cast("Any", SimpleNamespace(is_fenced=False)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "kind"), [(f"step 4 is saved, and {GOES_ON}", CannotGoOn), ("it is lost", UserError)]
+)
+def test_a_layout_that_fits_no_more_is_no_mistake_once_the_state_is_saved(saved: str, kind: type[Exception]) -> None:
+    found = after_saving(UserError("no pipeline fits"), saved)
+    assert (type(found), str(found)) == (kind, f"no pipeline fits; {saved}")
+    assert may_resume(str(found)) == (kind is CannotGoOn)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

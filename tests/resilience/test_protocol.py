@@ -30,9 +30,19 @@ from dilatant.resilience.protocol.values import Effect, Order, Persist, Phase, S
 SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0, accuse_seconds=0.0)
 
 
-def running(members: int, settings: Settings = SETTINGS) -> tuple[Coordinator, dict[str, Status]]:
+class CountingCoordinator(Coordinator):
+    """Counts how often it looks at the statuses of all members."""
+
+    looks = 0
+
+    def _of_members(self) -> list[Status]:
+        self.looks += 1
+        return super()._of_members()
+
+
+def running(members: int, settings: Settings = SETTINGS) -> tuple[CountingCoordinator, dict[str, Status]]:
     """A coordinator whose first generation runs, with no step done."""
-    coordinator = Coordinator(with_values(settings, initial=members), None, 0.0)
+    coordinator = CountingCoordinator(with_values(settings, initial=members), None, 0.0)
     coordinator.start()
     nodes = {f"n{index}": Status(f"n{index}", 1) for index in range(members)}
     for status in nodes.values():
@@ -66,7 +76,7 @@ def test_step_commits_when_the_last_member_prepared_it() -> None:
 
 def test_a_membership_is_written_down_before_anybody_hears_of_it() -> None:
     coordinator, _ = running(3)
-    effects = coordinator.lost("n1", 1.0)
+    effects = coordinator.lost(["n1"], 1.0)
     first_persist = next(i for i, effect in enumerate(effects) if isinstance(effect, Persist))
     first_fence = next(i for i, e in enumerate(effects) if isinstance(e, Order) and e.task is Task.FENCE)
     assert first_persist < first_fence
@@ -94,7 +104,7 @@ def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", prepared=0, hashes={"layer": 1})
     say(coordinator, nodes, "n1", prepared=0, hashes={"layer": 2})
-    coordinator.lost("n2", 0.0)
+    coordinator.lost(["n2"], 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
     assert all(e.doubted for e in coordinator.tick(1.0) if isinstance(e, Order) and e.task is Task.REBUILD)
@@ -103,15 +113,32 @@ def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
 def test_step_prepared_by_all_survivors_commits_after_a_loss() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", "n1", prepared=0)
-    coordinator.lost("n2", 0.0)
+    coordinator.lost(["n2"], 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 1)
+
+
+def test_looks_at_all_members_do_not_grow_with_their_number() -> None:
+    """Each look takes time in proportion to the members: one per status would make a loss quadratic."""
+    looks = []
+    for members in (8, 64):
+        coordinator, nodes = running(members)
+        before = coordinator.looks
+        coordinator.lost(["n1", "n2"], 0.0)
+        del nodes["n1"], nodes["n2"]
+        for phase in (Phase.FENCING, Phase.FENCED, Phase.REBUILDING, Phase.READY, Phase.RUNNING):
+            ready_at = 0 if phase is Phase.READY else None
+            say(coordinator, nodes, *nodes, generation=2, phase=phase, ready_at=ready_at)
+        say(coordinator, nodes, *nodes, base=2, prepared=0)
+        assert (coordinator.task, coordinator.committed) == (Task.RUN, 1)
+        looks.append(coordinator.looks - before)
+    assert looks[0] == looks[1]
 
 
 def test_step_unprepared_by_a_survivor_never_commits_after_loss() -> None:
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", prepared=0)
-    coordinator.lost("n2", 0.0)
+    coordinator.lost(["n2"], 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
 
@@ -138,7 +165,7 @@ def test_more_than_half_of_the_others_put_a_node_out(members: int) -> None:
 
 def test_who_is_heard_but_does_not_hear_is_left_out() -> None:
     coordinator, nodes = running(3)
-    coordinator.lost("n0", 1.0)
+    coordinator.lost(["n0"], 1.0)
     left = {node: nodes[node] for node in ("n1", "n2")}
     say(coordinator, left, "n1", generation=2, phase=Phase.FENCED)
     patience = 2 * SETTINGS.lease_seconds
@@ -202,7 +229,7 @@ def test_a_run_that_ended_before_its_last_step_is_not_finished(early: tuple[str,
 
 def test_run_with_too_few_nodes_saves_before_it_stops() -> None:
     coordinator, nodes = running(3, with_values(SETTINGS, fewest=3))
-    effects = coordinator.lost("n0", 1.0)
+    effects = coordinator.lost(["n0"], 1.0)
     told = {(o.task, o.ending[:22]) for o in effects if isinstance(o, Order) and o.node != "n0"}
     assert told == {(Task.FENCE, "2 nodes are left of th")}
     left = {node: nodes[node] for node in ("n1", "n2")}
@@ -267,7 +294,7 @@ def test_disputed_gradients_are_not_salvaged_until_next_commit() -> None:
         return any(isinstance(effect, Order) and effect.doubted for effect in effects)
 
     coordinator, nodes = running(3)
-    assert not is_doubted(coordinator.lost("n2", 0.0))
+    assert not is_doubted(coordinator.lost(["n2"], 0.0))
     coordinator, nodes = running(3)
     say(coordinator, nodes, "n0", "n1", prepared=0, hashes={"layer": 1})
     assert is_doubted(say(coordinator, nodes, "n2", prepared=0, hashes={"layer": 2}))
@@ -383,7 +410,7 @@ def test_overdue_leaver_hands_over_before_the_others_rebuild() -> None:
         if ends == "given":
             effects = say(coordinator, nodes, "n0", phase=Phase.HANDED_OVER)
         elif ends == "lost":
-            effects = coordinator.lost("n0", 0.0)
+            effects = coordinator.lost(["n0"], 0.0)
         else:
             effects = say(coordinator, nodes, "n0", failed="its time is over")
         tasks = {e.node: e.task for e in effects if isinstance(e, Order)}

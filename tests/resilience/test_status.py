@@ -19,9 +19,9 @@ from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.plan.templates.copies import Redundancy
 from dilatant.report.pages.generations_page import render_generations_page
 from dilatant.report.pages.replay_page import TONES
-from dilatant.resilience.launch import of_whole_run
+from dilatant.resilience.launch import of_whole_run, stopped_error
 from dilatant.resilience.processes.coordinator_process import EVENTS, STATE
-from dilatant.resilience.protocol.values import ASKED, FAILS_AGAIN, FINISHED, TOO_FEW, Record
+from dilatant.resilience.protocol.values import ASKED, FAILS_AGAIN, FINISHED, GOES_ON, TOO_FEW, Record
 from dilatant.resilience.status import (
     KILLED,
     PAGE,
@@ -209,6 +209,8 @@ def test_the_result_of_a_run_counts_all_generations(tmp_path: Path) -> None:
         ("UserError: bad data", 1),
         (f"{FAILS_AGAIN} with ValueError", 75),
         (f"UserError: {FAILS_AGAIN} with ValueError", 1),
+        (f"1 {TOO_FEW} 2 (node1: UserError: no such file)", 75),
+        (f"no pipeline fits with UserError: 80 GB; step 4 is saved, and {GOES_ON}", 75),
     ],
 )
 def test_the_exit_code_says_whether_to_start_again(tmp_path: Path, stopped: str, code: int) -> None:
@@ -218,6 +220,11 @@ def test_the_exit_code_says_whether_to_start_again(tmp_path: Path, stopped: str,
         with pytest.raises(typer.Exit) as ended:
             status(tmp_path, as_json=as_json, exit_code=True)
         assert ended.value.exit_code == code
+    error = stopped_error(Record(1, 1, stopped=stopped))
+    if isinstance(error, UserError):
+        assert (stopped, code) == (f"UserError: {error}", 1)
+    elif stopped not in (FINISHED, "", ASKED):
+        assert error.exit_code == code == 75
 
 
 def test_a_folder_without_such_a_run(tmp_path: Path) -> None:

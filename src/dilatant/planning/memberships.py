@@ -123,6 +123,11 @@ def plan_memberships(
     raise PlanError("; ".join(problems))
 
 
+HANDLED_BYTES_PER_SECOND = 6e8
+"""Copied state that two ranks handle in a second besides its transfer: one packs and hashes it, then the other checks
+and unpacks it (`benchmarks/recovery_scale.py --only copies`, one core each)."""
+
+
 def chain_costs(
     units: UnitLayers,
     cluster: Cluster,
@@ -136,6 +141,7 @@ def chain_costs(
     node, which sends through at most one port each; nodes that may be lost). The rest is as in `ChainCosts`."""
     spec, rules, (devices, fault_tolerance) = units.model, units.rules, lost_together
     ports, apart = max(1, min(cluster.ports, devices)), cluster.nodes > 1 or devices == cluster.gpus_per_node
+    link = cluster.port.bandwidth * ports if apart else cluster.inside.bandwidth
     widths = sorted(set.intersection(*(set(own) for own in degrees.values())))
     whole = {width: _columns(units, degrees, recompute, width, samples) for width in widths}
     state = {width: own[1] + (own[4] if rules.keeps_gradients else 0.0) for width, own in whole.items()}
@@ -157,7 +163,7 @@ def chain_costs(
         devices=devices,
         num_microbatches=num_microbatches,
         fault_tolerance=fault_tolerance,
-        bytes_per_second=cluster.port.bandwidth * ports if apart else cluster.inside.bandwidth,
+        bytes_per_second=1.0 / (1.0 / link + 1.0 / (devices * HANDLED_BYTES_PER_SECOND)),
     )
 
 

@@ -204,8 +204,7 @@ def run_leader(
     write_history(folder.parent, config.output_dir)
     result = _read_result(folder)
     if result is None or is_saved_early(record):
-        mistake = record.stopped.partition("UserError: ")[2]
-        raise UserError(mistake) if mistake else stopped_error(record)
+        raise stopped_error(record)
     return of_whole_run(result, folder)
 
 
@@ -246,8 +245,12 @@ def is_saved_early(record: Record) -> bool:
     return record.stopped not in ("", ASKED) and may_resume(record.stopped)
 
 
-def stopped_error(record: Record) -> WorkerFailed:
-    """Return the error of a run that stopped early, with the exit code that tells a scheduler whether to retry."""
+def stopped_error(record: Record) -> UserError | WorkerFailed:
+    """Return the error of a run that stopped early: with the exit code that tells a scheduler to retry if it was saved,
+    else the user's mistake that ended it, if there is one."""
+    mistake = record.stopped.partition("UserError: ")[2]
+    if mistake and not is_saved_early(record):
+        return UserError(mistake)
     code = TOO_FEW_EXIT_CODE if is_saved_early(record) else 1
     return WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code)
 

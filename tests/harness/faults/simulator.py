@@ -152,7 +152,7 @@ class World:
 
     def lose(self, node: str) -> None:
         if self.coordinator is not None:
-            self.carry_out(self.coordinator.lost(node, self.now))
+            self.carry_out(self.coordinator.lost([node], self.now))
 
     def send(self, deliver: Callable[[], None], what: object) -> None:
         draw = self.random.random

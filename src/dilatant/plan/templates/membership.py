@@ -205,11 +205,13 @@ class MembershipPlanner:
                 + "; take more nodes or more memory, other tensor-parallel degrees, or recomputation"
             )
         running, used = [], 0
+        instances: dict[tuple[int, ...], Pipeline] = {}  # whole pipelines by their nodes
         for one in whole:
             own = tuple(range(used, used + len(ranks_of(one)) // devices))
             used += len(own)
             ranks, template = [nodes[node] for node in own], templates.get(len(own))
             if template is not None and one == self._pipeline(template, ranks):
+                instances[own] = one
                 running.append(RunningPipeline(own, node_layers(template, len(own)), template))
             else:
                 spans = tuple(self._span(group, held) for group in ranks)
@@ -223,9 +225,15 @@ class MembershipPlanner:
         if not held:  # no node has state: neighbouring nodes form pipelines
             each = iter(range(len(nodes)))
             groups = [tuple(itertools.islice(each, len(group))) for group in groups]
-        new = [(templates[len(group)], [nodes[node] for node in group]) for group in groups]
-        pipelines = [*(whole[number] for number in found.kept), *(self._pipeline(*one) for one in new)]
-        pipelines.sort(key=lambda one: min(ranks_of(one)))
+        new = [
+            instances.get(group) or self._pipeline(templates[len(group)], [nodes[node] for node in group])
+            for group in groups
+        ]
+        shapes = {len(group): one for group, one in zip(groups, new)}
+        before = {ranks_of(one): one for one in whole}
+        ranked = [(ranks_of(one), one) for one in [*(whole[number] for number in found.kept), *new]]
+        ranked.sort(key=lambda each: min(each[0]))
+        pipelines = [one for _, one in ranked]
         plan = Plan(
             tuple(
                 UnitPlan(
@@ -238,18 +246,21 @@ class MembershipPlanner:
             )
         )
         tolerance = found.tolerance
-        if disjoint([frozenset(node_of[rank] for rank in ranks_of(one)) for one in pipelines]) <= tolerance:
+        if disjoint([frozenset(node_of[rank] for rank in ranks) for ranks, _ in ranked]) <= tolerance:
             tolerance = min(tolerance, min(copies_on_unlike_nodes(plan, node_of).values()) - 1)
         return Membership(
             plan,
             tuple(sorted({*range(len(node_of))} - {*plan.ranks})),
             max(found.microbatches),
             found.seconds,
-            max(times.seconds for times in [*(running[k].times for k in found.kept), *(one for one, _ in new)]),
+            max(
+                times.seconds
+                for times in [*(running[k].times for k in found.kept), *map(templates.__getitem__, shapes)]
+            ),
             tolerance,
             found.moved_bytes,
-            sum(one in whole for one in pipelines),
-            all(self._fits(self._pipeline(*one), eager=True) for one in new),
+            sum(one == before.get(ranks) for ranks, one in ranked),
+            all(self._fits(one, eager=True) for one in shapes.values()),
         )
 
     def _pipeline(self, template: Template, nodes: Sequence[tuple[int, ...]]) -> Pipeline:
@@ -347,7 +358,8 @@ def _stages(pipeline: Pipeline) -> Iterable[Stage]:
 
 def ranks_of(pipeline: Pipeline) -> tuple[int, ...]:
     """Return the ranks of a pipeline, in the order of its stages."""
-    return tuple(dict.fromkeys(rank for stage in _stages(pipeline) for rank in stage.ranks))
+    own = (replica.stages for replicas in pipeline.values() for replica in replicas)
+    return tuple({rank: None for stages in own for stage in stages for rank in stage.ranks})
 
 
 def _is_divisible(pipeline: Pipeline, node_of: Sequence[int], devices: int, own: int) -> bool:

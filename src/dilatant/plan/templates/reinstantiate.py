@@ -89,14 +89,8 @@ def reinstantiate(
     fastest = compose_pipelines(templates, used, fault_tolerance, num_microbatches)
     compositions = [Counter(size for size, _ in fastest.pipelines)]
     compositions += _compositions(templates, intact, fastest.seconds, used, fault_tolerance + 1, num_microbatches)
-    best_bytes, best_sizes, best_flow = -1, Counter[int](), {}
-    for sizes in compositions:
-        moved, flow = _place(sizes, intact, there, spans, prefix, idle)
-        if best_bytes < 0 or moved < best_bytes:
-            best_bytes, best_sizes, best_flow = moved, sizes, flow
-        if best_bytes == 0:
-            break
-    placed = _group(best_sizes, best_flow, intact, pipelines, held, home, spans)
+    sizes, flow = _place(compositions, intact, there, spans, prefix, idle)
+    placed = _group(sizes, flow, intact, pipelines, held, home, spans)
     return Reinstantiation(tuple(placed), _copies(placed, held, spans, prefix))
 
 
@@ -143,36 +137,49 @@ def _compositions(
 
 
 def _place(
-    sizes: Counter[int],
+    compositions: Sequence[Counter[int]],
     intact: Mapping[int, list[int]],
     there: Counter[LayerSpan],
     spans: Mapping[int, tuple[LayerSpan, ...]],
     prefix: np.ndarray,
     idle: int,
-) -> tuple[int, dict[tuple[LayerSpan, LayerSpan], int]]:
-    """Return (bytes that move, {(layers held, layers wanted): nodes}) for the nodes of pipelines that are not kept;
-    `idle` nodes want (0, 0). there: layers held → nodes."""
+) -> tuple[Counter[int], dict[tuple[LayerSpan, LayerSpan], int]]:
+    """Return the composition for which the fewest bytes move (the first of equals) and its {(layers held, layers
+    wanted): nodes} for the nodes of pipelines that are not kept; `idle` nodes want (0, 0). there: layers held → nodes.
+    """
     from dilatant.plan.templates._reinstantiate_kernel import transport
 
-    free, wanted = there.copy(), Counter({(0, 0): idle})
-    for size, count in sizes.items():
-        kept = min(count, len(intact.get(size, ())))
+    sizes = sorted({size for each in compositions for size in each})
+    known = sorted({(0, 0), *there, *(span for size in sizes for span in spans[size])})
+    number = {span: at for at, span in enumerate(known)}
+    uses = np.zeros((len(sizes), len(known)), np.int64)
+    for row, size in zip(uses, sizes):
         for span in spans[size]:
-            free[span] -= kept
-            wanted[span] += count - kept
-    have = sorted(span for span, count in free.items() if count)
-    want = sorted(span for span, count in wanted.items() if count)
-    if not want:  # every pipeline is kept
-        return 0, {}
-    # Bytes wanted outside those held: [have, want].
-    wants, one, other = np.array(want), np.array(have)[:, None], np.array(want)[None]
+            row[number[span]] += 1
+    counts = np.array([[each[size] for size in sizes] for each in compositions], np.int64)
+    kept = np.minimum(counts, [len(intact.get(size, ())) for size in sizes])
+    free = np.array([there[span] for span in known], np.int64) - kept @ uses
+    wanted = (counts - kept) @ uses
+    wanted[:, number[0, 0]] += idle
+    # Bytes wanted outside those held: [held, wanted].
+    spans_of = np.array(known)
+    one, other = spans_of[:, None], spans_of[None]
     first, end = np.maximum(one[..., 0], other[..., 0]), np.minimum(one[..., 1], other[..., 1])
-    cost = np.subtract(*prefix[wants.T[::-1]]) - np.where(first < end, prefix[end] - prefix[first], 0)
-    flow = transport(
-        cost, np.array([free[span] for span in have], np.int64), np.array([wanted[span] for span in want], np.int64)
-    )
-    moves = {(have[i], want[j]): int(flow[i, j]) for i, j in zip(*np.nonzero(flow))}
-    return int((flow * cost).sum()), moves
+    cost = np.subtract(*prefix[spans_of.T[::-1]]) - np.where(first < end, prefix[end] - prefix[first], 0)
+    best, least = compositions[0], -1
+    moves: dict[tuple[LayerSpan, LayerSpan], int] = {}
+    for sizes_now, have, want in zip(compositions, free, wanted):
+        rows, columns = np.flatnonzero(have), np.flatnonzero(want)
+        part = cost[np.ix_(rows, columns)]
+        # No flow costs less than one in which the nearest supply serves each demand.
+        if least < 0 or np.min(part, axis=0, initial=1 << 62) @ want[columns] < least:
+            flow = transport(part, have[rows], want[columns])
+            if least < 0 or (flow * part).sum() < least:
+                best, least = sizes_now, int((flow * part).sum())
+                moves = {(known[rows[i]], known[columns[j]]): int(flow[i, j]) for i, j in zip(*np.nonzero(flow))}
+        if least == 0:
+            break
+    return best, moves
 
 
 def _group(

@@ -83,6 +83,7 @@ class CoordinatorService:
         self._coordinator = Coordinator(start.settings, read_record(self._folder), time.monotonic())
         self._shown = (0, Task.WAIT)
         self._began_at: int | None = None
+        self._lost: list[str] = []
 
     def serve(self) -> None:
         """Run the coordinator. Raises SystemExit if another one has taken over, or most members do not connect."""
@@ -96,6 +97,8 @@ class CoordinatorService:
         while ended is None or (self._links and time.monotonic() - ended < LAST_SECONDS):
             for heard in self._connections.wait(TICK_SECONDS):
                 self._hear(heard)
+            lost, self._lost = self._lost, []
+            self._carry_out(coordinator.lost(lost, time.monotonic()))
             if time.monotonic() >= ticks:
                 ticks = time.monotonic() + TICK_SECONDS
                 self._carry_out(coordinator.tick(time.monotonic()))
@@ -152,9 +155,10 @@ class CoordinatorService:
             self._carry_out(self._coordinator.hear(heard.message, now))
             return
         self._connections.drop(heard.link)
-        for node in [node for node, link in self._links.items() if link is heard.link]:
+        gone = [node for node, link in self._links.items() if link is heard.link]
+        self._lost += gone  # a rack that is lost is one new generation
+        for node in gone:
             del self._links[node]
-            self._carry_out(self._coordinator.lost(node, now))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

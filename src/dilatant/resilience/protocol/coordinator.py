@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from dilatant.resilience.protocol.values import (
     FINISHED,
@@ -57,7 +57,7 @@ class Coordinator:
         self._newcomer_since: float | None = None
         self._sent = now
         self._fruitless = 0
-        self._voted: set[str] = set()
+        self._obeyed: set[str] = set()  # members that have done what the current task waits for
         self._accused_since: float | None = None
         self._ordered_at = now
         if self.stopped:
@@ -82,17 +82,18 @@ class Coordinator:
         if known is not None and known.serial == status.serial:
             return []
         self.statuses[status.node] = status
-        if status.prepared == self.committed == status.applied and status.node in self._names:
-            self._voted.add(status.node)
-        if self._is_quiet(status) and len(self._voted) < len(self.members):
-            return []  # a step's cost must not be quadratic in the number of members
+        if status.node in self._names and self._has_obeyed(status):
+            self._obeyed.add(status.node)
+        if self._is_quiet(status) and len(self._obeyed) < len(self.members):
+            return []  # the cost of a step, or of a loss, must not be quadratic in the number of members
         return self._decide(now)
 
-    def lost(self, node: str, now: float, reason: str = "its agent is gone") -> list[Effect]:
-        """Handle the loss of a node whose connection was closed."""
-        if self.stopped or node in self._gone or node not in {*self.members, *self.statuses}:
+    def lost(self, nodes: Collection[str], now: float) -> list[Effect]:
+        """Handle the loss of nodes whose connections were closed, all in one new generation."""
+        known = {node for node in nodes if node in self._names or node in self.statuses} - self._gone
+        if self.stopped or not known:
             return []
-        return self._without({node}, f"{node}: {reason}", now)
+        return self._without(known, f"{', '.join(sorted(known))}: its agent is gone", now)
 
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time; call it a few times per lease."""
@@ -150,19 +151,19 @@ class Coordinator:
         broken = [s for s in own if s.generation == self.generation and (s.broken or s.accuses)]
         if broken and (blamed := self._blame(broken, now)) is not None:
             return self._without(blamed, self._why(broken), now)
-        if self.task is Task.FENCE:
-            are_stopped = all(s.generation == self.generation and s.phase in STOPPED_PHASES for s in own)
-            return self._rebuild(own, now) if are_stopped and not self._handing_over else []
-        if self.task is Task.REBUILD and all(self._is_ready(s) for s in own):
-            return self._run(own, now)
         if self.task is Task.RUN:
             return self._while_running(own, now)
-        return []
+        if not all(self._has_obeyed(s) for s in own):
+            return []
+        if self.task is Task.REBUILD:
+            return self._run(own, now)
+        return [] if self._handing_over else self._rebuild(own, now)
 
     def _begin(self, now: float) -> list[Effect]:
         """Begin the run; after a coordinator's restart, continue if all members still run, else with those present."""
         if not self._returned:
-            enough = len(self.newcomers) >= self.settings.initial
+            initial = self.settings.initial
+            enough = len(self.statuses) >= initial and len(self.newcomers) >= initial
             return self._new_generation([], "the run begins", now) if enough else []
         own = self._of_members()
         complete = len(own) == len(self.members)
@@ -185,7 +186,7 @@ class Coordinator:
         leaving = {s.node for s in own if s.leaving}
         if leaving and not self.ending and len(own) - len(leaving) < self.settings.fewest:
             return self.end(self._too_few(len(own) - len(leaving), f"{', '.join(sorted(leaving))} leave"), now)
-        if not all(s.prepared == self.committed == s.applied for s in own):
+        if not all(self._has_obeyed(s) for s in own):
             overdue = {s.node for s in own if s.overdue}
             return self._cut_short(overdue, now) if overdue and not self.ending else []
         if outliers := self._disagreeing(own):
@@ -196,7 +197,7 @@ class Coordinator:
         self.committed, self._ordered_at = self.committed + 1, now
         self._fruitless = 0
         self._doubts = False
-        self._voted.clear()
+        self._obeyed.clear()
         joining = self._admitted(now)
         slowest = max(own, key=lambda s: (s.slow, s.node))
         evicts = bool(slowest.slow) and not leaving and len(own) > self.settings.fewest
@@ -250,7 +251,7 @@ class Coordinator:
         if len(members) < self.settings.fewest and not self.ending:
             self.ending = self._too_few(len(members), reason)
         self.generation += 1
-        self._voted.clear()
+        self._obeyed.clear()
         self._accused_since = None
         self._ordered_at = now
         self.members = tuple(members)
@@ -277,6 +278,7 @@ class Coordinator:
         elif len(ready) == len(holders) > 0:
             committed += 1
         self.base, self.committed, self.task, self._ordered_at = base, committed, Task.REBUILD, now
+        self._obeyed.clear()
         return self._orders()
 
     def _not_heeding(self) -> list[str]:
@@ -293,16 +295,21 @@ class Coordinator:
         return [node for node in self.members if node not in own]
 
     def _is_quiet(self, status: Status) -> bool:
-        """Return True if a status can have no other effect than to complete the step, with those of all other nodes."""
-        return (
-            self.task is Task.RUN
-            and (status.generation, status.phase) == (self.generation, Phase.RUNNING)
-            and not (status.failed or status.fatal or status.broken or status.accuses or status.done)
-            and not status.leaving
-        )
+        """Return True if a status can have no other effect than to complete the task, with those of all other
+        members."""
+        if status.failed or status.fatal or status.broken or status.accuses or status.node not in self._names:
+            return False
+        if self.task is Task.RUN:
+            is_running = (status.generation, status.phase) == (self.generation, Phase.RUNNING)
+            return is_running and not (status.done or status.leaving)
+        return self.task in (Task.FENCE, Task.REBUILD)
 
-    def _is_ready(self, status: Status) -> bool:
-        return status.generation == self.generation and status.phase in (Phase.READY, Phase.RUNNING)
+    def _has_obeyed(self, status: Status) -> bool:
+        """Return True if a member has done its part of the current task: stopped, rebuilt, or prepared the step."""
+        if self.task is Task.RUN:
+            return status.prepared == self.committed == status.applied
+        phases = STOPPED_PHASES if self.task is Task.FENCE else (Phase.READY, Phase.RUNNING)
+        return status.generation == self.generation and status.phase in phases
 
     def _run(self, own: list[Status], now: float) -> list[Effect]:
         steps = {s.ready_at for s in own}
@@ -311,6 +318,7 @@ class Coordinator:
             self._fruitless += 1
             return self._without((), f"nodes became ready at unlike steps: {sorted(map(str, steps))}", now)
         self.task, self.base, self.committed, self._ordered_at = Task.RUN, self.generation, step, now
+        self._obeyed.clear()
         return self._orders()
 
     def _blame(self, broken: list[Status], now: float) -> set[str] | None:
@@ -368,15 +376,15 @@ class Coordinator:
     def _orders(self) -> list[Effect]:
         nodes = dict.fromkeys([*self.members, *self.statuses] if self.task is Task.STOP else self.members)
         handing_over = [] if self.task is Task.STOP else sorted(self._handing_over)
+        members = self.members if self.task is Task.REBUILD else ()
+        workers = tuple(self.statuses[member].workers for member in members)
         return [
-            *(self._order(node, self.task) for node in nodes),
+            *(self._order(node, self.task, members, workers) for node in nodes),
             *(self._order(node, Task.HAND_OVER) for node in handing_over),
         ]
 
-    def _order(self, node: str, task: Task) -> Order:
+    def _order(self, node: str, task: Task, members: tuple[str, ...] = (), workers: tuple[int, ...] = ()) -> Order:
         self._serial += 1
-        members = self.members if task is Task.REBUILD else ()
-        workers = tuple(self.statuses[member].workers for member in members)
         return Order(
             node,
             self.term,

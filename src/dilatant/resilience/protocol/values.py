@@ -20,6 +20,8 @@ TOO_FEW = "left of the"
 """Part of the reason to stop a run that has too few nodes (see `too_few`)."""
 FAILS_AGAIN = "the same layout failed twice"
 """Begin of the reason to stop a run that was saved because an error repeats."""
+GOES_ON = "`dilatant resume` goes on from it"
+"""End of the reason to stop a run that was saved because no plan of the nodes that are left can go on."""
 DRAIN_SHARE = 0.75
 """Fraction of a leaving node's time for which it waits for the end of the step; the rest is for exporting gradients."""
 
@@ -32,7 +34,8 @@ def too_few(left: int, needed: str) -> str:
 def may_resume(reason: str) -> bool:
     """Return True if a run that stopped for this reason, or that runs (empty), may be resumed: its end was no mistake
     of the user."""
-    return reason in ("", ASKED) or TOO_FEW in reason or reason.startswith(FAILS_AGAIN)
+    is_saved = reason.startswith(FAILS_AGAIN) or GOES_ON in reason
+    return reason in ("", ASKED) or TOO_FEW in reason or is_saved
 
 
 class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):

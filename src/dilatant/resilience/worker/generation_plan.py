@@ -20,7 +20,7 @@ from dilatant.plan.templates.membership import MembershipPlanner
 from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.report.text.wording import bytes_text
 from dilatant.resilience.protocol.agent import Rebuild
-from dilatant.resilience.protocol.values import FAILS_AGAIN, NO_STATE, too_few
+from dilatant.resilience.protocol.values import FAILS_AGAIN, GOES_ON, NO_STATE, too_few
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
 from dilatant.training.prepare import PreparedRun, with_costs
 
@@ -51,6 +51,12 @@ class FailsAgain(CannotGoOn):
 
 _FAILURES: dict[type[Exception], str] = {NothingFits: "nothing_fits", FailsAgain: "fails_again", UserError: "mistake"}
 """Errors of planning → the key that has their text in the store, in place of the plan's document."""
+
+
+def after_saving(error: CannotGoOn | UserError, saved: str) -> CannotGoOn | UserError:
+    """Return the error of a generation without a plan, with what its ranks have saved. Where they saved their state it
+    is no mistake of the user: the run may be resumed with more nodes or memory."""
+    return (CannotGoOn if GOES_ON in saved else type(error))(f"{error}; {saved}")
 
 
 class GenerationPlans:

@@ -31,13 +31,14 @@ from dilatant.resilience.partial_step.exchange import adopt_gradients, inherit_s
 from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
 from dilatant.resilience.processes.messages import Seat, StoreAt
 from dilatant.resilience.protocol.agent import Rebuild
-from dilatant.resilience.protocol.values import ASKED, NO_STATE
+from dilatant.resilience.protocol.values import ASKED, GOES_ON, NO_STATE
 from dilatant.resilience.state_transfer import StateLost
 from dilatant.resilience.status import REBUILDS, RebuildRecord, write_history
 from dilatant.resilience.worker.generation_plan import (
     TOO_LARGE,
     CannotGoOn,
     GenerationPlans,
+    after_saving,
     idle_ranks,
     nodes_of,
     publish_plan,
@@ -287,7 +288,7 @@ class _ResilientRank:
         except (CannotGoOn, UserError) as error:
             if order.base == NO_STATE:
                 raise
-            raise type(error)(f"{error}; {self._saved(order, held)}") from None
+            raise after_saving(error, self._saved(order, held)) from None
         watch.lap("plan")
         trainer = self._trainer(order, planned, order.base != NO_STATE, None if held is None else held.trainer)
         watch.lap("build")
@@ -345,7 +346,8 @@ class _ResilientRank:
         self._joined(comm)
         old, keep = None if held is None else held.trainer, self._config.train.keep_checkpoints
         try:
-            return f"step {save_holdings(comm, old, self._folder.checkpoints, keep)} is saved"
+            step = save_holdings(comm, old, self._folder.checkpoints, keep)
+            return f"step {step} is saved, and {GOES_ON}"
         except StateLost as lost:
             return f"what came after the newest checkpoint is lost, for no rank holds {lost}"
 
