@@ -96,7 +96,7 @@ def _counts(sections: list[tuple[str, str, list[dict[str, Any]]]]) -> list[str]:
 def _corpus(path: Path) -> list[str]:
     """The distances of predictions from a corpus of measured runs by source, and from measured bytes."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    if not {"corpus", "memory"} <= document.keys():
+    if not {"corpus", "memory", "in_turn"} <= document.keys():
         return []
     command = f"python benchmarks/published.py --rows FILE --memory FILE --json benchmarks/results/{path.name}"
     lines = ["", "### Measured runs of other programs", "", f"`{command}`", ""]
@@ -108,6 +108,12 @@ def _corpus(path: Path) -> list[str]:
             shown = " | ".join(f"{100 * distance:.1f} %" for distance in distances)
             source = one["runs"].removeprefix("source: ")
             lines.append(f"| {source} | {one['part']} | {one['number']} | {one['median_ratio']:.2f} | {shown} |")
+    lines += ["", "| choice among measured layouts | sets | median regret | worst | in the first three | median tau |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
+    for one in document["corpus"]["choices"]:
+        names = ("median_regret", "worst_regret", "in_first_three", "median_tau")
+        lines.append(f"| {one['source']} | {one['sets']} | {' | '.join(f'{one[name]:.2f}' for name in names)} |")
+    lines += ["", *(f"- {text}" for text in document["corpus"]["reasons"])]
     refused = sorted(document["corpus"]["not_predicted"].items(), key=lambda pair: (-pair[1], pair[0]))
     lines += ["", f"Not predicted: {'; '.join(f'{why} ({count} rows)' for why, count in refused)}."]
     lines += [
@@ -118,6 +124,21 @@ def _corpus(path: Path) -> list[str]:
     for one in document["memory"]["groups"]:
         mean, near = 100 * one["mean_distance"], 100 * one["within_300_mib"]
         lines.append(f"| {one['runs']} | {one['number']} | {mean:.1f} % | {near:.0f} % |")
+    return lines + _in_turn(document["in_turn"])
+
+
+def _in_turn(pairs: list[dict[str, Any]]) -> list[str]:
+    """The distances on every source with constants fitted on one source, and so for each source in turn."""
+    sources = [*dict.fromkeys(pair["tested"] for pair in pairs)]
+    lines = ["", "`python benchmarks/published.py --rows FILE --in-turn --json benchmarks/results/published.json`", ""]
+    lines += ["Mean (worst) distance of dense runs in 16 bits, with two numbers fitted on one source: how much longer"]
+    lines += ["products with attention, and traffic with launches, take than shipped, on all GPUs alike.", ""]
+    lines += [f"| fitted on | products, traffic | {' | '.join(sources)} |", "|---|---|" + "---:|" * len(sources)]
+    for fitted in sources:
+        own = {pair["tested"]: pair for pair in pairs if pair["fitted"] == fitted}
+        cells = [f"{own[one]['mean_distance']:.1%} ({own[one]['worst_distance']:.0%})" for one in sources]
+        slower = ", ".join(f"{one:.2f}" for one in own[fitted]["slower"])
+        lines.append(f"| {fitted} | {slower} | {' | '.join(cells)} |")
     return lines
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.memory_modes import Recompute
-from dilatant.cost.analytic import Runner
+from dilatant.cost.analytic import Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
-from papers.corpus_models import parts_of
-from papers.models import Part, llama
+from papers.corpus_models import NVLINK_DOMAIN, parts_of
+from papers.models import Part, llama, parameters
 
 HARDWARE = {
     "RoCE a node": "A800",
@@ -30,26 +30,90 @@ NETWORKS = (
     ("4 x 100 Gb/s", 50e9),
     ("400 Gb/s a node", 50e9),
     ("800 Gb/s a node", 100e9),
+    ("HF cluster, EFA", 160e9),
 )
 """Words in a row's hardware → bytes per second of a node's ports, if they differ from the hardware file's."""
+
+FILLED = 0.9
+"""Fraction of a device's memory that a run with as little recomputation as possible fills."""
+
+FOUR_LINKS = 100e9
+"""Bytes per second between two GPUs of a node of Jean Zay, which four NVLinks join (of the A100's twelve), as BLOOM's
+model card says."""
 
 REACHED = 0.75
 """Fraction of a port's bytes per second that is reached, as in the hardware file."""
 
+DOMAIN = 64
+"""GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
+
 RUNNERS = {
     "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
     "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
-    "torchtitan": Runner("torchtitan", "flash", operations=0.8),
-    "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4),
+    "torchtitan": Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0),
+    "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
     "internevo": Runner("internevo", "flash", operations=0.4),
-    "bloom-prequel": Runner("megatron of 2022", "unfused", fused=True, shards_rows=False, operations=0.4),
-    "nanotron-ultrascale": Runner("nanotron", "flash", fused=True, operations=0.5, wait=0.3e-3),
+    "bloom-prequel": Runner(
+        "megatron of 2022", "unfused", fused=True, whole_rows=10.0, operations=0.4, gradient_bytes=0
+    ),
+    "nanotron-ultrascale": Runner("nanotron", "flash", fused=True, operations=0.5, wait=0.1e-3),
 }
 """Runner by source, and by whether it was compiled; other sources are Megatron with the newest kernels."""
-MEGATRON = Runner("megatron", "library", fused=True, operations=0.4)
+MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
+
+CONTRADICTS = 1.6
+"""A row of nanotron that takes so many times as long as one that differs only in microbatch or ZeRO, bubbles aside, is
+reported apart: its source says that speeds of two implementations are mixed."""
+
+EAGER_EXPERTS = 1.25
+"""Operations of the host in a block with experts, as a multiple of those of `papers.corpus_models`: 350 a pass, fitted
+to Qwen3 30B, whose blocks take 9.3 ms forward and backward on H100 and on B200, however few tokens they have."""
+
+GRAPHED = "26.06"
+"""First release of Megatron Bridge's containers whose blocks with experts run as CUDA graphs: layouts that it shares
+with 26.04 take 0.6 to 0.7 of the time. Earlier ones did so only with a fixed number of tokens an expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """How a program sums gradients over replicas: `bytes` of a gradient that are sent; whether the sums run beside the
+    last backward; broadcast: seconds for each rank whose new weights all others get in a message of its own."""
+
+    bytes: float = 4.0
+    overlap: bool = True
+    broadcast: float = 0.0
+
+
+SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": Sums(overlap=False)}
+"""Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, and each rank's
+weights by a broadcast (seconds fitted to its runs with 8 to 1,024 ranks); the pipelines of DeepSpeed sum afterwards."""
 
 HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary", "nemo-24.07", "amd-primus")
 """Sources on which no constant was fitted. Of nanotron's models, the 3B and the 80B are held out."""
+
+REASONS = (
+    "bloom-prequel (the row): one layout was timed up to three times and differs by 6 %; 112 heads are 15 % slower "
+    "than 64 or 128 on the same layout, and tp 4 with microbatches of one sample takes 148 s where two take 104 s.",
+    "nanotron-ultrascale, contradicted (the row): another row of the same model and devices, of which only microbatch"
+    " or ZeRO differs, takes less than 1/1.6 of the time, bubbles aside, often 1/5; the source mixes two "
+    "implementations and does not say which row is whose. The slow rows with pipelines of 80B and tp 8 have no such "
+    "neighbour and remain.",
+    "fms-fsdp on A100 (us): 15 to 17 % slow at 7B and 70B, whose compiled products of 2024 reach 0.87 of an A100's "
+    "peak; 0.8 is that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory.",
+    "internevo, 512 and 1,024 GPUs with two to four microbatches (us): up to a third of a second of such a step is "
+    "neither computation nor a gradient's bytes.",
+    "torchtitan, scales by rows (the program): its steps take as long as those in bf16, so the kernels of that time "
+    "gained nothing; predicted at the speed of FP8. 128k and 256k tokens (us): attention in a ring is taken for one "
+    "kernel.",
+    "megatron-bridge-summary, experts (the program): Qwen3 30B on 8 GB300 with one layout took 9.1, 8.3 and 5.9 s in "
+    "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. What recipes "
+    "recompute is not told. GPT OSS (the row): it is not told with which kernel its attention with sinks ran.",
+    "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its clock at 1,400 W explains 5 %.",
+    "bridge-cards (the row and us): GB200 rows empty the allocator's cache each step or launch from a slow host (9.9 "
+    "s for four microbatches of 4,096 tokens); long rows are packed and padded by an unknown part; kernels of gated "
+    "delta blocks have no published speed.",
+)
+"""Why predictions of some rows are far from their measurement: the row, the program that ran, or the model."""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -61,7 +125,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One run. gpus: name of the entry in the hardware file; zero: None if the weights are sharded, too. group: what
-    is trained, besides dense language models."""
+    is trained, besides dense language models. recomputed: share of the blocks, if not all."""
 
     id: str
     source: str
@@ -82,10 +146,29 @@ class Measured:
     seconds: float
     runner: Runner
     group: str = ""
+    recomputed: float = 1.0
+    sums: Sums = Sums()
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What it shares with runs of which only the microbatch or ZeRO differs."""
+        return self.source, self.model, self.tp, self.pp, self.dp, self.batch
+
+    @property
+    def steady_seconds(self) -> float:
+        """Seconds of a step without the bubbles of a pipeline of equal stages."""
+        return self.seconds / (1 + (self.pp - 1) * self.dp * self.microbatch / self.batch)
+
+    @property
+    def per_node(self) -> int:
+        """GPUs that NVLink joins."""
+        return DOMAIN if self.gpus in NVLINK_DOMAIN else 8
 
     @property
     def held_out(self) -> bool:
         """True if no constant was fitted to runs of its source, or of its model."""
+        if "experts" in self.group and self.model.startswith("Qwen3_30B"):
+            return False
         return self.source in HELD_OUT or self.model in ("Llama 3B", "Llama 80B")
 
 
@@ -96,14 +179,23 @@ def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]
     for row in known:
         if own := row["model"].get("heads"):
             heads.setdefault((row["source_id"], row["model"]["name"]), set()).add(own)
+    least = dict[tuple[Any, ...], float]()
+    runs: list[Measured | str] = []
     for row in known:
         found = heads.get((row["source_id"], row["model"]["name"]), set())
         if not row["model"].get("heads") and len(found) == 1:
             row = {**row, "model": {**row["model"], "heads": min(found)}}
         try:
-            yield _run(row)
+            runs.append(run := _run(row))
         except ValueError as error:
-            yield str(error)
+            runs.append(str(error))
+        else:
+            least[run.place] = min(run.steady_seconds, least.get(run.place, run.steady_seconds))
+    for one in runs:
+        if isinstance(one, Measured) and one.source == "nanotron-ultrascale":
+            yield replace(one, group="contradicted" if one.steady_seconds > CONTRADICTS * least[one.place] else "")
+        else:
+            yield one
 
 
 def _run(row: Mapping[str, Any]) -> Measured:
@@ -138,12 +230,27 @@ def _run(row: Mapping[str, Any]) -> Measured:
         if words in row["hardware"]:
             hardware = replace(hardware, between=Link(REACHED * bandwidth, hardware.between.latency))
             break
+    if "Jean Zay" in row["hardware"]:
+        hardware = replace(hardware, inside=Link(REACHED * FOUR_LINKS, hardware.inside.latency))
+    if name in NVLINK_DOMAIN:  # as many ports as GPUs
+        port = hardware.between.bandwidth / hardware.ports
+        hardware = replace(hardware, between=Link(port * DOMAIN, hardware.between.latency), ports=DOMAIN)
     if "500 W" in row["hardware"]:  # of 700: power grows with the cube of the clock; HBM2e
-        efficiency = hardware.matmul_efficiency * (5 / 7) ** (1 / 3)
-        hardware = replace(hardware, matmul_efficiency=efficiency, bandwidth=2.4e12)
+        clock = (5 / 7) ** (1 / 3)
+        attention = {kernel: (one * clock, other * clock) for kernel, (one, other) in hardware.attention.items()}
+        efficiency = hardware.matmul_efficiency * clock
+        hardware = replace(hardware, matmul_efficiency=efficiency, attention=attention, bandwidth=2.4e12)
     low = re.search("fp8|float8|fp4", row["precision"].lower()) is not None
     key = row["source_id"] + (" compiled" if row["source_id"] == "torchtitan" and row.get("compile") else "")
     runner = replace(RUNNERS.get(key, MEGATRON), products="float8" if low else None)
+    if low or experts:  # products too short to hide the sums that they add to
+        runner = replace(runner, gradient_bytes=max(8, runner.gradient_bytes))
+    if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
+        runner = replace(runner, whole_rows=0.0)
+    if experts:
+        release = re.search(r"(\d\d\.\d\d)[.\d]* NeMo", row["source"])
+        graphed = "tokendrop" in model["name"] or (release is not None and release[1] >= GRAPHED)
+        runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     parts = parts_of(row, hardware, runner, gated)
     weights = sum(part.count * part.shape.matmul for part in parts)
@@ -155,6 +262,11 @@ def _run(row: Mapping[str, Any]) -> Measured:
         recompute = "block"
     elif "op" in str(row["recompute"]):  # attention is kept, and every second product
         recompute = "block_keep_attention"
+    sums, recomputed = SUMS.get(row["source_id"], Sums()), 1.0
+    if row["precision"] == "fp16":
+        sums = replace(sums, bytes=2.0)
+    if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
+        recompute, recomputed = "block", _least_recomputed(row, parts, hardware, runner)
     words = str(row["zero"])
     zero: Zero | None = "node" if "groups" in words else "none" if "ZeRO-0" in words else "all"
     if "FSDP" in words or "ZeRO-3" in words:
@@ -162,13 +274,26 @@ def _run(row: Mapping[str, Any]) -> Measured:
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero,
-        float(seconds), runner, group,
+        float(seconds), runner, group, recomputed, sums,
     )  # fmt: skip
+
+
+def _least_recomputed(row: Mapping[str, Any], parts: tuple[Part, ...], hardware: Hardware, runner: Runner) -> float:
+    """Return the smallest share of blocks whose recomputation lets a run with sharded weights fit its device."""
+    _, block, head = parts
+    kept, logits = (
+        analytic_cost(part.shape, hardware, runner=runner).activation_bytes(row["model"]["seq"]) * row["mbs"]
+        for part in (block, head)
+    )
+    states = 16.0 * parameters(parts) / row["dp"] + 2 * 6.0 * block.shape.parameters  # and two gathered blocks
+    room = FILLED * hardware.memory - states - logits
+    return min(1.0, max(0.0, 1.0 - room / (block.count * kept)))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Peak of the bytes that the last rank of a run of Megatron-LM's own tests allocated, and what it trained."""
+    """Peak of the bytes that the last rank of a run of Megatron-LM's own tests allocated, and what it trained. ahead:
+    microbatches by which a group that one chunk runs before the next one exceeds the number of stages."""
 
     name: str
     parts: tuple[Part, ...]
@@ -183,6 +308,7 @@ class MeasuredMemory:
     recompute: Recompute
     zero: Zero
     measured: float
+    ahead: int = 0
 
 
 def measured_memory(rows: Iterator[Mapping[str, Any]]) -> Iterator[MeasuredMemory | str]:
@@ -208,6 +334,9 @@ def _memory(row: Mapping[str, Any]) -> MeasuredMemory:
     dp = (row["gpus"] or 8) // (tp * pp * cp)
     if not dp or layers % (pp * chunks) or not row["gbs"]:
         raise ValueError("stages of unlike lengths, or no batch")
+    backend, inner = flags.get("attention-backend"), flags.get("transformer-impl")
+    if row["environment"] == "lts" and backend is None and inner != "local" and row["recompute"] != "full":
+        raise ValueError("an old image, and its kernel of attention is not told")
     padded = 128 * tp
     vocabulary = -(-(row["vocab"] or 50_257) // padded) * padded
     grouped = "group-query-attention" in flags
@@ -219,11 +348,12 @@ def _memory(row: Mapping[str, Any]) -> MeasuredMemory:
     kept = block.shape.kept
     if flags.get("hidden-dropout", 0.1):
         kept += hidden  # two masks of a byte
-    if flags.get("attention-backend") == "unfused" or flags.get("transformer-impl") == "local":
+    if backend == "unfused" or inner == "local":
         # Of every head and pair: the softmax, and what dropout keeps, a mask of a byte and its output.
         kept += heads * row["seq"] * (2.5 if flags.get("attention-dropout", 0.1) else 1.0)
     if not row["sequence_parallel"]:  # norms and residual sums of all tokens on every rank
         kept += (tp - 1) * 5 * hidden
+    group = flags.get("microbatch-group-size-per-virtual-pipeline-stage", pp)
     tied = "untie-embeddings-and-output-weights" not in flags and pp == 1
     parts = (
         embedding,
@@ -233,5 +363,5 @@ def _memory(row: Mapping[str, Any]) -> MeasuredMemory:
     return MeasuredMemory(
         f"{row['test']}, {row['environment']}, {row['hardware']}", parts, row["seq"], tp, cp, pp, dp, chunks,
         row["mbs"], max(1, row["gbs"] // (row["mbs"] * dp)), "block" if row["recompute"] == "full" else "none",
-        "all" if row["dist_optimizer"] else "none", float(measured),
+        "all" if row["dist_optimizer"] else "none", float(measured), group - pp,
     )  # fmt: skip

@@ -23,6 +23,10 @@ NVLINK_DOMAIN = {"GB200": 72, "GB300": 72}
 ALIGNED = 8
 """Heads of a multiple of so many 16-bit numbers let batched products load 16 bytes at once, which tensor cores need."""
 
+EAGER_LOSS = ("bloom-prequel", "nanotron-ultrascale")
+"""Sources whose loss over a divided vocabulary is computed in fp32, operation by operation: a cast, the largest, a
+difference, exponentials, their sum and quotients, about 60 bytes a logit with the backward, 24 in one kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -56,6 +60,8 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
             rate, _ = hardware.attention_flops(runner.attention, "bfloat16")
             times = rate / (0.5 * hardware.peak_flops["float32"])
             block = replace(block, shape=replace(block.shape, attended_share=0.5 * times))
+        if row.get("source_id") in EAGER_LOSS:
+            head = replace(head, shape=replace(head.shape, traffic=10 * model["vocab"]))
         return embedding, block, head
     experts, first = Experts.of(model["moe"]), model["moe"].get("dense_layers") or 0
     visited = (experts.visited + experts.shared) * experts.width
@@ -107,7 +113,8 @@ def _routed(
     send a sample's tokens to their experts and back."""
     tp, ep = row["tp"], row.get("ep") or 1
     each = 3 * hidden * experts.width
-    moved = 4 * experts.visited * hidden  # rows gathered by expert, and added up again
+    # Rows gathered by rank and then by expert, read and written; as much on the way back.
+    moved = (6 * experts.visited + 2) * hidden
     others = shape.parameters - (experts.visited + experts.shared) * each
     held = others + experts.shared * each + hidden * experts.count + tp * -(-experts.count // ep) * each
     routed = replace(
@@ -165,6 +172,7 @@ def _with_vision(row: Mapping[str, Any], hardware: Hardware, runner: Runner) -> 
         attention_width=0,
         traffic=full.traffic + more,
         fused_traffic=full.fused_traffic + more,
+        operations=2 * full.operations,  # its kernels are launched from Python
     )
     quarter, sent = language["layers"] // language["full_attention_every"], Quadratic()
     if experts:
@@ -186,7 +194,7 @@ def _mean(shapes: tuple[LayerShape, LayerShape], first: int, layers: int) -> Lay
     """Return the mean of `first` layers of the first shape and the rest of `layers` of the second one."""
     whole, other = shapes
     share = first / layers
-    names = ("matmul", "leading", "parameters", "kept", "weight_kept", "traffic", "fused_traffic")
+    names = ("matmul", "leading", "parameters", "kept", "weight_kept", "traffic", "fused_traffic", "operations")
     mixed: dict[str, Any] = {
         name: round(getattr(whole, name) * share + getattr(other, name) * (1 - share)) for name in names
     }

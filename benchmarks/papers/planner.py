@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,14 +92,17 @@ class Case:
 
 def even_chain(
     name: str, layers: int, replicas: int, tp: int, pp: int, cp: int = 1, chunks: int = 1,
-    recompute: Recompute = "none",
+    recompute: Recompute = "none", recomputed: float = 1.0,
 ) -> Chain:  # fmt: skip
     """One unit alone on its devices, its first layer an embedding and its last a head: stages get equal numbers of
-    blocks where that is possible, the embedding and the head in addition; else of layers, as nearly as can be."""
+    blocks where that is possible, the embedding and the head in addition; else of layers, as nearly as can be.
+    recomputed: share of the layers, the first ones, if not all."""
     stages = pp * chunks
     blocks, rest = divmod(layers - 2, stages)
     cuts = tuple(layers * stage // stages if rest else blocks * stage + (stage > 0) for stage in range(stages))
-    return Chain(replicas, Degrees(tp, cp), {name: cuts}, chunks, {name: (recompute,) * layers})
+    again = math.ceil(recomputed * layers)
+    modes: tuple[Recompute, ...] = (recompute,) * again + ("none",) * (layers - again)
+    return Chain(replicas, Degrees(tp, cp), {name: cuts}, chunks, {name: modes})
 
 
 def same_samples(tokens: Mapping[str, int], batch: int) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,16 @@ from hypothesis import strategies as st
 
 from dilatant.config.degrees import Degrees
 from dilatant.config.errors import UserError
-from dilatant.cost.analytic import analytic_cost, analytic_costs, block_shape, embedding_shape, head_shape, linear_shape
-from dilatant.cost.hardware import Hardware, fit_link, load_hardware, save_hardware
+from dilatant.cost.analytic import (
+    Runner,
+    analytic_cost,
+    analytic_costs,
+    block_shape,
+    embedding_shape,
+    head_shape,
+    linear_shape,
+)
+from dilatant.cost.hardware import Hardware, Link, fit_link, load_hardware, save_hardware
 from dilatant.cost.layer import ZERO, LayerCost, frozen_work, trainable_before
 from dilatant.cost.memory import BF16, FP32
 from dilatant.cost.model import CostModel, load_costs, save_costs, save_group_costs
@@ -298,7 +307,8 @@ def test_analytic_costs_follow_flops_and_shrink_with_parallelism():
     one, two = analytic_cost(shape, hardware), analytic_cost(shape, hardware, degrees=Degrees(2))
     least = 2 * shape.matmul * 4096 / hardware.flops("bfloat16")
     # 604 ns a token are products; besides, 103 are attention at a third of the peak, 216 norms, rotary embeddings and
-    # activations that read and write 290,000 numbers operation by operation, 40 the weights, 16 the launches.
+    # activations that read and write 290,000 numbers operation by operation, 39 the processors that last tiles leave
+    # idle, 16 the launches.
     assert one.forward(4096) / least == pytest.approx(1.62, abs=0.005)  # the ratio's last digit
     assert one.forward(4096) / 2 < two.forward(4096) < one.forward(4096)
     assert two.activation_bytes(4096) == pytest.approx(one.activation_bytes(4096) / 2)
@@ -307,6 +317,53 @@ def test_analytic_costs_follow_flops_and_shrink_with_parallelism():
     # The first trainable layer saves the products that read its input.
     assert one.weight_gradient(4096) < one.first_trainable(4096) < backward
     assert one.weight_bytes(100) <= one.activation_bytes(100)
+
+
+def only_products(name: str = "A100") -> Hardware:
+    free = Link(math.inf)
+    return replace(
+        load_hardware(name), bandwidth=math.inf, launch=0.0, host=0.0, inside=free, between=free,
+        attention={"packed": (math.inf, math.inf)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_products_wait_for_their_last_tiles(tp):
+    """Count tiles and rounds of processors for all lengths of a range, whose mean the model is to meet."""
+    hardware, hidden, ffn = only_products(), 8192, 32_768
+    cost = analytic_cost(block_shape(hidden, ffn, 64, gated=False), hardware, degrees=Degrees(tp))
+    tile = 2 * 128 * 256 / (hardware.flops("bfloat16") / 108)  # seconds for an inner dimension of one
+    products = ((hidden, 3 * hidden // tp), (hidden // tp, hidden), (hidden, ffn // tp), (ffn // tp, hidden))
+    lengths = range(2048, 8192, 128)
+    counted = {
+        "forward": (
+            sum(math.ceil(tokens // 128 * outer // 256 / 108) * inner * tile for inner, outer in products)
+            for tokens in lengths
+        ),
+        "input_gradient": (
+            sum(math.ceil(tokens // 128 * inner // 256 / 108) * outer * tile for inner, outer in products)
+            for tokens in lengths
+        ),
+    }
+    for name, seconds in counted.items():
+        mean = sum(getattr(cost, name)(tokens) for tokens in lengths) / len(lengths)
+        # The part of a round that is idle is a half only in the mean of many products; here are four.
+        assert mean == pytest.approx(sum(seconds) / len(lengths), rel=0.01), name
+
+
+def test_eight_bits_save_less_where_products_are_narrow():
+    hardware, runner = load_hardware("H100"), Runner("megatron", fused=True)
+    gains = []
+    for hidden in (2048, 4096, 16_384):
+        shape = block_shape(hidden, 4 * hidden, hidden // 128, fused=True)
+        one, low = (analytic_cost(shape, hardware, runner=replace(runner, products=kind)) for kind in (None, "float8"))
+        gains.append(one.pass_seconds(4096) / low.pass_seconds(4096))
+    assert gains == sorted(gains)
+    assert gains[0] < 1.3 < 1.6 < gains[-1] < 2.0
+    head = head_shape(4096, 128_256)  # stays in 16 bits
+    assert analytic_cost(head, hardware, runner=replace(runner, products="float8")) == analytic_cost(
+        head, hardware, runner=runner
+    )
 
 
 def test_slower_hardware_is_modelled_slower():

@@ -1,13 +1,13 @@
 """Analytic layer costs from FLOPs and bytes, for hardware that is not available. A cost model from this module has the
 origin "analytic": its seconds are modelled, not measured, so they serve to rank plans, not to predict a step time.
 
-A layer's forward seconds are the sum of its multiply-adds at the speed of large matrix products, those of attention at
-the speed of its kernel, the traffic of its elementwise kernels and one read of its weights at memory bandwidth, its
-kernel launches and, under tensor or context parallelism, its collectives over the links of its group, none of which
-overlaps. The input-gradient half repeats the forward's products (attention 2.5 times, because its backward recomputes
-the scores) with twice the traffic, the weight-gradient half repeats the products once more and adds the gradient to its
-fp32 sum. No pass takes less than its host needs to issue its operations. The working memory of a backward is half the
-bytes that the layer keeps for it, as for a Llama block.
+A layer's forward seconds are the sum of its multiply-adds at the speed of large matrix products, the processors that
+their last tiles leave idle, attention at the speed of its kernel, the traffic of its elementwise kernels at memory
+bandwidth, its kernel launches and, under tensor or context parallelism, its collectives over the links of its group,
+none of which overlaps. The input-gradient half repeats the forward's products (attention 2.5 times, because its
+backward recomputes the scores) with twice the traffic, the weight-gradient half repeats the products once more and adds
+the gradient to its fp32 sum. No pass takes less than its host needs to issue its operations. The working memory of a
+backward is half the bytes that the layer keeps for it, as for a Llama block.
 
 Costs of groups of ranks from the measured cost of one tensor-parallel rank's shard: context parallelism is modelled
 (with balanced placement a rank has 1/cp of the linear and quadratic terms, and the whole constant term), and so are the
@@ -29,23 +29,31 @@ from dilatant.cost.quadratic import Quadratic
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 12
 """Bytes per weight and microbatch in which a gradient is written in bf16 and added to its fp32 sum: 2, 2, 4 and 4."""
+TILE = 128 * 256
+"""Elements of a product's result that a processor computes at once."""
+CAST_BYTES = 6
+"""Bytes in which an element becomes an operand in eight bits: read twice, for its scale and for the cast, and written
+twice, as it is and transposed for the weight gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
     """A training program. attention: its kernel, a key of `Hardware.attention`. fused: norms, rotary embeddings and
-    activations are one kernel each. shards_rows: between tensor-parallel layers each rank has a part of the
-    tokens (sequence parallelism). operations: those that its host issues, as a multiple of transformers' own blocks.
-    wait: seconds that a tensor-parallel collective takes longer than its messages. products: dtype of matrix products,
-    if not that of the activations."""
+    activations are one kernel each. whole_rows: elements, in widths of a row, that each tensor-parallel rank moves in a
+    pass for the tokens of all: 0 with sequence parallelism, 10 without, 8 if it copies what collectives bring and take.
+    operations: those that its host issues, as a multiple of transformers' own blocks.
+    wait: seconds that a tensor-parallel collective takes longer than its messages. products: dtype of the blocks'
+    matrix products, if not that of the activations. gradient_bytes: moved per weight and microbatch to sum gradients, 0
+    if the products themselves add to the sums."""
 
     name: str
     attention: str = "packed"
     fused: bool = False
-    shards_rows: bool = True
+    whole_rows: float = 0.0
     operations: float = 1.0
     wait: float = 0.0
     products: str | None = None
+    gradient_bytes: int = GRADIENT_BYTES
 
 
 DILATANT = Runner("dilatant")
@@ -92,6 +100,8 @@ class LayerShape:
     divided: bool = True
     fused_traffic: float = 0.0
     operations: int = 0
+    inputs: float = 0.0
+    outputs: float = 0.0
 
 
 def block_shape(
@@ -142,6 +152,8 @@ def block_shape(
         launches=16,
         operations=140,
         collectives=2,
+        inputs=2 * hidden + query + intermediate,
+        outputs=2 * hidden + query + key_value + (2 if gated else 1) * intermediate,
     )
 
 
@@ -198,7 +210,8 @@ def analytic_cost(
     if not shape.divided:
         degrees = degrees._replace(tp=1)
     links, group, cp = hardware.group_links(degrees, gpus_per_node), degrees.ranks, degrees.cp
-    flops, width = hardware.flops(runner.products or dtype), BYTES[dtype]
+    low, whole = (runner.products if shape.inputs else None), shape.collectives * shape.output_width
+    flops, width = hardware.flops(low or dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency
     product = Quadratic(b=2 * shape.matmul / flops / group)
     leading = Quadratic(b=2 * shape.leading / flops / group)
@@ -207,17 +220,31 @@ def analytic_cost(
         for times, rate in zip((4.0, 10.0), hardware.attention_flops(runner.attention, dtype))
     )
     elements = shape.fused_traffic or shape.traffic if runner.fused else shape.traffic
-    if shape.collectives and not runner.shards_rows:  # norms and residual sums, by all ranks
-        elements += 10 * shape.output_width * (degrees.tp - 1)
+    if shape.collectives:
+        elements += runner.whole_rows * shape.output_width * (degrees.tp - 1)
     traffic = Quadratic(b=width * elements / memory / group)
-    weights = shape.parameters / degrees.tp / memory
-    once = Quadratic(c=width * weights + shape.launches * hardware.launch)
-    summed = Quadratic(c=GRADIENT_BYTES * weights * shape.trained_share + shape.launches * hardware.launch)
+    # The last tiles of a product leave on average half of the processors idle, for as long as a tile takes; the inner
+    # dimension is the whole width of a row in one of two products, the rank's part of it in the other. Products that
+    # are not described so read their weights first.
+    half, weights = hardware.processors * TILE / flops, shape.parameters / degrees.tp / memory
+    started, started_back = (
+        Quadratic(
+            c=(half * (whole + (size - whole) / degrees.tp) if size else width * weights)
+            + shape.launches * hardware.launch
+        )
+        for size in (shape.inputs, shape.outputs)
+    )
+    summed = Quadratic(
+        b=half * 2 * shape.collectives * shape.trained_share / cp,
+        c=runner.gradient_bytes * weights * shape.trained_share + shape.launches * hardware.launch,
+    )
+    casts = CAST_BYTES / memory / group if low else 0.0
+    cast, cast_back = (Quadratic(b=casts * operands) for operands in (shape.inputs, shape.outputs))
     waits = Quadratic(c=2 * shape.collectives * runner.wait if degrees.tp > 1 else 0.0)
     forth, back = (collective_seconds(shape, links, dtype, degrees, way) + waits for way in (False, True))
     targets = Quadratic(b=2 * shape.forward_only / flops / group)
-    forward = product + attention + traffic + once + forth + targets
-    input_gradient = product + attention_back + traffic.scaled(2.0) + once + back
+    forward = product + attention + traffic + started + forth + targets + cast
+    input_gradient = product + attention_back + traffic.scaled(2.0) + started_back + back + cast_back
     weight_gradient = product.scaled(shape.trained_share) + summed
     kept = Quadratic(b=width * shape.kept / group)
     output = width * shape.output_width

@@ -48,7 +48,8 @@ class Hardware:
     `inside` links devices of one node, `between` links a node to the others through `ports` network ports. `launch`:
     seconds from one kernel to the next on the device; `host`: seconds in which the host issues one operation. The two
     efficiencies are the fractions of peak that large kernels reach; `attention`: those of its forward and backward, by
-    kernel ("packed": ours). `source`: origin of the numbers.
+    kernel ("packed": ours). `processors`: units that each compute a tile of a product; 0: products have no tiles.
+    `source`: origin of the numbers.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Hardware:
     source: str = ""
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host: float = 0.0
+    processors: Annotated[int, Meta(ge=0)] = 0
 
     def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
         """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
@@ -168,12 +170,13 @@ _WORDS = {
     "peak_flops": "a mapping of numbers",
     **dict.fromkeys(("inside", "between"), "a mapping with bandwidth and latency, in numbers"),
     "ports": "a whole number from 1 on",
+    "processors": "a whole number",
     "attention": "a mapping of kernels to two numbers",
     "source": "a text",
 }
 
 
-_OPTIONAL = {"source", "ports", "attention", "host"}
+_OPTIONAL = {"source", "ports", "attention", "host", "processors"}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:
