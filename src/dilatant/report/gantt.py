@@ -120,7 +120,8 @@ def measured_chart(actions: Sequence[MeasuredAction], plan: Plan, waits: Sequenc
     """
     if not actions:
         raise ValueError("nothing was measured")
-    begin, end = min(one.start for one in (*actions, *waits)), max(one.end for one in actions)
+    starts = [*(one.start for one in actions), *(one.start for one in waits)]
+    begin, end = min(starts), max(one.end for one in actions)
     waited = {one.rank: one.seconds for one in waits}
     held = plan.stages_of_rank
     places = {rank: {(placed.unit, placed.position) for placed in own} for rank, own in held.items()}
