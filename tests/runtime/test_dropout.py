@@ -16,6 +16,7 @@ from cases.engine_case import CASE, TEXT, build_model, build_samples
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
+from dilatant.data.sample import EncodedSample
 from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws, SampleLayout
 from dilatant.models.dropout.keyed_dropout import KeyedDropout, StageDropout
 from dilatant.models.language.embedding_noise import EmbeddingNoise
@@ -218,7 +219,7 @@ def test_dropout_of_tensors_that_are_not_made_of_samples_is_refused() -> None:
 )
 def test_dropout_within_other_modules_is_refused_before_a_step(random: nn.Module, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        with_tower(random)
+        with_tower(random).execute([])
 
 
 def test_frozen_modules_may_have_dropout_without_keys() -> None:
@@ -233,8 +234,15 @@ def test_dropout_by_functions_of_transformers_is_refused_by_key() -> None:
     settings = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
     opt = {"model_type": "opt", "ffn_dim": 16, "word_embed_proj_dim": 16, "dropout": 0.1, **settings}
     said = r"(?s)language: attention_dropout is 0\.2; set it to 0.*language: dropout is 0\.1; set it to 0"
+    runtime = parallelize(MultimodalModel({}, {**opt, "attention_dropout": 0.2}), {"language": ParallelSpec()})
     with pytest.raises(UserError, match=said):
-        parallelize(MultimodalModel({}, {**opt, "attention_dropout": 0.2}), {"language": ParallelSpec()})
+        runtime.execute(build_samples(CASE))
+    ids = np.arange(5, 12)
+    words = EncodedSample("words", ids, ids.copy(), sizes={"language": len(ids)}, draw=0)
+    runtime.train(False)
+    first, second = (runtime.execute([words]).loss for _ in range(2))
+    assert first == second  # nothing is dropped in evaluation mode
+    runtime.close()
 
 
 def test_callbacks_may_draw_only_with_a_generator_of_their_own() -> None:
@@ -251,7 +259,7 @@ def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:
     model["vision"].model.config.drop_path_rate = 0.1
     model.language.model.config.layerdrop = 0.2
     with pytest.raises(UserError, match=r"(?s)vision: drop_path_rate is 0.1.*language: layerdrop is 0.2"):
-        alone(model)
+        alone(model).execute([])
     model.freeze(["vision.encoder", "language"])
     alone(model).close()
 

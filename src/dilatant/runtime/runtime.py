@@ -19,7 +19,7 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.random_draws import draws_of
 from dilatant.models.core.stage import Predictions, Stage, StepData, stage_tensors
-from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
+from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
@@ -124,7 +124,7 @@ class Runtime:
             raise list_problems("this plan cannot train:", problems)
         if execution.exact and layout.shard:
             raise UserError("train.shard: exact sums need whole gradients of every sample; leave it out")
-        refuse_unkeyed_dropout(model.units.values())
+        self._refused_in_training = unkeyed_dropout(model.units.values())
         if layout.zero == "node" and layout.node_of is None:
             layout = replace(layout, node_of=comm.nodes)
         rank, before = comm.rank, recovery.before
@@ -269,6 +269,8 @@ class Runtime:
         Raises Diverged if ranks have different steps, ActionFailed or UserError if an action fails here, CommAborted if
         another rank failed. After an error, the runtime can only be closed.
         """
+        if self._refused_in_training is not None and any(module.training for module in self.modules.values()):
+            raise self._refused_in_training
         with self._telling_others():
             number = self._number(step_number)
             step = step or self.plan_step(samples, step_number=number)

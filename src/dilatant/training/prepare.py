@@ -15,7 +15,7 @@ from dilatant.data.index.sizes import Progress
 from dilatant.data.order.blend import Blend
 from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
 from dilatant.hf.stored_weights import check_sources
-from dilatant.models.dropout.keyed_dropout import refuse_unkeyed_dropout
+from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.language.embedding_noise import EmbeddingNoise
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.multimodal import MultimodalModel
@@ -84,7 +84,8 @@ def prepare(
         if (alpha := config.train.neftune_noise_alpha) is not None:
             language = model.language
             language.extensions.insert(0, EmbeddingNoise(language.unit, alpha))
-        refuse_unkeyed_dropout(model.units.values())
+        if (refused := unkeyed_dropout(model.units.values())) is not None:
+            raise refused
         check_sources(model, config.model)
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")

@@ -31,10 +31,11 @@ _LIBRARIES = ("torch", "transformers", "peft", "dilatant")
 """Packages whose modules draw in every training forward or in none."""
 
 
-def refuse_unkeyed_dropout(units: Iterable[Unit]) -> None:
-    """Raise UserError that lists the dropout and the stochastic depth of training units that no key reaches."""
-    if problems := list(dict.fromkeys(problem for unit in units for problem in _problems(unit))):
-        raise list_problems("what is dropped would change with the layout:", problems)
+def unkeyed_dropout(units: Iterable[Unit]) -> UserError | None:
+    """Return an error that lists the dropout and the stochastic depth of training units that no key reaches, or None
+    if there is none. For training: in evaluation mode nothing is dropped."""
+    problems = list(dict.fromkeys(problem for unit in units for problem in _problems(unit)))
+    return list_problems("what is dropped would change with the layout:", problems) if problems else None
 
 
 def _problems(unit: Unit) -> Iterator[str]:
