@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from dilatant.plan.plan import Plan
 
 
+@lru_cache(maxsize=4)  # many schedules share one plan
 def path_depths(plan: Plan) -> tuple[int, ...]:
     """Return by stage number the number of stages from it to the end of its path, itself included (S - s on a chain).
 

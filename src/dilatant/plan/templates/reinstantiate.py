@@ -233,11 +233,13 @@ def _copies(
         for layer in range(*span)
         if not held[target][0] <= layer < held[target][1]
     ]
-    needed = {layer for _, layer in missing}
-    holders: dict[int, list[tuple[int, int]]] = defaultdict(list)  # layer → heap of (bytes sent when queued, node)
-    for node in sorted(held) if needed else ():
-        for layer in needed.intersection(range(*held[node])):
-            holders[layer].append((0, node))
+    nodes_of: dict[LayerSpan, list[int]] = defaultdict(list)
+    for node in sorted(held) if missing else ():
+        nodes_of[held[node]].append(node)
+    holders = {  # layer → heap of (bytes sent when queued, node)
+        layer: sorted((0, node) for span, nodes in nodes_of.items() if layer in range(*span) for node in nodes)
+        for layer in {layer for _, layer in missing}
+    }
     sent: Counter[int] = Counter()
     copies = []
     for target, layer in missing:
