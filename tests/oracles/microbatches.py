@@ -75,3 +75,85 @@ def pipeline_seconds(loads: list[list[float]], stages: list[int], backward: floa
                     changed = True
         if not changed:
             return max(end.values())
+
+
+def placed(
+    order: list[int], shares: list[list[float]], speeds: list[float], weights: list[float], capacity: float
+) -> list[int] | None:
+    """Slot of each sample by the greedy, trying every slot in order; None if a sample finds no room."""
+    loads, free, slots = [[0.0] * len((shares or [[]])[0]) for _ in speeds], [capacity] * len(speeds), [0] * len(shares)
+    for sample in order:
+        best, least = -1, float("inf")
+        for slot, speed in enumerate(speeds):
+            after = [(load + x) / speed for load, x in zip(loads[slot], shares[sample], strict=True)]
+            if weights[sample] <= free[slot] and max(after) + 1e-3 * sum(after) < least:
+                best, least = slot, max(after) + 1e-3 * sum(after)
+        if best < 0:
+            return None
+        loads[best] = [load + x for load, x in zip(loads[best], shares[sample], strict=True)]
+        free[best] -= weights[sample]
+        slots[sample] = best
+    return slots
+
+
+def evened(
+    shares: list[list[float]], weights: list[float], capacity: float, slots: list[int], count: int, even: float
+) -> list[int]:
+    """Move or swap samples of the fullest slot, the best change first, until every load is at its limit or nothing
+    helps."""
+    units = range(len(shares[0]))
+    limits = [(1 + even) * max(1.0, *(share[unit] for share in shares)) for unit in units]
+    loads, filled = [[0.0 for _ in units] for _ in range(count)], [0.0] * count
+    for share, weight, slot in zip(shares, weights, slots, strict=True):
+        loads[slot] = [load + x for load, x in zip(loads[slot], share, strict=True)]
+        filled[slot] += weight
+    while True:
+        worst, full = 1.0, -1
+        for slot in range(count):
+            for unit in units:
+                if loads[slot][unit] > worst * limits[unit]:
+                    worst, full = loads[slot][unit] / limits[unit], slot
+        best, change = worst, None
+        for one in [sample for sample, slot in enumerate(slots) if slot == full]:
+            for back, slot in [*enumerate(slots), *((-1, slot) for slot in range(count))]:
+                moved = weights[one] - (weights[back] if back >= 0 else 0.0)
+                if slot == full or filled[slot] + moved > capacity or filled[full] - moved > capacity:
+                    continue
+                largest = 0.0
+                for unit in units:
+                    delta = shares[one][unit] - (shares[back][unit] if back >= 0 else 0.0)
+                    after = (loads[full][unit] - delta) / limits[unit], (loads[slot][unit] + delta) / limits[unit]
+                    largest = max(largest, *after)
+                if largest < best:
+                    best, change = largest, (one, back, slot)
+        if change is None or best >= worst * (1.0 - 1e-9):
+            return slots
+        one, back, slot = change
+        for unit in units:
+            delta = shares[one][unit] - (shares[back][unit] if back >= 0 else 0.0)
+            loads[full][unit] -= delta
+            loads[slot][unit] += delta
+        moved = weights[one] - (weights[back] if back >= 0 else 0.0)
+        filled[full] -= moved
+        filled[slot] += moved
+        slots[one] = slot
+        if back >= 0:
+            slots[back] = full
+
+
+def balanced(
+    seconds: list[list[float]], weights: list[float], capacity: float, count: int, even: float
+) -> list[tuple[int, ...]] | None:
+    """The `balanced` policy of one pipeline; None if its samples fit only in a tighter packing."""
+    if not seconds:
+        return [()] * count
+    totals = [sum(column) for column in zip(*seconds, strict=True)]
+    shares = [[x * (count / (total or 1.0)) for x, total in zip(row, totals, strict=True)] for row in seconds]
+    for keys in ([max(share) for share in shares], weights):
+        order = sorted(range(len(seconds)), key=lambda sample: (keys[sample], sample), reverse=True)
+        slots = placed(order, shares, [1.0] * count, weights, capacity)
+        if slots is not None:
+            slots = evened(shares, weights, capacity, slots, count, even)
+            batches = [tuple(s for s, own in enumerate(slots) if own == slot) for slot in range(count)]
+            return sorted(batches, key=lambda batch: not batch)
+    return None

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dilatant.config.errors import UserError
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule.assignment.assign import POLICIES, assign_microbatches
+from dilatant.plan.costs.workload import pack_rows
+from dilatant.schedule.assignment.assign import EVEN, POLICIES, assign_microbatches
 from dilatant.schedule.assignment.joint_search import step_model
 from dilatant.schedule.assignment.pipeline_shape import default_shape, shape_seconds
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign, intra_reorder
@@ -226,6 +227,53 @@ def test_faster_replicas_get_more_samples():
     plan = Plan((UnitPlan("language", replicas(2, 1, 0)),))
     found = assign(plan, {"language": np.ones(90)}, Microbatching(8), speed=[2.0, 1.0])
     assert [sum(map(len, batches)) for batches in found.microbatches["language"]] == [60, 30]
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, st.integers(1, 3), st.sampled_from((1, 3, 40)), st.booleans())
+def test_replicas_balanced_at_once_equal_each_replica_by_the_plain_policy(seed, units, count, limited):
+    """With 40 replicas there are two blocks of them. Sums of small integers are exact, so equal loads are common; the
+    two-unit placement ignores the last bits of its scores, and is compared where they do not decide."""
+    rng = np.random.default_rng(seed)
+    samples, num_microbatches = int(rng.integers(0, 6 * count)), int(rng.integers(1, 5))
+    seconds = rng.lognormal(0, 1, (samples, units))
+    if (units != 2 or limited) and rng.random() < 0.7:
+        seconds = rng.integers(1, 6, (samples, units)).astype(float)
+    seconds[:, 1:][rng.random((samples, units - 1)) < 0.3] = 0.0
+    stages = rng.integers(1, 4, count).tolist()
+    lead = Replica(tuple(Stage(s, s + 1, (1000 + s,)) for s in range(stages[0])))
+    anchor = (lead, *(replicas(1, size, 10 * r)[0] for r, size in enumerate(stages) if r))
+    names = ["language", "vision", "audio"][:units]
+    plan = Plan(
+        (*(UnitPlan(name, replicas(1, 1, 2000 + n), ("language",)) for n, name in enumerate(names[1:])),
+         UnitPlan("language", anchor))
+    )  # fmt: skip
+    speed = rng.choice([1.0, 1.0, 0.5], count)
+    tokens = rng.integers(1, 9, samples) if limited else None
+    budget = int(rng.integers(6, 20)) if limited else None
+    found = assign(
+        plan,
+        dict(zip(names, seconds.T)),
+        Microbatching(num_microbatches, row_tokens=budget),
+        anchor="language",
+        speed=speed.tolist(),
+        tokens=tokens,
+    ).microbatches["language"]
+    table = seconds[:, [*range(1, units), 0]]  # units in the order of the plan
+    total = table.sum(axis=0)
+    shares = table / np.where(total > 0, total, 1.0)
+    order = np.argsort(-shares.max(axis=1, initial=0.0), kind="stable").tolist()
+    slot = oracle.placed(order, shares.tolist(), (speed / speed.sum()).tolist(), [0.0] * samples, np.inf)
+    weights = np.zeros(samples) if tokens is None else np.minimum(tokens, budget).astype(float)
+    for replica in range(count):
+        mine = [sample for sample in range(samples) if slot[sample] == replica]
+        scale = np.array([*(float(count) for _ in names[1:]), stages[0] / stages[replica]])
+        rows = 0 if budget is None else len(pack_rows(weights[mine].tolist(), budget))
+        own = (table[mine] * scale).tolist()
+        capacity = np.inf if budget is None else float(budget)
+        wanted = oracle.balanced(own, weights[mine].tolist(), capacity, max(num_microbatches, rows), EVEN)
+        if wanted is not None:
+            assert [tuple(mine[at] for at in batch) for batch in wanted] == list(found[replica])
 
 
 def test_assign_names_what_is_missing():

@@ -170,7 +170,8 @@ class StepPlanner:
         forwards: bool = False,
     ) -> PreparedStep:
         """Compile a step from a given assignment and schedule. Raises ScheduleError if the schedule cannot run."""
-        tokens = self._tokens(samples, self._graph.behind_anchor if forwards else ())
+        sizes = self._tokens(samples)
+        tokens = self._tokens(samples, self._graph.behind_anchor) if forwards else sizes
         costs = self._costs.origin if forwards else self._costs.costs_at(step)
         graph = build(self._plan, assignment, schedule)
         timed = time_step(graph, costs, costs.workload(_arrays(tokens)))
@@ -185,7 +186,7 @@ class StepPlanner:
                 "the assignment": digest(*_assignment_arrays(assignment)),
                 "the schedule": digest(*_schedule_arrays(graph)),
                 "the sizes of the samples": digest(
-                    *(np.asarray(values, dtype=np.int64) for values in self._tokens(samples).values()),
+                    *(np.asarray(values, dtype=np.int64) for values in sizes.values()),
                     np.asarray([sample.draw for sample in samples], dtype=np.int64),
                 ),
             },
@@ -201,7 +202,7 @@ class StepPlanner:
 
     def _tokens(self, samples: Sequence[SizedSample], idle: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
         return {
-            unit.name: tuple(0 if unit.name in idle else sample.sizes.get(unit.name, 0) for sample in samples)
+            unit.name: (0,) * len(samples) if unit.name in idle else tuple([s.sizes.get(unit.name, 0) for s in samples])
             for unit in self._plan.units
         }
 
@@ -222,14 +223,12 @@ def _arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float
 
 
 def _assignment_arrays(assignment: Assignment) -> list[NDArray[np.int64]]:
-    """Return the sizes of all microbatches and their samples in order, by unit and replica."""
+    """Return, by unit, the number of microbatches of each replica, the sizes of all, and their samples in order."""
     found = []
     for replicas in assignment.microbatches.values():
-        for batches in replicas:
-            found += [
-                np.asarray([len(batch) for batch in batches], dtype=np.int64),
-                np.asarray(list(chain.from_iterable(batches)), dtype=np.int64),
-            ]
+        batches = list(chain.from_iterable(replicas))
+        numbers = [len(own) for own in replicas], [len(batch) for batch in batches], list(chain.from_iterable(batches))
+        found += [np.asarray(own, dtype=np.int64) for own in numbers]
     return found
 
 

@@ -38,10 +38,11 @@ class Slowness:
         for placed in plan.stages():
             for rank in placed.stage.ranks:
                 units[rank].add(placed.unit)
-        self._peers = [
-            [other for other in range(self._ranks) if other != rank and units[other] & units[rank]]
-            for rank in range(self._ranks)
-        ]
+        alike = {  # few, however many ranks there are
+            own: np.array([rank for rank in range(self._ranks) if units[rank] & own], dtype=np.int64)
+            for own in set(map(frozenset, units))
+        }
+        self._peers = [alike[frozenset(own)] for own in units]  # with the rank itself
         self._together = [list(ranks) for ranks in dict.fromkeys(together)]
         self._sums = np.zeros((self._ranks, 2))
         self.factors = np.ones(self._ranks)
@@ -83,8 +84,8 @@ class Slowness:
         pace = np.where(known, measured / np.where(known, predicted, 1.0), 0.0)
         factors = np.ones(self._ranks)
         for rank, peers in enumerate(self._peers):
-            others = [pace[peer] for peer in peers if known[peer]]
-            if not known[rank] or not others or not (typical := float(np.median(others))) > 0:
+            others = pace[peers[known[peers] & (peers != rank)]]
+            if not known[rank] or not len(others) or not (typical := float(np.median(others))) > 0:
                 continue
             times = float(pace[rank]) / typical
             if times > (WELL if self.factors[rank] > 1 else SLOW):

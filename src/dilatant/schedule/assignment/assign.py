@@ -184,67 +184,53 @@ SWAPS_TRIED = 2_000_000
 
 
 def _balanced(problem: MicrobatchProblem) -> NDArray[np.int64]:
-    """Place samples greedily, then swap them until each unit's largest microbatch is within `EVEN` of its bound or
-    nothing helps: with a dozen samples per microbatch, the greedy placement alone leaves 5 %."""
+    """Return the slots of `kernels.balance`: with a dozen samples per microbatch, the greedy alone leaves 5 %."""
     from dilatant.schedule.assignment import assign_kernels as kernels
 
-    slot_of = _greedy(problem)
-    count, table = problem.num_microbatches, problem.seconds.T
-    if len(slot_of) and count > 1:
-        total = table.sum(axis=1)
-        share = np.ascontiguousarray(table * (count / np.where(total > 0, total, 1.0))[:, None])
-        limit = (1 + EVEN) * np.maximum(1.0, share.max(axis=1))
-        kernels.even_out(share, problem.weight, float(problem.capacity), slot_of, count, limit, SWAPS_TRIED)
-    return slot_of
-
-
-def _greedy(problem: MicrobatchProblem) -> NDArray[np.int64]:
-    """Place samples greedily, balancing all units at once: largest sample first (relative to each unit's mean
-    microbatch), to the microbatch whose largest relative load stays smallest."""
-    from dilatant.schedule.assignment import assign_kernels as kernels
-
-    num_samples, num_units = problem.seconds.shape
-    slot_of = np.zeros(num_samples, dtype=np.int64)
-    if num_samples == 0:
+    count, weight, capacity = problem.num_microbatches, problem.weight, float(problem.capacity)
+    slot_of = np.zeros(len(problem.seconds), dtype=np.int64)
+    seconds = np.ascontiguousarray(problem.seconds)
+    refused = kernels.balance(seconds, weight, capacity, slot_of, count, EVEN, SWAPS_TRIED, False)
+    if refused < 0:
         return slot_of
-    share = np.array(problem.seconds.T, order="C")
-    total = share.sum(axis=1)
-    share *= (problem.num_microbatches / np.where(total > 0, total, 1.0))[:, None]
-    order = _descending(np.maximum(share[0], share[-1]) if num_units <= 2 else share.max(axis=0))
-    if np.isinf(problem.capacity) and num_units == 2:
-        kernels.place_two_units(order, share[0], share[1], slot_of, problem.num_microbatches)
-        return slot_of
-    count = problem.num_microbatches
-    room = np.full(count, float(problem.capacity))
-    refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
-    if refused >= 0:
-        # Retry by weight: heaviest first fits more often than costliest first.
-        room = np.full(count, float(problem.capacity))
-        order = _descending(problem.weight)
-        refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
-    if refused >= 0:
-        fits = problem.weight.max() <= problem.capacity
-        rows = pack_rows(problem.weight.tolist(), problem.capacity) if fits else ()
-        if 0 < len(rows) <= count:
-            for number, row in enumerate(rows):
-                slot_of[list(row)] = number
-            for number, sample in zip(range(len(rows), count), [s for row in rows for s in row[1:]]):
-                slot_of[sample] = number  # no microbatch is left empty, as bounds of plans count on
-            return slot_of
+    rows = pack_rows(weight.tolist(), capacity) if weight.max() <= capacity else ()
+    if not 0 < len(rows) <= count:
         raise UserError(
-            f"sample {refused} (weight {problem.weight[refused]:g}) fits no microbatch: {count} microbatches of "
-            f"{problem.capacity:g} hold {problem.weight.sum():g} only in a tighter packing; use more microbatches"
+            f"sample {refused} (weight {weight[refused]:g}) fits no microbatch: {count} microbatches of {capacity:g} "
+            f"hold {weight.sum():g} only in a tighter packing; use more microbatches"
         )
+    for number, row in enumerate(rows):
+        slot_of[list(row)] = number
+    for number, sample in zip(range(len(rows), count), [s for row in rows for s in row[1:]]):
+        slot_of[sample] = number  # no microbatch is left empty, as bounds of plans count on
+    kernels.balance(seconds, weight, capacity, slot_of, count, EVEN, SWAPS_TRIED, True)
     return slot_of
 
 
-def _descending(key: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return sample numbers by descending non-negative key, equal keys (to 32 bits) by descending number."""
-    bits = max(1, int(len(key) - 1).bit_length())
-    mask = (1 << bits) - 1
-    packed = (key.view(np.int64) & ~mask) | np.arange(len(key))
-    packed.sort()
-    return packed[::-1] & mask
+def balanced_replicas(
+    seconds: NDArray[np.float64],
+    scale: NDArray[np.float64],
+    replica_of: NDArray[np.int64],
+    count_of: Callable[[NDArray[np.int64]], int],
+    weight: NDArray[np.float64],
+    capacity: float,
+) -> list[list[Microbatch]] | None:
+    """Return the `balanced` microbatches of all replicas; None where `assign_microbatches` has to find or refuse them
+    one replica after another. `scale [replicas, units]` multiplies `seconds [samples, units]`; `count_of` returns the
+    number of microbatches for a replica's samples. Raises UserError like `assign_microbatches`."""
+    from dilatant.schedule.assignment import assign_kernels as kernels
+
+    samples = np.argsort(replica_of, kind="stable")
+    first = np.searchsorted(replica_of[samples], np.arange(len(scale) + 1))
+    counts = np.array([count_of(samples[start:end]) for start, end in pairwise(first.tolist())], dtype=np.int64)
+    _check(seconds, int(counts.min()), "balanced")
+    slots, fits = kernels.balance_replicas(seconds, scale, weight, capacity, samples, first, counts, EVEN, SWAPS_TRIED)
+    bases = np.cumsum(counts) - counts
+    slots += bases[replica_of[samples]]
+    order = samples[np.argsort(slots, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(slots, minlength=int(counts.sum()))).tolist()
+    batches = [tuple(order[start:end]) for start, end in pairwise([0, *ends])]
+    return [batches[base : base + count] for base, count in zip(bases.tolist(), counts.tolist())] if fits else None
 
 
 def _loads(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -57,31 +57,62 @@ def place_two_units(order, first, second, slot_of, num_slots):
         slot_of[sample] = best
 
 
+_BLOCK = 32
+"""Slots that share a lower bound in `place_units`."""
+
+
+@njit(cache=True, nogil=True)
+def _score(load, slot, share, sample, speed):
+    """Return the score of a slot, or of a block by its least loads and highest speed, if it takes a sample."""
+    largest, total = 0.0, 0.0
+    for unit in range(len(share)):
+        value = (load[slot, unit] + share[unit, sample]) / speed
+        largest = max(largest, value)
+        total += value
+    return largest + 1e-3 * total
+
+
 @njit(cache=True, nogil=True)
 def place_units(order, share, speed, weight, room, slot_of):
     """Greedy placement for any number of units, slots of different `speed`, and limited `room` per slot.
-    `share [units, samples]`. Returns the first sample for which no slot has room, or -1."""
+    `share [units, samples]`. Returns the first sample for which no slot has room, or -1.
+
+    Slots form blocks. Rounding is monotone, so the score by a block's least loads is at most that of any of its slots;
+    blocks that cannot hold the best slot are skipped, and the result is that of trying all slots in order."""
     num_units, num_slots = len(share), len(speed)
-    load = np.zeros((num_slots, num_units))
+    num_blocks = (num_slots + _BLOCK - 1) // _BLOCK
+    load, least_load = np.zeros((num_slots, num_units)), np.zeros((num_blocks, num_units))
+    highest, bound = np.zeros(num_blocks), np.empty(num_blocks)
+    for slot in range(num_slots):
+        highest[slot // _BLOCK] = max(highest[slot // _BLOCK], speed[slot])
     for sample in order:
+        nearest = 0
+        for block in range(num_blocks):
+            bound[block] = _score(least_load, block, share, sample, highest[block])
+            if bound[block] < bound[nearest]:
+                nearest = block
         best, least = -1, np.inf
-        for slot in range(num_slots):
-            if weight[sample] > room[slot]:
+        for turn in range(-1, num_blocks):
+            block = nearest if turn < 0 else turn
+            if turn == nearest or bound[block] > least or (bound[block] == least and block * _BLOCK > best):
                 continue
-            largest, total = 0.0, 0.0
-            for unit in range(num_units):
-                value = (load[slot, unit] + share[unit, sample]) / speed[slot]
-                largest = max(largest, value)
-                total += value
-            value = largest + 1e-3 * total
-            if value < least:
-                best, least = slot, value
+            for slot in range(block * _BLOCK, min((block + 1) * _BLOCK, num_slots)):
+                if weight[sample] > room[slot]:
+                    continue
+                value = _score(load, slot, share, sample, speed[slot])
+                if value < least or (value == least and slot < best):
+                    best, least = slot, value
         if best < 0:
             return sample
-        for unit in range(num_units):
-            load[best, unit] += share[unit, sample]
         room[best] -= weight[sample]
         slot_of[sample] = best
+        block = best // _BLOCK
+        for unit in range(num_units):
+            load[best, unit] += share[unit, sample]
+            lowest = np.inf
+            for slot in range(block * _BLOCK, min((block + 1) * _BLOCK, num_slots)):
+                lowest = min(lowest, load[slot, unit])
+            least_load[block, unit] = lowest
     return -1
 
 
@@ -139,6 +170,71 @@ def even_out(share, weight, capacity, slot_of, num_slots, limit, pairs):
         slot_of[gives] = other
         if takes >= 0:
             slot_of[takes] = full
+
+
+@njit(cache=True, nogil=True)
+def descending(key):
+    """Return sample numbers by descending non-negative key, equal keys (to 32 bits) by descending number."""
+    mask = np.int64(1)
+    while mask < key.size:
+        mask *= 2
+    mask -= 1
+    packed = (key.view(np.int64) & ~mask) | np.arange(key.size)
+    packed.sort()
+    return packed[::-1] & mask
+
+
+@njit(cache=True, nogil=True)
+def balance(seconds, weight, capacity, slot_of, num_slots, even, pairs, is_placed):
+    """Place samples greedily (unless `is_placed`), largest first relative to a unit's mean slot, then even slots out
+    until each unit's largest load is within `even` of its bound. Returns the first sample without room, or -1.
+
+    `seconds [samples, units]`. If the largest first leaves no room, the heaviest are first, which fits more often."""
+    num_samples, num_units = seconds.shape
+    if num_samples == 0:
+        return -1
+    share, key, limit = np.empty((num_units, num_samples)), np.zeros(num_samples), np.empty(num_units)
+    for unit in range(num_units):
+        total = seconds[:, unit].sum()
+        factor = num_slots / (total if total > 0.0 else 1.0)
+        largest = 1.0
+        for sample in range(num_samples):
+            share[unit, sample] = seconds[sample, unit] * factor
+            key[sample] = max(key[sample], share[unit, sample])
+            largest = max(largest, share[unit, sample])
+        limit[unit] = (1.0 + even) * largest
+    if is_placed:
+        pass
+    elif capacity == np.inf and num_units == 2:
+        place_two_units(descending(key), share[0], share[1], slot_of, num_slots)
+    else:
+        equal = np.ones(num_slots)
+        refused = place_units(descending(key), share, equal, weight, np.full(num_slots, capacity), slot_of)
+        if refused >= 0:
+            refused = place_units(descending(weight), share, equal, weight, np.full(num_slots, capacity), slot_of)
+        if refused >= 0:
+            return refused
+    if num_slots > 1:
+        even_out(share, weight, capacity, slot_of, num_slots, limit, pairs)
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def balance_replicas(seconds, scale, weight, capacity, samples, first, counts, even, pairs):
+    """Balance each replica by itself over `counts[replicas]` slots. Replica r has `samples[first[r]:first[r + 1]]`,
+    which take `scale[r, units]` times their `seconds [samples, units]`. Returns the slot of each entry of `samples`
+    (empty slots are last), and False if some samples do not fit."""
+    slots = np.zeros(samples.size, dtype=np.int64)
+    for replica in range(len(counts)):
+        mine = samples[first[replica] : first[replica + 1]]
+        slot_of, count = slots[first[replica] : first[replica + 1]], counts[replica]
+        own = seconds[mine] * scale[replica]
+        if balance(own, weight[mine], capacity, slot_of, count, even, pairs, False) >= 0:
+            return slots, False
+        used = np.zeros(count, dtype=np.int64)
+        used[slot_of] = 1
+        slot_of[:] = (np.cumsum(used) - 1)[slot_of]
+    return slots, True
 
 
 @njit(cache=True, nogil=True)

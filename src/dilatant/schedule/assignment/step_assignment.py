@@ -24,8 +24,14 @@ from dilatant.config.errors import UserError
 from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, pack_rows
-from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.schedule.assignment.assign import Microbatches, Policy, assign_microbatches, split_by_pattern
+from dilatant.plan.plan import PlacedStage, Plan, Stage
+from dilatant.schedule.assignment.assign import (
+    Microbatches,
+    Policy,
+    assign_microbatches,
+    balanced_replicas,
+    split_by_pattern,
+)
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, ScheduleFamily
 from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment, Microbatch
@@ -117,29 +123,40 @@ def assign(
         raise UserError(f"{names[center]} has {replicas} replicas, but there are {len(rates)} speeds")
     replica_of = split_over_replicas(table, rates)
 
-    def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
-        mine, count = np.flatnonzero(replica_of == replica), how.num_microbatches
-        weights: NDArray[np.float64] | None = None
-        capacity = np.inf
-        if tokens is not None and how.row_tokens is not None:
-            # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
-            capacity = how.row_tokens
-            weights = np.minimum(np.asarray(tokens, dtype=np.float64)[mine], capacity)
-            count = max(count, len(pack_rows(weights.tolist(), capacity)))
-        shape, scale = _pipeline(plan, replica, replicas, times or {}, how.family)
-        own, seed = table[mine] * scale, how.seed + replica
-        return mine, assign_microbatches(own, count, how.policy, seed, shape=shape, weight=weights, capacity=capacity)
+    limit, weights = np.inf, np.zeros(len(table))
+    if tokens is not None and how.row_tokens is not None:
+        # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
+        limit, weights = float(how.row_tokens), np.minimum(np.asarray(tokens, dtype=np.float64), how.row_tokens)
+    # A replica that serves several anchor replicas merges their microbatches: its seconds are multiplied.
+    counts = [len(unit.replicas) for unit in plan.units]
+    longer = [[pace for _, pace in _serving(plan, replica, replicas, times or {})] for replica in range(replicas)]
+    scale = np.array(longer) * replicas / counts
 
-    if how.policy == "searched" and replicas > 1:
+    def count_of(mine: NDArray[np.int64]) -> int:
+        rows = pack_rows(weights[mine].tolist(), limit) if limit < np.inf and len(mine) > how.num_microbatches else ()
+        return max(how.num_microbatches, len(rows))
+
+    def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
+        mine = np.flatnonzero(replica_of == replica)
+        shape = _pipeline(plan, replica, replicas, times or {}, how.family)
+        own, count, seed = table[mine] * scale[replica], count_of(mine), how.seed + replica
+        return mine, assign_microbatches(
+            own, count, how.policy, seed, shape=shape, weight=weights[mine], capacity=limit
+        )
+
+    together = None
+    if how.policy == "balanced":
+        together = balanced_replicas(table, scale, replica_of, count_of, weights, limit)
+    slots = [together or []] * len(names)
+    if together is None:
         # The search runs in compiled code that releases the GIL; replicas are independent of each other.
-        with ThreadPoolExecutor(min(replicas, os.cpu_count() or 1), "assign") as pool:
+        threads = min(replicas, os.cpu_count() or 1) if how.policy == "searched" else 1
+        with ThreadPoolExecutor(threads, "assign") as pool:
             grouped = list(pool.map(group, range(replicas)))
-    else:
-        grouped = [group(replica) for replica in range(replicas)]
-    slots: list[list[list[Microbatch]]] = [
-        [[tuple(mine[list(batch)].tolist()) for batch in found.microbatches[unit]] for mine, found in grouped]
-        for unit in range(len(names))
-    ]
+        slots = [
+            [[tuple(mine[list(batch)].tolist()) for batch in found.microbatches[unit]] for mine, found in grouped]
+            for unit in range(len(names))
+        ]
     present = table > 0
     present[~present.any(axis=1), center] = True
     return Assignment(
@@ -150,35 +167,36 @@ def assign(
     )
 
 
-def _pipeline(
-    plan: Plan, replica: int, anchors: int, times: Mapping[str, UnitTimes], family: ScheduleFamily
-) -> tuple[PipelineShape, NDArray[np.float64]]:
-    """Return the pipeline of one of the `anchors` replicas of the anchor (its stages and those of the replicas that
-    serve it) and, by unit, the seconds of a stage there relative to a stage of the unit's first replica.
-
-    A replica that serves several anchor replicas merges their microbatches, so its seconds are multiplied by their
-    number.
-    """
-    number = {unit.name: index for index, unit in enumerate(plan.units)}
-    own = [times.get(unit.name, UnitTimes()) for unit in plan.units]
-    stages, ranks, scale, constants = [], [], [], []
-    for unit, time in zip(plan.units, own):
-        count = len(unit.replicas)
+def _serving(
+    plan: Plan, replica: int, anchors: int, times: Mapping[str, UnitTimes]
+) -> list[tuple[tuple[Stage, ...], float]]:
+    """Return, by unit, the stages of the replica that serves one of the `anchors` replicas of the anchor, and the
+    seconds of one of them relative to a stage of the unit's first replica."""
+    found = []
+    for unit in plan.units:
+        count, paces = len(unit.replicas), times[unit.name].paces if unit.name in times else ()
         serving = replica * count // anchors if count <= anchors else -(-replica * count // anchors)
         here = unit.replicas[serving].stages
-        longer = time.paces[serving] if len(time.paces) else len(unit.replicas[0].stages) / len(here)
-        stages.append(len(here))
-        ranks += [stage.ranks[0] for stage in here]
-        scale.append(longer * anchors / count)
-        constants.append(time.fixed * longer)
+        found.append((here, paces[serving] if len(paces) else len(unit.replicas[0].stages) / len(here)))
+    return found
+
+
+def _pipeline(
+    plan: Plan, replica: int, anchors: int, times: Mapping[str, UnitTimes], family: ScheduleFamily
+) -> PipelineShape:
+    """Return the pipeline of one of the `anchors` replicas of the anchor: its stages and those of the replicas that
+    serve it."""
+    number = {unit.name: index for index, unit in enumerate(plan.units)}
+    own = [times.get(unit.name, UnitTimes()) for unit in plan.units]
+    serving = _serving(plan, replica, anchors, times)
     return PipelineShape(
-        stages=tuple(stages),
+        stages=tuple(len(stages) for stages, _ in serving),
         feeds=tuple(tuple(number[target] for target in unit.feeds) for unit in plan.units),
         backward=tuple(time.backward for time in own),
-        fixed_seconds=tuple(constants),
+        fixed_seconds=tuple(time.fixed * longer for time, (_, longer) in zip(own, serving)),
         family=family,
-        ranks=tuple(ranks),
-    ), np.asarray(scale)
+        ranks=tuple(stage.ranks[0] for stages, _ in serving for stage in stages),
+    )
 
 
 def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str, NDArray[np.float64]]:

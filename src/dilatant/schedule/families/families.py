@@ -123,18 +123,23 @@ def _virtual_times(
             forward = 2 * half[clock.chain[own]] * pieces.microbatch[own]
             backward = forward + half[clock.chain[own]] + (2 * longest if forward_first else 0)
         bounds = pieces.first[chains[0] : chains[-1] + 2]
-        for chain, (start, stop) in zip(chains, itertools.pairwise((bounds - bounds[0]).tolist())):
-            first, end = arrays.stages_of[chain].tolist()
-            last = forward[start:stop], backward[start:stop]
+        stages, of_piece = arrays.stages_of[chains], clock.chain[bounds[0] : bounds[-1]] - chains[0]
+        by_length: Times = [(forward, backward)] * (1 + int((stages[:, 1] - stages[:, 0]).max()))
+        for length in {*(stages[:, 1] - stages[:, 0]).tolist()}:  # replicas at once: there may be a thousand
+            back = np.arange(length - 1, -1, -1)[:, None]
+            stage = np.maximum(stages[:, 1] - 1 - back, 0)  # shorter replicas' columns are not used
+            lead = (depths[stage] - depths[stages[:, 1] - 1]) * half[chains] + nudge * back
+            by_length[length] = forward - lead[:, of_piece], backward + lead[:, of_piece]
+        spans = itertools.pairwise((bounds - bounds[0]).tolist())
+        for chain, (start, stop), (first, end) in zip(chains, spans, stages.tolist()):
             groups = _period(arrays, first, end) if interleave else end - first
+            ahead, behind = by_length[end - first]
+            times[chain] = ahead[:, start:stop], behind[:, start:stop]
             if groups < end - first:
-                found = _in_rounds(groups, end - first, half[chain], *last, unit in fed)
-            else:
-                lead = (depths[first:end] - depths[end - 1]) * half[chain]
-                lead += nudge * np.arange(end - first - 1, -1, -1)
-                found = last[0] - lead[:, None], last[1] + lead[:, None]
-            clock.first_stage[:, bounds[0] + start : bounds[0] + stop] = found[0][0], found[1][0]
-            times[chain] = found
+                last = forward[start:stop], backward[start:stop]
+                times[chain] = _in_rounds(groups, end - first, half[chain], *last, unit in fed)
+        for kind, row in enumerate(clock.first_stage):
+            row[bounds[0] : bounds[-1]] = np.concatenate([times[chain][kind][0] for chain in chains])
     return times
 
 
