@@ -1,16 +1,19 @@
 """What a run of a thousand nodes asks of its coordinator, of every rank's planning and of the data set's index.
 
-    python benchmarks/recovery_scale.py [--agents N] [--nodes N] [--samples N] [--only PART] [--json FILE]
+    python benchmarks/recovery_scale.py [--agents N] [--nodes N] [--samples N] [--distinct N] [--only PART]
+        [--json FILE]
 
 1. agents: light agents (the protocol's own state machine, over real sockets on loopback, without workers) on one
    coordinator process: its CPU for heartbeats, the seconds of a vote, and, after the loss of a node, the seconds until
    the last agent is fenced, has the order to rebuild, and runs again; its memory. Goal: 2 s for a loss.
 2. planning: seconds of a membership after a loss and after a join, and of a step (assignment, schedule, simulation and
    routes of one rank) for as many replicas and 8 samples each. Goal: 50 ms a rank.
-3. index: finding and measuring so many samples of 100 bytes, opening them again, bytes a sample on disk, and the memory
-   of a rank that has opened them.
+3. copies: bytes a second that a recovery's copy takes besides its transfer, on one core at each end.
+4. index: finding and measuring samples of 100 bytes, then the index of so many, most of them repeated: joining its
+   sources, opening it again, bytes a sample on disk, and the memory of a rank that has opened it.
 
-Everything is measured on this machine; agents and coordinator share its cores. The last lines name what takes most,
+Everything is measured on this machine; agents and coordinator share its cores. Planning and copies are measured in
+seconds of a core, so that other work on the machine counts less. The last lines name what takes most,
 and so limits ten times as many.
 """
 
@@ -91,7 +94,7 @@ def drive(first: int, count: int, port: int, settings: Settings, votes: Any, hea
     for agent in agents.values():
         selector.register(agent.link.socket, selectors.EVENT_READ, agent)
     reached: dict[tuple[str, int, int], set[int]] = {}  # orders are repeated
-    wanted = 0
+    wanted, swept, touched = 0, 0.0, dict[int, LightAgent]()
     while True:
         if lost.value in agents:
             gone = agents.pop(lost.value)
@@ -100,11 +103,11 @@ def drive(first: int, count: int, port: int, settings: Settings, votes: Any, hea
             gone.link.close()
             lost.value = -1
         if votes.value != wanted:
-            wanted = votes.value
+            wanted, touched = votes.value, dict(agents)
             for agent in agents.values():
                 agent.vote(wanted)
         for key, _ in selector.select(settings.lease_seconds / 40):
-            agent = key.data
+            agent = touched[key.fd] = key.data
             try:
                 orders = agent.link.receive_some()
             except LinkClosed:
@@ -118,8 +121,11 @@ def drive(first: int, count: int, port: int, settings: Settings, votes: Any, hea
                     if len(there) == len(agents):
                         heard.put((*at, time.monotonic()))
         now = time.monotonic()
-        for agent in agents.values():
+        if now > swept + settings.lease_seconds / 40:  # heartbeats; not after each of a thousand orders
+            swept, touched = now, dict(agents)
+        for agent in touched.values():
             agent.report(now)
+        touched = {}
 
 
 def last_of(heard: Any, task: Task, generation: int, committed: int | None = None) -> float:
@@ -203,14 +209,14 @@ def coordination(count: int) -> dict[str, Any]:
     return found | {"loss_seconds": slowest}
 
 
-def milliseconds(function: Callable[[], Any], runs: int = 5) -> float:
-    """Return the median after one run that is not counted."""
+def milliseconds(function: Callable[[], Any], runs: int = 7) -> float:
+    """Return the median of this process's time on a core, after one run that is not counted."""
     function()
     found = []
     for _ in range(runs):
-        began = time.perf_counter()
+        began = time.process_time()
         function()
-        found.append(1e3 * (time.perf_counter() - began))
+        found.append(1e3 * (time.process_time() - began))
     return statistics.median(found)
 
 
@@ -314,8 +320,31 @@ def step_milliseconds(plan: Any, nodes: int) -> dict[str, float]:
     }
 
 
-def index(samples: int, folder: Path) -> dict[str, Any]:
-    """Measure the index of a JSON Lines file of `samples` samples."""
+def copies() -> dict[str, Any]:
+    """Measure what a copy of state takes at both ends, without the connection between them."""
+    import torch
+
+    from dilatant.planning.memberships import HANDLED_BYTES_PER_SECOND
+    from dilatant.resilience.state_transfer import pack, unpack
+
+    sent = [torch.randn(1 << 20) for _ in range(16)]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    count = sum(tensor.nbytes for tensor in sent)
+    packing = count / milliseconds(lambda: pack(sent)) * 1e3
+    packed = pack(sent)
+    unpacking = count / milliseconds(lambda: unpack(packed, 0, received)) * 1e3
+    both = 1.0 / (1.0 / packing + 1.0 / unpacking)
+    print(
+        f"a copy: packed and hashed at {packing / 1e9:.2f} GB/s, checked and unpacked at {unpacking / 1e9:.2f} GB/s, "
+        f"together {both / 1e9:.2f}; plans count with {HANDLED_BYTES_PER_SECOND / 1e9:.2f}",
+        flush=True,
+    )
+    return {"packed_bytes_per_second": packing, "unpacked_bytes_per_second": unpacking, "bytes_per_second": both}
+
+
+def index(samples: int, distinct: int, folder: Path) -> dict[str, Any]:
+    """Measure the index of a JSON Lines file of `distinct` samples, then of so many sources with that file that they
+    have `samples` together: all but measuring is done for all of them."""
     from dilatant.config import DataSource
     from dilatant.data.cache import SETTLED_NS
     from dilatant.data.index.sizes import blend_sizes
@@ -326,37 +355,46 @@ def index(samples: int, folder: Path) -> dict[str, Any]:
 
     path, cache = folder / "samples.jsonl", folder / "cache"
     with open(path, "w", encoding="utf-8") as file:
-        for number in range(samples):
+        for number in range(distinct):
             file.write(f'{{"question": "what is {number:010}?", "answer": "{"x" * 44}"}}\n')
     encoding, kept = Encoding(chat_tokenizer(byte_tokenizer())), []
 
-    def opened(workers: int | None = None) -> float:
+    def opened(sources: int) -> float:
         began = time.perf_counter()
-        blend = open_blend([DataSource(path=str(path))], cache_dir=cache)
+        blend = open_blend([DataSource(path=str(path))] * sources, cache_dir=cache)
         assert isinstance(blend, Blend)
-        kept[:] = [(blend, blend_sizes(blend, encoding, cache_dir=cache, workers=workers))]
+        kept[:] = [(blend, blend_sizes(blend, encoding, cache_dir=cache, workers=0))]
         return time.perf_counter() - began
 
+    core = time.process_time()
+    cold = opened(1)  # in this process: workers divide it by their number
+    core = time.process_time() - core
+    sources = max(1, samples // distinct)
+    kept.clear()
     gc.collect()
     before = resident_bytes(os.getpid())
-    cold = opened()
+    joined = opened(sources)
     time.sleep(2 * SETTLED_NS / 1e9)
-    opened()  # the files are checked, and marked as whole
-    warm = min(opened() for _ in range(3))
+    opened(sources)  # the files are checked, and marked as whole
+    warm = min(opened(sources) for _ in range(3))
     gc.collect()
-    memory = resident_bytes(os.getpid()) - before
+    memory, count = resident_bytes(os.getpid()) - before, sources * distinct
     on_disk = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
     print(
-        f"index of {samples:,} samples: {cold:.1f} s ({samples / cold:,.0f}/s), again {1e3 * warm:.1f} ms; "
-        f"{on_disk / samples:.1f} bytes a sample on disk, {memory / samples:.1f} in the memory of a rank "
+        f"index: {distinct:,} samples measured in {cold:.1f} s ({1e6 * core / distinct:.0f} us of a core for each); "
+        f"{count:,} in {sources} sources: joined in {joined:.1f} s, again {1e3 * warm:.1f} ms; "
+        f"{on_disk / count:.1f} bytes a sample on disk, {memory / count:.1f} in the memory of a rank "
         f"({memory / 2**20:.0f} MiB)",
         flush=True,
     )
     return {
-        "samples": samples,
+        "samples": count,
+        "distinct": distinct,
         "cold_seconds": cold,
+        "core_microseconds_per_sample": 1e6 * core / distinct,
+        "joined_seconds": joined,
         "warm_seconds": warm,
-        "disk_bytes_per_sample": on_disk / samples,
+        "disk_bytes_per_sample": on_disk / count,
         "memory_bytes": memory,
     }
 
@@ -377,7 +415,7 @@ def limits(found: dict[str, Any]) -> list[str]:
         membership = max(plans["loss_milliseconds"], plans["join_milliseconds"])
         lines.append(f"planning: membership {membership:.0f} ms; of a step the {largest} ({parts[largest]:.0f} ms)")
     if (data := found.get("index")) is not None:
-        lines.append(f"index: measuring, {1e6 * data['cold_seconds'] / data['samples']:.1f} us a sample on these cores")
+        lines.append(f"index: measuring, {data['core_microseconds_per_sample']:.0f} us of a core for each sample")
     return lines
 
 
@@ -386,20 +424,23 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=10_000_000)
-    parser.add_argument("--only", choices=("agents", "planning", "index"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--distinct", type=int, default=100_000, help="samples that are measured; then they repeat")
+    parser.add_argument("--only", choices=("agents", "planning", "copies", "index"))
+    parser.add_argument("--json", type=Path, help="file of results; parts that are not measured now are kept")
     options = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "agents": lambda: coordination(options.agents),
         "planning": lambda: planning(options.nodes),
+        "copies": copies,
     }
-    found: dict[str, Any] = {"machine": machine()}
+    before = options.json.read_text(encoding="utf-8") if options.json and options.json.exists() else "{}"
+    found: dict[str, Any] = {**json.loads(before), "machine": machine()}
     for name, measure in parts.items():
         if options.only in (None, name):
             found[name] = measure()
     if options.only in (None, "index"):
         with tempfile.TemporaryDirectory() as folder:
-            found["index"] = index(options.samples, Path(folder))
+            found["index"] = index(options.samples, min(options.distinct, options.samples), Path(folder))
     print("What limits ten times as many:")
     for line in limits(found):
         print(f"  {line}")
