@@ -323,7 +323,7 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
         gpus = run.tp * run.cp * run.pp * run.dp
         place = run.source, run.group, run.model, run.parts[1], run.tokens, run.gpus, gpus, run.batch, run.sums
         sets.setdefault(place, []).append(number)
-    judged: dict[str, list[tuple[float, float, float]]] = {}
+    by_source: dict[str, list[tuple[float, float, float]]] = {}
     for place, numbers in sets.items():
         if len(numbers) < LAYOUTS:
             continue
@@ -334,10 +334,10 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
         signs = np.sign(np.subtract.outer(measured, measured)) * np.sign(np.subtract.outer(predicted, predicted))
         tau = float(signs.sum() / (len(numbers) * (len(numbers) - 1)))
         source = ", ".join(word for word in place[:2] if word)
-        judged.setdefault(source, []).append((chosen / measured.min(), float((measured < chosen).sum() < 3), tau))
+        by_source.setdefault(source, []).append((chosen / measured.min(), float((measured < chosen).sum() < 3), tau))
     table = Table("source", "sets", "median regret", "worst regret", "in the first three", "median tau", box=None)
     found = []
-    for source, own in sorted(judged.items()):
+    for source, own in sorted(by_source.items()):
         regrets, first, taus = zip(*own, strict=True)
         figures = (
             len(own), float(np.median(regrets)), max(regrets), float(np.mean(first)), float(np.median(taus))

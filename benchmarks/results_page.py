@@ -132,7 +132,7 @@ def _in_turn(pairs: list[dict[str, Any]]) -> list[str]:
     sources = [*dict.fromkeys(pair["tested"] for pair in pairs)]
     lines = ["", "`python benchmarks/published.py --rows FILE --in-turn --json benchmarks/results/published.json`", ""]
     lines += ["Mean (worst) distance of dense runs in 16 bits, with two numbers fitted on one source: how much longer"]
-    lines += ["products with attention, and traffic with launches, take than shipped, on all GPUs alike.", ""]
+    lines += ["products with attention, and elementwise traffic, take than shipped, on all GPUs alike.", ""]
     lines += [f"| fitted on | products, traffic | {' | '.join(sources)} |", "|---|---|" + "---:|" * len(sources)]
     for fitted in sources:
         own = {pair["tested"]: pair for pair in pairs if pair["fitted"] == fitted}

@@ -96,8 +96,8 @@ REASONS = (
     "than 64 or 128 on the same layout, and tp 4 with microbatches of one sample takes 148 s where two take 104 s.",
     "nanotron-ultrascale, contradicted (the row): another row of the same model and devices, of which only microbatch"
     " or ZeRO differs, takes less than 1/1.6 of the time, bubbles aside, often 1/5; the source mixes two "
-    "implementations and does not say which row is whose. The slow rows with pipelines of 80B and tp 8 have no such "
-    "neighbour and remain.",
+    "implementations and does not say which row is whose. Slow rows without such a neighbour remain (80B with tp 8, "
+    "256 GPUs and more): they are the tail of the other row.",
     "fms-fsdp on A100 (us): 15 to 17 % slow at 7B and 70B, whose compiled products of 2024 reach 0.87 of an A100's "
     "peak; 0.8 is that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory.",
     "internevo, 512 and 1,024 GPUs with two to four microbatches (us): up to a third of a second of such a step is "
@@ -106,12 +106,15 @@ REASONS = (
     "gained nothing; predicted at the speed of FP8. 128k and 256k tokens (us): attention in a ring is taken for one "
     "kernel.",
     "megatron-bridge-summary, experts (the program): Qwen3 30B on 8 GB300 with one layout took 9.1, 8.3 and 5.9 s in "
-    "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. What recipes "
-    "recompute is not told. GPT OSS (the row): it is not told with which kernel its attention with sinks ran.",
+    "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
+    "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. What "
+    "recipes recompute is not told. GPT OSS (the row): it is not told with which kernel its attention with sinks ran.",
     "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its clock at 1,400 W explains 5 %.",
     "bridge-cards (the row and us): GB200 rows empty the allocator's cache each step or launch from a slow host (9.9 "
     "s for four microbatches of 4,096 tokens); long rows are packed and padded by an unknown part; kernels of gated "
     "delta blocks have no published speed.",
+    "Fitted on fms-fsdp alone (the rows): three quarters of its eight runs recompute an unknown part of their blocks,"
+    " and traffic is 4 % of a step, so its factors mean nothing elsewhere.",
 )
 """Why predictions of some rows are far from their measurement: the row, the program that ran, or the model."""
 

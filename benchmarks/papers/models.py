@@ -43,6 +43,7 @@ def operations_only(name: str) -> Hardware:
         memory_efficiency=1.0,
         launch=0.0,
         host=0.0,
+        processors=0,
         attention={},
         inside=free,
         between=free,
