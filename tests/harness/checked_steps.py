@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase
 
 from cases.engine_case import Case, build_model, build_samples
+from cases.stand_in_kernels import stand_ins
 from dilatant.comm.comm import Comm
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
@@ -88,7 +90,9 @@ def _only(sample: EncodedSample, parts: frozenset[str]) -> EncodedSample:
     )
 
 
+@warnings.catch_warnings()
 def _steps(worker: Worker, case: Case, zero: Zero, nodes: int, shard: Mapping[str, Shard]) -> dict[str, Any]:
+    warnings.filterwarnings("error", message="train.compile.*single graph")
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(
         build_model(case, "meta"),
@@ -98,7 +102,14 @@ def _steps(worker: Worker, case: Case, zero: Zero, nodes: int, shard: Mapping[st
         layout=StateLayout(
             zero, [rank % nodes for rank in range(comm.size)], bucket_bytes=case.bucket_bytes, shard=shard
         ),
-        execution=Execution(case.dtype, look_ahead=case.look_ahead, check_transport=case.check),
+        execution=Execution(
+            case.dtype,
+            look_ahead=case.look_ahead,
+            check_transport=case.check,
+            compile="blocks" if case.compiler else "none",
+            compiler=case.compiler,
+            kernels=stand_ins() if case.fuses else "none",
+        ),
     )
     for stage in runtime.modules.values():
         if stage.shards is not None:
