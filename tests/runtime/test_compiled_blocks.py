@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from cases.drawn_steps import cases
-from cases.engine_case import Case
+from cases.engine_case import CASE, Case
 from cases.parallel_cases import case_of, plan_of
 from dilatant.config.train import TrainConfig
 from dilatant.models.core.recompute import recompute
 from dilatant.plan.plan import Stage
-from dilatant.runtime.compiled_blocks import SAFE, CompiledBlocks, compiles
+from dilatant.runtime.compiled_blocks import PROVEN, SAFE, CompiledBlocks, compiles
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
 from dilatant.schedule.families.families import one_f_one_b, zero_bubble_h1
 from harness.checked_steps import COMMON, check_case
@@ -159,6 +159,15 @@ def test_compiled_blocks_are_refused_with_what_they_exclude(other: dict[str, Any
 @pytest.mark.parametrize("family", [one_f_one_b, zero_bubble_h1])
 def test_steps_of_compiled_blocks_match_one_process(workers: WorkerPool, family: Any, recompute: str) -> None:
     check_case(workers, case_of(PLAN, family, recompute=recompute, compiler="inductor"), "node", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(PROVEN))
+def test_blocks_of_proven_families_compile_and_match_one_process(workers: WorkerPool, family: str) -> None:
+    changes = {"language": family}
+    if family.endswith("vision_model"):
+        changes = {"encoders": tuple((name, family, *others) for name, _, *others in CASE.encoders)}
+    check_case(workers, case_of(PLAN, zero_bubble_h1, compiler="aot_eager", **changes), "node", 1)
 
 
 @needs_compiler

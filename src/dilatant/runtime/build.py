@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -175,12 +176,13 @@ def compile_stages(
     `torch.compile`."""
     eager: set[type[nn.Module]] = set()
     for local in stages.values():
-        if local.placed.unit in units:
-            layers = local.placed.stage
-            where = f"{local.placed.unit} (layers {layers.first} to {layers.end - 1})"
-            local.compiled = CompiledBlocks(
-                blocks_of(model.units[local.placed.unit], local.module), where, eager, backend
-            )
+        unit, layers = model.units[local.placed.unit], local.placed.stage
+        if unit.unit not in units:
+            continue
+        if unit.structure is None:
+            warnings.warn(f"train.compile: {unit.unit} runs eager, for it has no list of blocks", stacklevel=2)
+        where = f"{unit.unit} (layers {layers.first} to {layers.end - 1})"
+        local.compiled = CompiledBlocks(blocks_of(unit, local.module), where, eager, backend)
 
 
 def blocks_of(unit: Unit, module: Stage) -> list[nn.Module]:

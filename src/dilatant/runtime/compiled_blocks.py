@@ -28,9 +28,7 @@ from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.core.recompute import Recomputed, mixed, recompute
 from dilatant.models.parallel.experts import is_fused
 
-PROVEN = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "siglip_vision_model", "clip_vision_model", "qwen2_5_vl_text"}
-)
+PROVEN = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "siglip_vision_model", "clip_vision_model"})
 """Families of units whose compiled blocks are compared with eager ones by the tests; `auto` compiles no others."""
 SAFE = {"allow_buffer_reuse": False, "inplace_buffers": False}
 """Settings of inductor. A delayed weight gradient keeps tensors of the graph that ran; by default, the graph would use

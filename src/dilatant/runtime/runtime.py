@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -175,6 +176,8 @@ class Runtime:
         kernels = kernel_set(own, comm.device) if isinstance(own, str) else own
         of_unit: dict[str, KernelSet] = {name: {} if name in compiled else kernels for name in model.units}
         self._stages = local_stages(model, plan, rank, modules, self._boundaries, trainability.backward, of_unit)
+        if own == "liger" and not any(stage.fused and stage.fused.places for stage in self._stages.values()):
+            warnings.warn(f"train.kernels: liger has no kernel for the modules of rank {rank}", stacklevel=2)
         self.parameters = {
             name: parameter for module in modules.values() for name, parameter in module.named_logical_parameters()
         }
