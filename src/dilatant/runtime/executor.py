@@ -167,7 +167,7 @@ class Executor:
             compiled = stage.compiled
             if compiled is None or compiled.is_warm or action.kind != ActionKind.F or stage.sharded is not None:
                 continue
-            inputs = {}
+            inputs: dict[str, Tensor] = {}
             for unit, (boundary, needs_gradient) in stage.inbound.items():
                 rows = sum(self._counts(stage, samples, unit, boundary).values())
                 zeros = torch.zeros(rows, boundary.width, dtype=boundary.dtype, device=self._device)

@@ -113,7 +113,7 @@ class DeferredLinear(ParallelLinear):
         gradient, inputs: [rows, features]."""
         weight = self.weight if self.weight.requires_grad else None
         bias = self.bias if self.bias is not None and self.bias.requires_grad else None
-        delayed = [(weight, bias, inputs.detach(), gradient.detach(), None)]
+        delayed: list[DelayedGradient] = [(weight, bias, inputs.detach(), gradient.detach(), None)]
         if self.gradients.is_deferring and self.defers:
             self.gradients.deferred += delayed
         else:
