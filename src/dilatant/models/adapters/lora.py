@@ -77,7 +77,7 @@ class _OneAddition:
     """Variant, as peft calls an adapter's own computation: scale and add the adapter's output in one operation."""
 
     @staticmethod
-    def forward(layer: Any, active_adapter: str, x: Tensor, result: Tensor) -> Tensor:
+    def forward(layer: Any, active_adapter: str, x: Tensor, result: Tensor, **options: Any) -> Tensor:
         parts = (layer.lora_dropout, layer.lora_A, layer.lora_B)
         for part in parts:
             x = part[active_adapter](x)
