@@ -21,7 +21,7 @@ from cases.parallel_cases import case_of, plan_of
 from dilatant.config.train import TrainConfig
 from dilatant.models.core.recompute import recompute
 from dilatant.plan.plan import Stage
-from dilatant.runtime.compiled_blocks import PROVEN, SAFE, CompiledBlocks, compiles
+from dilatant.runtime.compiled_blocks import SAFE, CompiledBlocks, compiles
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
 from dilatant.schedule.families.families import one_f_one_b, zero_bubble_h1
 from harness.checked_steps import COMMON, check_case
@@ -29,6 +29,7 @@ from harness.worker_pool import WorkerPool
 
 PLAN = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (0,)), Stage(2, 4, (1,))))
 WIDTH = 64
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "siglip_vision_model", "clip_vision_model")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
@@ -140,8 +141,7 @@ def test_a_block_that_reads_values_runs_eager_with_one_warning() -> None:
     assert pair.blocks.num_compiled == 0
 
 
-def test_auto_compiles_proven_families_on_gpus_only() -> None:
-    assert compiles("auto", torch.device("cuda"), "llama")
+def test_auto_compiles_nothing_on_a_cpu_or_unproven() -> None:
     assert not compiles("auto", torch.device("cuda"), "unheard_of")
     assert not compiles("auto", torch.device("cpu"), "llama")
     assert compiles("blocks", torch.device("cpu"), "unheard_of")
@@ -162,8 +162,8 @@ def test_steps_of_compiled_blocks_match_one_process(workers: WorkerPool, family:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(PROVEN))
-def test_blocks_of_proven_families_compile_and_match_one_process(workers: WorkerPool, family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_common_families_compile_and_match_one_process(workers: WorkerPool, family: str) -> None:
     changes = {"language": family}
     if family.endswith("vision_model"):
         changes = {"encoders": tuple((name, family, *others) for name, _, *others in CASE.encoders)}

@@ -13,8 +13,8 @@ also gradients (stage 2). `weights`: also gradients and weights (stage 3)."""
 SHARDS: tuple[Shard, ...] = get_args(Shard)
 
 Compile = Literal["auto", "blocks", "none"]
-"""Use of torch.compile. `blocks`: for each block of a unit. `auto`: on GPUs, for families whose compiled blocks are
-tested."""
+"""Use of torch.compile. `blocks`: for each block of a unit. `auto`: on GPUs, for families that were tested
+there."""
 
 Kernels = Literal["auto", "liger", "none"]
 """Library of fused norms and gated activations. `auto`: Liger on GPUs if installed."""
