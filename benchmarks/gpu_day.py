@@ -86,6 +86,12 @@ SECTIONS = {
         (*TRAINER, "--data", "{data}", "--workers", "4", "--json", "{out}/one_device_trainer-gpu.json"),
         80,
     ),
+    "blocks": Section(
+        "the same with compiled blocks", 500,
+        (*TRAINER, "--compile", "blocks", "--way", "packed", "--warm-up", "3", "--data", "{data}", "--workers", "4",
+         "--json", "{out}/one_device_compiled-gpu.json"),
+        80,
+    ),
     "lora": Section(
         "LoRA of that model against transformers' Trainer with peft", 300,
         (*TRAINER, "--lora", "--data", "{data}", "--workers", "4", "--json", "{out}/one_device_lora-gpu.json"),

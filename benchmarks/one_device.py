@@ -88,6 +88,7 @@ def tree(folder: Path, output: Path, settings: argparse.Namespace) -> dict[str, 
             "schedule": {"kind": "constant"},
             "save_steps": None,
             "report_to": [],
+            "compile": settings.compile,
         },
     }
 
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
     parser.add_argument("--padded-batch", type=int, default=8, help="samples that the plain loop runs at once")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--compile", choices=("blocks", "none"), default="none", help="train.compile of (a)")
     parser.add_argument("--attention", help="attn_implementation of (a), to compare with its default")
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()

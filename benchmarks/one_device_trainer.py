@@ -110,6 +110,7 @@ def tree(model: Path, data: Path, output: Path, settings: argparse.Namespace) ->
             "save_steps": None,
             "report_to": [],
             "precision": settings.precision,
+            "compile": settings.compile,
         },
     }
 
@@ -338,6 +339,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model; 1b needs a GPU of 80 GB")
     parser.add_argument("--lora", action="store_true", help="both train adapters of the language model alone")
     parser.add_argument("--precision", choices=AGREEMENT, default="fp32")
+    parser.add_argument("--compile", choices=("blocks", "none"), default="none", help="train.compile of (a)")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--again", action="store_true", help="also what the file has already")

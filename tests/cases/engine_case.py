@@ -162,6 +162,10 @@ class Case:
     """Of the language model, besides its family's."""
     loss: str = ""
     """One of `OWN_LOSSES`; the cross entropy if empty."""
+    compiler: str = ""
+    """Backend of `torch.compile` for the blocks; empty to run them as they are."""
+    fuses: bool = False
+    """Whether `cases.stand_in_kernels` replace norms and gated products."""
 
 
 def focal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

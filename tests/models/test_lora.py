@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig as LoraConfigOfPeft
 from peft import get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases.cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
@@ -88,6 +89,33 @@ def test_only_adapters_train():
     for unit in ours.units.values():
         trains = {name for name, parameter in unit.named_logical_parameters() if parameter.requires_grad}
         assert trains == {weight.name for weight in unit.weights if is_adapter(weight.name)} != set()
+
+
+class _Called(TorchDispatchMode):
+    """Records the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_adapters_output_is_scaled_and_added_by_one_operation() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=9,
+                                         num_attention_heads=2, num_key_value_heads=1))  # fmt: skip
+    inject(model, LoraConfig(r=2, lora_alpha=6, target_modules=("q_proj",), units=("language",)), {"language": ("",)})
+    layer, rows = model.model.layers[0].self_attn.q_proj, torch.randn(3, 8)
+    layer.lora_B["default"].weight.data.normal_()
+    with _Called() as called:
+        output = layer(rows)
+    assert called.names.count("add") == 1
+    assert "mul" not in called.names
+    product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    torch.testing.assert_close(output, rows @ (layer.base_layer.weight + 3 * product).t())
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])

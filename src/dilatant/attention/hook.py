@@ -38,6 +38,8 @@ FOR_TOWERS = "dilatant_flash"
 """The same attention for encoders: because of "flash" in the name, families that pack items pass all borders in one
 call instead of calling attention item by item."""
 PLAN_KEYWORD = "attention_plan"
+WHY_NOT_COMPILED = "dilatant computes this from values on the host"
+"""The reason that torch.compile states for graphs that end before attention or keyed dropout."""
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _UNSUPPORTED = {
@@ -156,6 +158,7 @@ def borders_of_items(lengths: ArrayLike) -> torch.Tensor:
     return borders
 
 
+@torch.compiler.disable(reason=WHY_NOT_COMPILED)
 def attend(
     module: nn.Module,
     query: torch.Tensor,

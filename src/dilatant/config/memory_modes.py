@@ -1,4 +1,4 @@
-"""Modes that trade time for memory: what the backward recomputes, and what ranks that share weights shard."""
+"""Words of the config for how stages run: what backward recomputes, what ranks shard, what is compiled and fused."""
 
 from typing import Literal, get_args
 
@@ -11,3 +11,10 @@ Shard = Literal["none", "gradients", "weights"]
 also gradients (stage 2). `weights`: also gradients and weights (stage 3)."""
 
 SHARDS: tuple[Shard, ...] = get_args(Shard)
+
+Compile = Literal["auto", "blocks", "none"]
+"""Use of torch.compile. `blocks`: for each block of a unit. `auto`: on GPUs, for families that were tested
+there."""
+
+Kernels = Literal["auto", "liger", "none"]
+"""Library of fused norms and gated activations. `auto`: Liger on GPUs if installed."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import PathRule, Section
-from dilatant.config.memory_modes import Recompute, Shard
+from dilatant.config.memory_modes import Compile, Kernels, Recompute, Shard
 
 LOSS = "loss"
 METRICS = ("exact_match", "anls", "wer")
@@ -176,6 +176,13 @@ class TrainConfig(Section):
     """Activation recomputation in the backward, for all units or by unit (`{vision: block}`; others `none`). `block`:
     keep only the input of each block; `block_keep_attention`: also keep the output of attention. Default: chosen by the
     plan for each block, as little as fits memory; without a plan `none`."""
+    compile: Compile = "auto"
+    """`blocks`: compile the blocks of every unit with torch.compile. The first step takes longer; blocks that cannot be
+    compiled run as before, with a warning. `auto`: on GPUs, for families that were tested there
+    ([parallel.md](parallel.md#compiled-and-fused-blocks))."""
+    kernels: Kernels = "auto"
+    """`liger`: fused norms and gated activations of liger-kernel (`pip install 'dilatant[kernels]'`; GPUs only) in
+    units that are not compiled. `auto`: if installed, on GPUs."""
     loss_chunk: int | None = Field(1024, gt=0)
     """Maximum target tokens whose logits exist at once; a microbatch with more recomputes the head for each chunk in
     the backward. `null`: keep all logits."""
@@ -216,6 +223,16 @@ class TrainConfig(Section):
         if self.shards and self.deterministic:
             raise ValueError(
                 "'deterministic' sums the whole gradient of every sample, 'shard' holds only parts; leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fuses_once(self) -> Self:
+        if self.compile == "blocks" and self.kernels == "liger":
+            raise ValueError("'compile: blocks' fuses what 'kernels: liger' would replace; leave one out")
+        if self.compile == "blocks" and self.deterministic:
+            raise ValueError(
+                "'compile: blocks' may round otherwise for rows of other lengths; leave out 'deterministic'"
             )
         return self
 

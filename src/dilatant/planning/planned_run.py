@@ -192,7 +192,8 @@ def _cost_source(problem: PlanningProblem) -> str:
         return "; ".join(f"{name}: {origin_text(own.origin)}" for name, own in groups.items())
     origin = origin_text(problem.measured.origin)
     before = " before (`dilatant profile` measures again)" if problem.from_before else ""
-    return f"{origin}{before}{problem.measured.unmeasured_text}"
+    eager = ", with eager blocks, which are slower than compiled ones" * (problem.config.train.compile == "blocks")
+    return f"{origin}{before}{problem.measured.unmeasured_text}{eager}"
 
 
 def _searched(planned: PlannedRun) -> str:

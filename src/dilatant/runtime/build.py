@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.models.core.dtype import cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
+from dilatant.models.core.fused_modules import FusedModules, KernelSet, fuse
 from dilatant.models.core.materialize import materialize
 from dilatant.models.core.slicing import held_blocks
 from dilatant.models.core.stage import Boundary, Context, Stage, stage_tensors
+from dilatant.models.core.unit import Unit
 from dilatant.models.dropout.keyed_dropout import StageDropout
 from dilatant.models.language.extension import ContextParallel
 from dilatant.models.language.language_stage import LanguageStage
@@ -22,6 +25,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format, Holdings
 from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.runtime.compiled_blocks import CompiledBlocks
 from dilatant.runtime.routes import stages_before
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.sharded_stage import ShardedStage
@@ -165,6 +169,30 @@ def _layers_apart(plan: Plan, model: MultimodalModel, trained: Collection[str], 
     return apart
 
 
+def compile_stages(
+    model: MultimodalModel, stages: Mapping[int, LocalStage], units: Collection[str], backend: str
+) -> None:
+    """Compile the blocks of this rank's stages of `units`. Call this once their modules are final. backend: of
+    `torch.compile`."""
+    eager: set[type[nn.Module]] = set()
+    for local in stages.values():
+        unit, layers = model.units[local.placed.unit], local.placed.stage
+        if unit.unit not in units:
+            continue
+        if unit.structure is None:
+            warnings.warn(f"train.compile: {unit.unit} runs eager, for it has no list of blocks", stacklevel=2)
+        where = f"{unit.unit} (layers {layers.first} to {layers.end - 1})"
+        local.compiled = CompiledBlocks(blocks_of(unit, local.module), where, eager, backend)
+
+
+def blocks_of(unit: Unit, module: Stage) -> list[nn.Module]:
+    """Return the blocks that a stage holds; none for a user's own module."""
+    structure, part = unit.structure, getattr(module, "model", None)
+    if structure is None or part is None:
+        return []
+    return held_blocks(part.get_submodule(structure.blocks))
+
+
 def shard_stages(
     model: MultimodalModel, stages: Mapping[int, LocalStage], shared: BucketedWeights, layout: StateLayout
 ) -> None:
@@ -175,10 +203,7 @@ def shard_stages(
         own = [share for share in shared.sharded if held.issuperset(share.bucket.names)]
         if not own:
             continue
-        structure, part = model.units[unit].structure, getattr(local.module, "model", None)
-        blocks = []
-        if structure is not None and part is not None and local.module.runs_blocks_once:
-            blocks = held_blocks(part.get_submodule(structure.blocks))
+        blocks = blocks_of(model.units[unit], local.module) if local.module.runs_blocks_once else []
         local.sharded = shared.stages[index] = ShardedStage(
             shared.owned.comm, shared.owned, blocks, own, layout.shard[unit] == "weights", shared.sync.duplicates
         )
@@ -193,6 +218,7 @@ class LocalStage:
     they need gradients). needs_backward: this stage or an earlier one trains. gradients: the delayed weight gradients
     of the linear layers. loss_weights: loss → its weight. place: index of this rank among the ranks of the stage.
     dropout: wraps the stage's forwards. replaced: the layers that `close` restores. sharded: its sharded weights.
+    compiled: its compiled blocks. fused: the modules that fused kernels replace.
     """
 
     placed: PlacedStage
@@ -205,7 +231,9 @@ class LocalStage:
     place: int = 0
     dropout: StageDropout | None = None
     replaced: ReplacedLayers | None = None
+    fused: FusedModules | None = None
     sharded: ShardedStage | None = None
+    compiled: CompiledBlocks | None = None
 
     @property
     def reports_losses(self) -> bool:
@@ -228,6 +256,8 @@ class LocalStage:
 
     def close(self) -> None:
         """Restore the module's plain linear layers and remove hooks. May be called twice."""
+        if self.compiled is not None:
+            self.compiled.close()
         if self.dropout is not None:
             self.dropout.close()
         if self.sharded is not None:
@@ -235,6 +265,9 @@ class LocalStage:
         if self.replaced is not None:
             restore_linears(self.replaced)
             self.replaced = None
+        if self.fused is not None:
+            self.fused.restore()
+            self.fused = None
 
 
 def local_stages(
@@ -244,14 +277,16 @@ def local_stages(
     modules: Mapping[int, Stage],
     boundaries: Sequence[Mapping[str, Boundary]],
     backward: Sequence[bool],
+    kernels: Mapping[str, KernelSet],
 ) -> dict[int, LocalStage]:
     """Wrap `modules`, the stages of `rank` by number. boundaries: for every stage, by consumer unit. backward: for
-    every stage, True if it or an earlier stage trains."""
+    every stage, True if it or an earlier stage trains. kernels: by unit."""
     placed, before = plan.stages(), stages_before(plan)
     stages = {}
     for index, module in modules.items():
         own = placed[index]
         gradients = WeightGradients()
+        fused = fuse(blocks_of(model.units[own.unit], module), kernels[own.unit])
         inbound: dict[str, tuple[Boundary, bool]] = {}
         for source in before[index]:
             # The frozen rule depends only on layers, so the value is equal in all replicas of a unit.
@@ -267,5 +302,6 @@ def local_stages(
             loss_weights={name: loss.weight for name, loss in model.graph.losses.items()},
             place=own.stage.ranks.index(rank),
             replaced=replace_linears(module, gradients, module.undeferred),
+            fused=fused,
         )
     return stages

@@ -19,6 +19,7 @@ from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.core.stage import Boundary, StageOutput, StepData
 from dilatant.runtime.build import LocalStage
+from dilatant.runtime.compiled_blocks import COMPILER_ERRORS
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.weight_gradients import DelayedGradient, accumulate
@@ -124,6 +125,8 @@ class Executor:
         for number, stage in self._stages.items():
             # Exact sums must not depend on the schedule, either: always use the same functions for the same products.
             stage.gradients.splits = number in split or self._exact is not None
+        if not data.predicts:
+            self._warm_up(actions, routes, data)
         results: list[ForwardOutcome] = []
         for index, action in enumerate(actions):
             self._join(joins.get(index, ()))
@@ -155,6 +158,42 @@ class Executor:
         self._transport.finish()
         self._pieces.clear()
         return results
+
+    def _warm_up(self, actions: Sequence[Action], routes: Routes, data: StepData) -> None:
+        """Run a forward and a backward of each stage whose compiled blocks have not run, on zeros in place of rows of
+        other stages: all ranks compile at once, and before an action's time counts. Gradients stay as they are."""
+        for action in actions:
+            stage, samples = self._stages[action.stage], routes.samples[action]
+            compiled = stage.compiled
+            if compiled is None or compiled.is_warm or action.kind != ActionKind.F or stage.sharded is not None:
+                continue
+            inputs: dict[str, Tensor] = {}
+            for unit, (boundary, needs_gradient) in stage.inbound.items():
+                rows = sum(self._counts(stage, samples, unit, boundary).values())
+                zeros = torch.zeros(rows, boundary.width, dtype=boundary.dtype, device=self._device)
+                inputs[unit] = zeros.requires_grad_(needs_gradient and stage.needs_backward)
+            if stage.has_peers:
+                self._agreement.require()
+            dropout = nullcontext() if stage.dropout is None else stage.dropout.running(data, samples)
+            with torch.set_grad_enabled(stage.needs_backward), dropout:
+                output = stage.module.run(data, samples, inputs)
+                rows_out = (output.rows_for(unit) for unit in stage.outbound)
+                ends = [end for end in (*rows_out, *output.losses.values()) if end is not None and end.requires_grad]
+            if not ends:  # it is frozen, or the microbatch has nothing for its unit
+                compiled.is_warm = output.rows is not None and not stage.needs_backward
+                continue
+            compiled.is_warm = True
+            before = {weight: weight.grad for weight in stage.module.parameters()}
+            for weight in before:
+                weight.grad = None
+            try:
+                with stage.gradients.deferring():
+                    torch.autograd.backward(ends, [torch.zeros_like(end) for end in ends])
+            except COMPILER_ERRORS as error:
+                compiled.give_up(error)
+            stage.gradients.take()
+            for weight, gradient in before.items():
+                weight.grad = gradient
 
     def _join(self, rounds: Sequence[tuple[int, ActionKind]]) -> None:
         for number, kind in rounds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.memory_modes import Compile, Kernels
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.fused_modules import KernelSet, kernel_set
 from dilatant.models.core.random_draws import draws_of
 from dilatant.models.core.stage import Predictions, Stage, StepData, stage_tensors
 from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
@@ -24,7 +27,15 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
 from dilatant.plan.sharding import shard_problems
-from dilatant.runtime.build import build_bucketed_weights, build_stages, derive_boundaries, local_stages, shard_stages
+from dilatant.runtime.build import (
+    build_bucketed_weights,
+    build_stages,
+    compile_stages,
+    derive_boundaries,
+    local_stages,
+    shard_stages,
+)
+from dilatant.runtime.compiled_blocks import compiles
 from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.state.exact_sums import ExactGradients
@@ -59,7 +70,8 @@ class Execution:
     (`Microbatching.alone`). correct_costs: correct the costs by measurements during the run. num_sources: number of
     data sets; with several, the loss is also reported by data set. look_ahead: number of messages that are received
     ahead. check_transport: check with a header that both ends agree on every message. owns_comm: `close` closes the
-    communicator, too.
+    communicator, too. compile: as in `train`. compiler: the backend of
+    `torch.compile`. kernels: as in `train`, or a kernel set of your own.
     """
 
     precision: torch.dtype | None = None
@@ -69,6 +81,9 @@ class Execution:
     look_ahead: int = 2
     check_transport: bool = False
     owns_comm: bool = False
+    compile: Compile = "none"
+    compiler: str = "inductor"
+    kernels: Kernels | KernelSet = "none"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +166,18 @@ class Runtime:
             modules = dict(zip(held, before.modules.values(), strict=True))
         self._boundaries = derive_boundaries(model, plan)
         trainability = trainability_of(plan, trainable_layers(model.units))
-        self._stages = local_stages(model, plan, rank, modules, self._boundaries, trainability.backward)
+        if execution.exact and execution.compile == "blocks":
+            raise UserError(
+                "train.compile: blocks may round otherwise in rows of other lengths; leave out deterministic"
+            )
+        how = "none" if execution.exact else execution.compile
+        compiled = {name for name, unit in model.units.items() if compiles(how, comm.device, unit.family)}
+        own = execution.kernels
+        kernels = kernel_set(own, comm.device) if isinstance(own, str) else own
+        of_unit: dict[str, KernelSet] = {name: {} if name in compiled else kernels for name in model.units}
+        self._stages = local_stages(model, plan, rank, modules, self._boundaries, trainability.backward, of_unit)
+        if own == "liger" and not any(stage.fused and stage.fused.places for stage in self._stages.values()):
+            warnings.warn(f"train.kernels: liger has no kernel for the modules of rank {rank}", stacklevel=2)
         self.parameters = {
             name: parameter for module in modules.values() for name, parameter in module.named_logical_parameters()
         }
@@ -165,6 +191,7 @@ class Runtime:
             self._shared.require_equal()
             costs = _first_ranks(comm, costs, plan)
         shard_stages(model, self._stages, self._shared, layout)
+        compile_stages(model, self._stages, compiled, execution.compiler)
         self._recorder = Recorder(rank, comm.device)
         self._transport = Transport(
             comm, [p.stage for p in self._placed], execution.look_ahead, execution.check_transport

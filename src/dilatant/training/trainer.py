@@ -423,6 +423,8 @@ def _open_runtime(
         num_sources=num_sources,
         check_transport=config.parallel.check_transport,
         owns_comm=True,
+        compile=config.train.compile,
+        kernels=config.train.kernels,
     )
     return Runtime(
         model,

@@ -69,6 +69,19 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
         # Allocated together with the layers' own weights.
         low_cpu_mem_usage=any(parameter.is_meta for parameter in model.parameters()),
     )
+    for _, layer in layers_of(model):
+        layer.lora_variant.setdefault(ADAPTER, _OneAddition())  # DoRA has a variant of peft
+
+
+class _OneAddition:
+    """Variant, as peft calls an adapter's own computation: scale and add the adapter's output in one operation."""
+
+    @staticmethod
+    def forward(layer: Any, active_adapter: str, x: Tensor, result: Tensor, **options: Any) -> Tensor:
+        parts = (layer.lora_dropout, layer.lora_A, layer.lora_B)
+        for part in parts:
+            x = part[active_adapter](x)
+        return torch.add(result, x, alpha=layer.scaling[active_adapter])
 
 
 def inject_parts(language: PreTrainedModel, encoders: Mapping[str, PreTrainedModel], config: LoraConfig) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dilatant.attention.hook import ATTENTION_DROPOUTS
+from dilatant.attention.hook import ATTENTION_DROPOUTS, WHY_NOT_COMPILED
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws
 from dilatant.models.core.recompute import add_contexts, remove_contexts
@@ -86,6 +86,7 @@ class KeyedDropout(nn.Dropout):
         self.layer = layer
         self.stage = stage
 
+    @torch.compiler.disable(reason=WHY_NOT_COMPILED)
     def forward(self, input: Tensor) -> Tensor:
         draws = self.stage.draws
         if not self.training or draws is None:

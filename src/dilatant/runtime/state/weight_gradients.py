@@ -25,6 +25,8 @@ from torch.nn import functional
 
 from dilatant.models.core.parallel_linear import ParallelLinear
 from dilatant.models.parallel.experts import group_experts, grouped_linear, is_fused, ungroup_experts
+from dilatant.runtime.state.linear_operators import handle_of
+from dilatant.runtime.state.linear_operators import linear as operator
 
 _PIECE = 1 << 24
 """Elements of a weight gradient that are computed at once, if it is computed and accumulated in different dtypes."""
@@ -91,6 +93,7 @@ class DeferredLinear(ParallelLinear):
         self.training = linear.training
         self.gradients = gradients
         self.defers = defers
+        self.handle = handle_of(self)
         self.enter = linear.enter if isinstance(linear, ParallelLinear) else None
         self.leave = linear.leave if isinstance(linear, ParallelLinear) else None
 
@@ -98,9 +101,23 @@ class DeferredLinear(ParallelLinear):
         weight, defers = self.weight, self.defers  # each look-up of a parameter is a Python call
         bias_trains = bias is not None and bias.requires_grad
         trains = torch.is_grad_enabled() and (weight.requires_grad or bias_trains)
+        if trains and torch.compiler.is_compiling():
+            return operator(input, weight, bias, self.handle)
         if trains and (self.gradients.splits or not defers or _adds_itself(weight)):
             return _DeferredProduct.apply(input, weight, bias, self.gradients, defers)
         return functional.linear(input, weight, bias)
+
+    @torch.no_grad()
+    def add_gradient(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Add the gradients of weight and bias, as far as they train, or delay them: the backward of compiled blocks.
+        gradient, inputs: [rows, features]."""
+        weight = self.weight if self.weight.requires_grad else None
+        bias = self.bias if self.bias is not None and self.bias.requires_grad else None
+        delayed: list[DelayedGradient] = [(weight, bias, inputs.detach(), gradient.detach(), None)]
+        if self.gradients.is_deferring and self.defers:
+            self.gradients.deferred += delayed
+        else:
+            accumulate(delayed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,156 @@
+"""Fused kernels: replace norms and gated feed-forward modules of blocks by a library's, which hold the same weights.
+
+A kernel set maps a kind of module to the modules that may replace one. A replacement is used only if it computes what
+the family's module does, which a few random rows show; so no list of families is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.config.errors import UserError
+from dilatant.config.memory_modes import Kernels
+from dilatant.models.core.slicing import shell_of
+
+KernelSet = Mapping[str, Sequence[Callable[[nn.Module], nn.Module]]]
+"""Kind (`rms_norm`, `layer_norm`, `swiglu`) → functions that make a replacement of a module, tried in order. A
+replacement has the module's parameters and children under the same names."""
+_FACTORS = {"gate_proj": 0.7, "up_proj": -1.3, "down_proj": 1.9}
+_ROWS = 5
+
+
+class FusedSwiglu(nn.Module):
+    """A gated feed-forward module with the linear layers of `mlp`. product(gate, up) → silu(gate) * up."""
+
+    def __init__(self, mlp: nn.Module, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (mlp.get_submodule(name) for name in _FACTORS)
+        self.training = mlp.training
+        self.multiply = product
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.multiply(self.gate_proj(hidden), self.up_proj(hidden)))
+
+
+def kernel_set(how: Kernels, device: torch.device) -> KernelSet:
+    """Return the kernels that `train.kernels` asks for on this device; empty for none. Raises UserError."""
+    if how == "none" or (how == "auto" and device.type != "cuda"):
+        return {}
+    if device.type != "cuda":
+        raise UserError("train.kernels: liger-kernel runs on GPUs only, and this run is on a CPU; write auto or none")
+    if importlib.util.find_spec("liger_kernel") is None:
+        if how == "auto":
+            return {}
+        raise UserError("train.kernels: liger needs `pip install 'dilatant[kernels]'`; or write auto or none")
+    return liger()
+
+
+def liger() -> KernelSet:
+    """Return the kernels of liger-kernel. Norms are not computed in place: a residual stream's gradient has other
+    readers."""
+    from liger_kernel.transformers.functional import liger_swiglu
+    from liger_kernel.transformers.layer_norm import LigerLayerNorm
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    def rms_norm(offset: float, casting: str) -> Callable[[nn.Module], nn.Module]:
+        return lambda norm: _with_weights_of(
+            norm, LigerRMSNorm(1, _epsilon(norm), offset, casting_mode=casting, in_place=False)
+        )
+
+    return {
+        "rms_norm": (rms_norm(0.0, "llama"), rms_norm(1.0, "gemma")),
+        "layer_norm": (lambda norm: _with_weights_of(norm, LigerLayerNorm(norm.weight.numel(), _epsilon(norm), True)),),
+        "swiglu": (lambda mlp: FusedSwiglu(mlp, liger_swiglu),),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FusedModules:
+    """Modules that were replaced: (parent, attribute name, original module)."""
+
+    places: tuple[tuple[nn.Module, str, nn.Module], ...]
+
+    def restore(self) -> None:
+        """Put the original modules back, with the weights and children that their replacements have now."""
+        for parent, name, original in self.places:
+            current = parent._modules[name]
+            assert current is not None
+            original._parameters.update(current._parameters)
+            original._modules.update(current._modules)
+            original.train(current.training)
+            parent._modules[name] = original
+
+
+def fuse(blocks: Iterable[nn.Module], kernels: KernelSet) -> FusedModules:
+    """Replace the modules of `blocks` for which `kernels` has an equal; modules with hooks are left alone."""
+    places = []
+    for block in blocks if kernels else ():
+        for parent in list(block.modules()):
+            for name, child in list(parent.named_children()):
+                kind = _kind_of(child)
+                found = next((new for make in kernels.get(kind, ()) if _equals(child, new := make(child), kind)), None)
+                if found is not None:
+                    places.append((parent, name, child))
+                    parent._modules[name] = found
+    return FusedModules(tuple(places))
+
+
+def _kind_of(module: nn.Module) -> str:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return ""
+    own, children = dict(module.named_parameters(recurse=False)), dict(module.named_children())
+    if type(module) is nn.LayerNorm:
+        return "layer_norm" if set(own) == {"weight", "bias"} and len(module.normalized_shape) == 1 else ""
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return ""
+    if type(module).__name__.endswith("RMSNorm") and set(own) == {"weight"} and not children and _epsilon(module):
+        return "rms_norm"
+    return "swiglu" if not own and set(children) == {*_FACTORS, "act_fn"} else ""
+
+
+@torch.no_grad()
+def _equals(module: nn.Module, other: nn.Module, kind: str) -> bool:
+    """Return True if both compute the same of a few random rows, up to rounding. Norms have random weights there, and
+    linear layers, which may communicate, are replaced by factors."""
+    draw = torch.Generator().manual_seed(0)
+    if kind == "swiglu":
+        like = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
+        if like is None:
+            return False
+        scales = {name: _Scale(factor) for name, factor in _FACTORS.items()}
+        rows = torch.randn(_ROWS, 64, generator=draw).to(like)
+        pair = [shell_of(one, scales)(rows) for one in (module, other)]
+    else:
+        weights = dict(module.named_parameters())
+        random = {name: torch.randn(weight.shape, generator=draw).to(weight) for name, weight in weights.items()}
+        rows = torch.randn(_ROWS, weights["weight"].numel(), generator=draw).to(weights["weight"])
+        pair = [torch.func.functional_call(one, random, (rows,)) for one in (module, other)]
+    # A few roundings of numbers of size 1, and in fp32 another order of a sum.
+    allowed = max(1e-5, 4 * torch.finfo(rows.dtype).eps)
+    return torch.allclose(pair[0].float(), pair[1].float(), rtol=allowed, atol=allowed)
+
+
+class _Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * self.factor
+
+
+def _with_weights_of(module: nn.Module, replacement: nn.Module) -> nn.Module:
+    replacement._parameters.update(module._parameters)
+    return replacement.train(module.training)
+
+
+def _epsilon(norm: Any) -> float:
+    """Return the epsilon of a norm, under the name that its family gives it; 0 if it has none."""
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0
