@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from dilatant.models.families.families import FAMILIES
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import choose_attention
+from dilatant.models.sources import load_pretrained_config
 
 
 def config_of(family: str) -> Any:
@@ -54,6 +57,30 @@ def test_a_family_that_is_not_named_trains_as_transformers_does(family: str) -> 
 def test_a_family_with_another_interface_is_refused_in_one_line(family: str) -> None:
     with pytest.raises(UserError, match=f"'{family}' (does not open whole|is not a family)") as raised:
         PretrainedModel.of(CONFIG_MAPPING[family](), "model")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_text_model_is_sent_to_its_place() -> None:
+    with pytest.raises(UserError, match=r"'llama' is not a family that opens whole.* under model.language_model"):
+        PretrainedModel.of(CONFIG_MAPPING["llama"](), "model.id")
+
+
+def test_a_config_that_contradicts_itself_is_named() -> None:
+    config = CONFIG_MAPPING["deepseek_vl"]()
+    config.text_config.hidden_act = "nonsense"
+    with pytest.raises(
+        UserError, match=r"cannot build it from its config \(.*nonsense.*correct its config.json"
+    ) as raised:
+        PretrainedModel.of(config, "model.id")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
+    mapped = {"AutoConfig": "evil.Evil"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": mapped}))
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(UserError, match=r"model.id: .*brings code of its own, which is not run") as raised:
+        load_pretrained_config(str(tmp_path), "model.id")
     assert "\n" not in str(raised.value)
 
 

@@ -40,7 +40,8 @@ def read_family(config: Any, where: str) -> Family:
         with on_meta():
             model: Any = auto_class(config).from_config(copy.deepcopy(config))
     except Exception as error:
-        raise refusal(config, where, one_line(error)) from None
+        problem = f"transformers cannot build it from its config ({one_line(error)}), so correct its config.json"
+        raise UserError(f"{where}: {config.model_type!r} does not open whole: {problem}") from None
     if getattr(config.get_text_config(), "is_encoder_decoder", False) or config.is_encoder_decoder:
         raise refusal(config, where, "its text model is an encoder with a decoder")
     decoder = _innermost(model)
