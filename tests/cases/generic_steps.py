@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cases.cut_wholes import adapted_alike
 from cases.drawn_steps import draw_assignment, draw_plan, draw_schedule
 from dilatant.config.model import LoraConfig
-from dilatant.data.media_units.processed_unit import SHAPE
+from dilatant.data.media_units.processed_unit import IS_CLIP, SHAPE, flatten
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.encoders.narrow_encoder import auto_class
@@ -120,8 +120,32 @@ def pretrained(family: str) -> PretrainedModel:
 
 @lru_cache
 def samples_of(family: str) -> list[EncodedSample]:
-    """Samples with several media of unlike sizes, and without any."""
-    return samples_with_media(pretrained(family))
+    """Samples with several media of unlike sizes, with clips where a family reads them, and without any."""
+    samples = samples_with_media(pretrained(family))
+    return [*samples, _with_clips(family)] if family == "glm4v" else samples
+
+
+def _with_clips(family: str) -> EncodedSample:
+    """A clip of two patches of time with text between, and a shorter one of larger frames; patches of 4 by 4 pixels and
+    two frames, which are merged by four. The family's own forward takes no images beside them."""
+    noise = np.random.default_rng(0)
+    ids: list[int] = []
+    parts: dict[str, list[Any]] = {}
+    patches = 0
+    for time, rows, columns in ((2, 4, 2), (1, 6, 4)):
+        for _ in range(time):
+            ids += [*noise.integers(3, 90, 2).tolist(), *[GENERIC[family]["image_token_id"]] * (rows * columns // 4)]
+        count = time * rows * columns
+        patches += count
+        pixels = noise.normal(size=(count, 96)).astype(np.float32)
+        item = {"pixel_values_videos": pixels, "video_grid_thw": np.array([[time, rows, columns]])}
+        for name, array in {**flatten(item), IS_CLIP: np.ones(1, np.int64)}.items():
+            parts.setdefault(name, []).append(array)
+    ids += [7, 8]
+    labels = np.where(np.equal(ids, GENERIC[family]["image_token_id"]), -100, ids)
+    labels[0] = -100
+    media = {"vision": {name: np.concatenate(arrays) for name, arrays in parts.items()}}
+    return EncodedSample("clips", np.array(ids), labels, media, {"vision": patches, "language": len(ids)}, 99)
 
 
 def opened(case: GenericCase, device: str) -> MultimodalModel:
@@ -227,6 +251,8 @@ def inputs_of(family: str, sample: EncodedSample, dtype: torch.dtype = torch.flo
             given[name] = joined.to(dtype) if joined.is_floating_point() else joined
     if family == "glm4v":
         given["mm_token_type_ids"] = (ids == GENERIC[family]["image_token_id"]).long()
+        if "video_grid_thw" in given:
+            given["mm_token_type_ids"] *= 2
     return given
 
 

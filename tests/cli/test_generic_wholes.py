@@ -14,6 +14,7 @@ from PIL import Image
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import is_torchvision_available
 
 from cases.generic_steps import GENERIC, inputs_of
 from cases.tiny_project import Dilatant
@@ -160,6 +161,31 @@ def config_of_bytes(family: str) -> Any:
     settings = {**GENERIC[family], "text_config": {**GENERIC[family]["text_config"], "vocab_size": 300}}
     settings |= {key: 299 - (127 - own) for key, own in settings.items() if key.endswith(("_id", "_index"))}
     return CONFIG_MAPPING[family](**settings)
+
+
+@pytest.mark.slow
+def test_clips_train_a_family_that_is_not_named(project: Path, dilatant: Dilatant) -> None:
+    size = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    limits = {"shortest_edge": 64, "longest_edge": 4096}
+    images = {"image_processor_type": "Glm4vImageProcessor", **size, "size": limits}
+    source = save(project / "whole", config_of_bytes("glm4v"), images)
+    clips = {"video_processor_type": "Glm4vVideoProcessor", **size, "size": limits}
+    (project / "whole" / "video_preprocessor_config.json").write_text(json.dumps(clips))
+    lines = []
+    for number in range(12):
+        frames = [Image.new("RGB", (16 + 4 * (number % 3), 16), (20 * each, 9 * number, 90)) for each in range(8)]
+        frames[0].save(project / f"{number}.gif", save_all=True, append_images=frames[1:], duration=250)
+        question = [{"type": "video", "video": f"{number}.gif"}, {"type": "text", "text": "Colour?"}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"{number}"}]
+        lines.append(json.dumps({"messages": messages}))
+    (project / "train.jsonl").write_text("\n".join(lines))
+    parallel = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
+    if not is_torchvision_available():
+        with pytest.raises(AssertionError, match=r"clips of glm4v .* needs torchvision"):
+            trained(project, dilatant, source, [], parallel)
+        pytest.skip("torchvision is absent; not checked: that clips train a family that is not named")
+    changed = trained(project, dilatant, source, [], parallel)
+    assert any("visual" in key for key in changed)
 
 
 REAL = {
