@@ -111,22 +111,22 @@ def cases(
     if case.attention is not None:
         degrees += [(1, 2), (1, 3), *((tp, 2) for tp, _ in degrees[1:])]
     experts = LANGUAGE[case.language].get("num_local_experts", 1)
-    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees, experts, alike)
-    assignment = _draw_assignment(draw, plan, build_samples(case))
+    plan = draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees, experts, alike)
+    assignment = draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
+    schedule = draw_schedule(draw, plan, assignment, trainability)
+    return replace(case, plan=plan, assignment=assignment, schedule=schedule)
+
+
+def draw_schedule(draw: Any, plan: Plan, assignment: Assignment, trainability: Any) -> Schedule:
+    """Draw a family of schedules that the plan allows and, sometimes, further split backwards."""
     families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
     if all(_repeats(replica) for unit in plan.units for replica in unit.replicas):
         families.append(interleaved)
-    family = draw(st.sampled_from(families))
-    schedule = family(plan, assignment, trainability)
+    schedule = draw(st.sampled_from(families))(plan, assignment, trainability)
     if draw(st.integers(0, 2)) == 0:
         schedule = _draw_split(draw, plan, schedule)
-    return replace(
-        case,
-        plan=plan,
-        assignment=assignment,
-        schedule=Schedule({rank: tuple(actions) for rank, actions in schedule.actions.items()}),
-    )
+    return Schedule({rank: tuple(actions) for rank, actions in schedule.actions.items()})
 
 
 def _draw_frozen(
@@ -152,7 +152,7 @@ def _draw_frozen(
     return tuple(chosen)
 
 
-def _draw_plan(
+def draw_plan(
     draw: Any,
     layers: dict[str, int],
     feeds: dict[str, tuple[str, ...]],
@@ -160,10 +160,12 @@ def _draw_plan(
     degrees: list[tuple[int, int]],
     experts: int,
     alike: bool,
+    by_items: frozenset[str] = frozenset(),
 ) -> Plan:
     """Draw replicas of every unit, each with its own cuts; encoders are on separate ranks or on those of other units.
 
-    Stages are on groups of tp x cp ranks; this function draws groups, not ranks.
+    Stages are on groups of tp x cp ranks; this function draws groups, not ranks. by_items: units whose ranks share
+    nothing but items; further ones are drawn.
     """
     budget = min(most_ranks, draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks])))
     groups: list[tuple[int, int]] = []
@@ -217,7 +219,7 @@ def _draw_plan(
         tp, cp = groups[group]
         ranks_of[group] = tuple(range(first, first + tp * cp))
 
-    by_items = {name for name in layers if name != "language" and draw(st.booleans())}
+    by_items |= {name for name in layers if name != "language" and draw(st.booleans())}
 
     def on_ranks(name: str, stage: Stage) -> Stage:
         (group,) = stage.ranks
@@ -245,7 +247,7 @@ def _draw_plan(
     )
 
 
-def _draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Assignment:
+def draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Assignment:
     """Draw borders of microbatches for every unit; an encoder mostly, not always, omits samples without rows. Sometimes
     microbatches are cut by tokens, as in plans with a token limit."""
     if draw(st.integers(0, 3)) == 0:

@@ -14,15 +14,21 @@ from PIL import Image
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import is_torchvision_available
 
+from cases.generic_steps import GENERIC, inputs_of
 from cases.tiny_project import Dilatant
 from dilatant.config import load_config
-from dilatant.data.text.encode import encode_sample
+from dilatant.data.text.encode import encode_prompt, encode_sample
 from dilatant.data.text.tokenizer import load_tokenizer
+from dilatant.hf.export import load_exported
+from dilatant.models.encoders.narrow_encoder import auto_class
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.pretrained_answers import composite_inputs
 from dilatant.planning.assemble import assemble_samples
+from dilatant.training.evaluation.image_answers import generate_answers
+from harness.shared_data import need
 
 TEXT = {
     "model_type": "mistral",
@@ -56,7 +62,7 @@ def save(folder: Path, config: Any = None, processor: dict[str, Any] | None = No
     """A tiny Mistral 3 with vision, or another model, as the hub has it."""
     config = config or tiny_config()
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    model = auto_class(config).from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.02 * torch.randn_like(weight)
@@ -148,6 +154,91 @@ def test_a_family_that_is_right_only_whole_trains_as_one_unit(project: Path, dil
     source = save(project / "whole", config, size)
     changed = trained(project, dilatant, source, [], {"units": {"language": {"replicas": 2}}, "microbatches": 2})
     assert any("vision_tower" in key for key in changed)
+
+
+def config_of_bytes(family: str) -> Any:
+    """A small config for a tokenizer of bytes, whose ids end before 290."""
+    settings = {**GENERIC[family], "text_config": {**GENERIC[family]["text_config"], "vocab_size": 300}}
+    settings |= {key: 299 - (127 - own) for key, own in settings.items() if key.endswith(("_id", "_index"))}
+    return CONFIG_MAPPING[family](**settings)
+
+
+@pytest.mark.slow
+def test_clips_train_a_family_that_is_not_named(project: Path, dilatant: Dilatant) -> None:
+    size = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    limits = {"shortest_edge": 64, "longest_edge": 4096}
+    images = {"image_processor_type": "Glm4vImageProcessor", **size, "size": limits}
+    source = save(project / "whole", config_of_bytes("glm4v"), images)
+    clips = {"video_processor_type": "Glm4vVideoProcessor", **size, "size": limits}
+    (project / "whole" / "video_preprocessor_config.json").write_text(json.dumps(clips))
+    lines = []
+    for number in range(12):
+        frames = [Image.new("RGB", (16 + 4 * (number % 3), 16), (20 * each, 9 * number, 90)) for each in range(8)]
+        frames[0].save(project / f"{number}.gif", save_all=True, append_images=frames[1:], duration=250)
+        question = [{"type": "video", "video": f"{number}.gif"}, {"type": "text", "text": "Colour?"}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"{number}"}]
+        lines.append(json.dumps({"messages": messages}))
+    (project / "train.jsonl").write_text("\n".join(lines))
+    parallel = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
+    if not is_torchvision_available():
+        with pytest.raises(AssertionError, match=r"clips of glm4v .* needs torchvision"):
+            trained(project, dilatant, source, [], parallel)
+        pytest.skip("torchvision is absent; not checked: that clips train a family that is not named")
+    changed = trained(project, dilatant, source, [], parallel)
+    assert any("visual" in key for key in changed)
+
+
+REAL = {
+    "glmasr": ("fsdd_mini", {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8}),
+    "mistral3": ("chartqa_mini", None),
+}
+"""Families that are not named → data of people, and the settings of a processor."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", REAL)
+@torch.no_grad()
+def test_real_media_train_a_family_that_is_not_named_and_answers_stay(
+    family: str, tmp_path: Path, dilatant: Dilatant
+) -> None:
+    data, processor = REAL[family]
+    source = need(f"data/{data}", f"that {family}, which no code names, trains on {data} and answers in transformers")
+    config = config_of_bytes(family)
+    before = save(tmp_path / "whole", config, processor).state_dict()
+    line = ("train", "--model", tmp_path / "whole", "--data", source, "--output", tmp_path / "run")
+    tree = {
+        "data.train.0.prompt": "Which digit?",
+        "data.val_size": 6,
+        "data.workers": 0,
+        "data.max_length": 1024,
+        "train.steps": 4,
+        "train.global_batch_size": 8,
+        "train.device": "cpu",
+        "train.optimizer.learning_rate": 0.01,
+    }
+    if family == "mistral3":
+        del tree["data.train.0.prompt"]
+    options = [part for key, value in tree.items() for part in ("--set", f"{key}={value}")]
+    code, _, err = dilatant(*line, *options)
+    assert code == 0, err
+    steps = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [step["loss"] for step in steps if "loss" in step]
+    assert losses[-1] < losses[0]
+    export = tmp_path / "run" / "export"
+    reloaded = auto_class(config).from_pretrained(export).eval()
+    after = reloaded.state_dict()
+    assert after.keys() == before.keys()
+    assert {key.split(".")[0] for key in before if not torch.equal(before[key], after[key])} == {"model", "lm_head"}
+    exported = load_exported(export)
+    held_out = assemble_samples(load_config(tmp_path / "run" / "config.yaml")).held_out
+    assert held_out is not None
+    longest = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 258, "pad_token_id": 258}
+    for index in range(3):
+        prompt = encode_prompt(held_out[index], exported.encoding)
+        (ours,) = generate_answers(exported.model, exported.tokenizer, [prompt], torch.device("cpu"), 8)
+        given = inputs_of(family, prompt.sample)
+        written = reloaded.generate(**given, **longest)[:, given["input_ids"].shape[1] :]
+        assert exported.tokenizer.batch_decode(written, skip_special_tokens=True) == [ours]
 
 
 def test_check_model_needs_no_more_than_a_config(tmp_path: Path, dilatant: Dilatant) -> None:

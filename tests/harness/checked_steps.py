@@ -58,17 +58,24 @@ class Allowed:
 
     @classmethod
     def of_case(cls, case: Case) -> Allowed:
-        """Return the tolerances of a case. In bf16 both runs round the result of every operation, in different shapes
-        and so at different places. A gradient passes about 15 roundings per block forward and as many backward, and as
-        many before and after the blocks. Independent errors, uniform up to BF16, add to sqrt(roundings / 3) * BF16,
-        for two runs sqrt(2) times that, and twice that is hardly ever reached. Terms that cancel leave a bf16 rounding
-        of numbers as large as the largest gradient. A generator's loss is a square, with twice the relative error of
-        its root; the language model's is a mean over targets of fp32 numbers, from rounded logits."""
-        if case.dtype == torch.float32:
-            return cls(RELATIVE, ABSOLUTE, RELATIVE, RELATIVE)
+        """Return the tolerances of a case."""
         blocks = case.language_layers + max((layers for _, _, layers, _, _ in case.encoders), default=0)
         if any(connector == "transformer" for _, _, connector, _ in case.generators):
             blocks += 2  # `Generator.connector_layers`
+        return cls.of_blocks(blocks, case.dtype)
+
+    @classmethod
+    def of_blocks(cls, blocks: int, dtype: torch.dtype) -> Allowed:
+        """Return the tolerances of a path through so many blocks.
+
+        In bf16 both runs round the result of every operation, in different shapes and so at different places. A
+        gradient passes about 15 roundings per block forward and as many backward, and as many before and after the
+        blocks. Independent errors, uniform up to BF16, add to sqrt(roundings / 3) * BF16, for two runs sqrt(2) times
+        that, and twice that is hardly ever reached. Terms that cancel leave a bf16 rounding of numbers as large as the
+        largest gradient. A generator's loss is a square, with twice the relative error of its root; the language
+        model's is a mean over targets of fp32 numbers, from rounded logits."""
+        if dtype == torch.float32:
+            return cls(RELATIVE, ABSOLUTE, RELATIVE, RELATIVE)
         roundings = 30 * (blocks + 2)
         relative = 2 * (2 * roundings / 3) ** 0.5 * BF16
         return cls(relative, BF16, BF16, 2 * relative)

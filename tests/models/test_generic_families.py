@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import is_torchvision_available
 
+from cases.generic_steps import pretrained
 from dilatant.config.errors import UserError
+from dilatant.data.errors import MediaError
+from dilatant.data.sample import MediaSize
+from dilatant.data.text.tokenizer import load_tokenizer
 from dilatant.models.families.families import FAMILIES
+from dilatant.models.families.media_proof import proof_of
+from dilatant.models.families.media_units import units_of_pretrained
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import choose_attention
+from dilatant.models.row_attention import attend_by_default, choose_attention
+from dilatant.models.sources import load_pretrained_config
 
 
 def config_of(family: str) -> Any:
@@ -55,6 +65,50 @@ def test_a_family_with_another_interface_is_refused_in_one_line(family: str) -> 
     with pytest.raises(UserError, match=f"'{family}' (does not open whole|is not a family)") as raised:
         PretrainedModel.of(CONFIG_MAPPING[family](), "model")
     assert "\n" not in str(raised.value)
+
+
+def test_a_text_model_is_sent_to_its_place() -> None:
+    with pytest.raises(UserError, match=r"'llama' is not a family that opens whole.* under model.language_model"):
+        PretrainedModel.of(CONFIG_MAPPING["llama"](), "model.id")
+
+
+def test_a_config_that_contradicts_itself_is_named() -> None:
+    config = CONFIG_MAPPING["deepseek_vl"]()
+    config.text_config.hidden_act = "nonsense"
+    with pytest.raises(
+        UserError, match=r"cannot build it from its config \(.*nonsense.*correct its config.json"
+    ) as raised:
+        PretrainedModel.of(config, "model.id")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
+    mapped = {"AutoConfig": "evil.Evil"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": mapped}))
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(UserError, match=r"model.id: .*brings code of its own, which is not run") as raised:
+        load_pretrained_config(str(tmp_path), "model.id")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+def test_clips_whose_processor_needs_torchvision_say_so() -> None:
+    whole = pretrained("glm4v")
+    assert whole.family.clips == "processed"
+    image, clip = units_of_pretrained(whole, None, load_tokenizer("bytes"))
+    assert (image.kind, clip.kind) == ("image", "video")
+    with pytest.raises(MediaError, match=r"clips of glm4v .* needs torchvision"):
+        clip.merged_tokens(MediaSize(8, 8, 1.0, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4v", "exaone4_5", "hyperclovax_vision_v2"])
+def test_clips_train_as_in_transformers(family: str) -> None:
+    if not is_torchvision_available():
+        pytest.skip(f"torchvision is absent; not checked: that {family} trains on clips by its own processor")
+    whole = PretrainedModel.of(config_of(family), "model")
+    assert whole.family.clips == "processed"
+    assert proof_of(whole, attend_by_default).clips is None
 
 
 def test_a_family_whose_processor_needs_torchvision_says_so() -> None:

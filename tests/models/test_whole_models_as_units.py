@@ -50,7 +50,7 @@ def test_another_sample_changes_nothing_of_one_beside_it():
 
 def test_a_family_that_is_not_known_says_what_is_missing():
     config = whole_config("llava").text_config
-    with pytest.raises(UserError, match=r"'llama' is not a family that opens whole.*towers, projectors"):
+    with pytest.raises(UserError, match=r"'llama' is not a family that opens whole.*under model.language_model"):
         PretrainedModel.of(config, "model.id")
 
 

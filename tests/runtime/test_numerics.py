@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from cases.drawn_steps import cases
 from cases.engine_case import Case
+from cases.generic_steps import GENERIC, GenericCase, generic_cases
 from cases.parallel_cases import case_of, plan_of
 from dilatant.cost.memory import Zero
 from dilatant.plan.plan import Stage
+from harness.checked_generic_steps import check_generic_case
 from harness.checked_steps import COMMON, check_case
 from harness.worker_pool import WorkerPool
 
@@ -86,3 +88,26 @@ def test_ranks_without_a_stage_change_nothing(workers: WorkerPool) -> None:
     """They lie below, between and above the plan's ranks, as recovery leaves them, and get no memory."""
     plan = plan_of((Stage(0, 5, (1,)),), (Stage(0, 2, (1,)), Stage(2, 4, (3,))))
     check_case(workers, case_of(plan), "node", 1, above=1)
+
+
+CHEAP = ("deepseek_vl",)
+
+
+@settings(max_examples=2, **COMMON)
+@given(case=generic_cases(CHEAP, 3, torch.float32), zero=SHARING, nodes=NODES)
+def test_any_step_of_an_undeclared_family_matches_transformers(
+    workers: WorkerPool, case: GenericCase, zero: Zero, nodes: int
+) -> None:
+    check_generic_case(workers, case, zero, nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", GENERIC)
+@settings(max_examples=6, **COMMON)
+@given(data=st.data(), zero=SHARING, nodes=NODES)
+def test_more_steps_of_undeclared_families_match_transformers(
+    workers: WorkerPool, family: str, dtype: torch.dtype, data: Any, zero: Zero, nodes: int
+) -> None:
+    check_generic_case(workers, data.draw(generic_cases([family], 6, dtype)), zero, nodes)

@@ -227,9 +227,20 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
     except OSError:
         _require_on_hub(name, where)
     except Exception as error:
-        raise UserError(f"{where}: {name!r} cannot be read: {one_line(error)}") from None
-    with as_user_error(f"{where}: {name!r} cannot be read"):
+        raise _unreadable(name, where, error) from None
+    try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise _unreadable(name, where, error) from None
+
+
+def _unreadable(name: str, where: str, error: Exception) -> UserError:
+    if "trust_remote_code" not in str(error):
+        return UserError(f"{where}: {name!r} cannot be read: {one_line(error)}")
+    return UserError(
+        f"{where}: {name!r} brings code of its own, which is not run: name a copy of it in transformers' layout (often "
+        "with -hf in its id), or, under model.language_model or model.encoders, set trust_remote_code: true beside it"
+    )
 
 
 def _require_on_hub(name: str, where: str) -> None:

@@ -21,6 +21,9 @@ SHAPE = ".shape"
 """Suffix of the keyword for the shapes of an item's array, int64 [items, 6], padded with -1. The arrays themselves are
 flattened, so that items of different shapes can be concatenated."""
 _MOST_DIMENSIONS = 6
+IS_CLIP = "is_clip"
+"""Keyword for the kind of each item of an encoder that reads clips: 1 for a clip, whose arrays have "video" in their
+names, and 0 for an image."""
 
 Arrays = Mapping[str, NDArray]
 
@@ -59,7 +62,12 @@ class ProcessedUnit(UnitBase):
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         blank = _blank(self.processor, self.decoded_shape(size))
-        return {name: array for name, array in flatten(blank).items() if name.endswith(SHAPE) or is_layout(blank[name])}
+        flat = self.flat(blank).items()
+        return {name: array for name, array in flat if name not in blank or is_layout(blank[name])}
+
+    def flat(self, item: Arrays) -> dict[str, EncoderInput]:
+        """Return the inputs of a processed item."""
+        return flatten(item)
 
     def see(self, decoded: NDArray) -> dict[str, EncoderInput]:
         """Return the inputs of a decoded item: uint8 [height, width, channels], or float32 [samples]."""
@@ -70,12 +78,12 @@ class ProcessedUnit(UnitBase):
             for name, array in item.items()
         ):
             raise ValueError("its processor makes other shapes of it than of a blank item of its size")
-        return flatten(item)
+        return self.flat(item)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
-    """Media unit of images that a model's own processor prepares."""
+    """Media unit of images that a model's own processor prepares. beside_clips: the encoder reads clips, too."""
 
     name: str
     placeholder_id: int
@@ -83,9 +91,13 @@ class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
     count: CountsTokens
     marker: str = "<image>"
     written: MediaMarkup | None = None
+    beside_clips: bool = False
 
     def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
         return size.height, size.width, self.processor.channels
+
+    def flat(self, item: Arrays) -> dict[str, EncoderInput]:
+        return flatten(item) | ({IS_CLIP: np.zeros(1, np.int64)} if self.beside_clips else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.media_units.frame_choice import FramedClipUnit
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
+from dilatant.data.media_units.processed_clip_unit import ProcessedClipUnit
 from dilatant.data.sample import MediaKind, MediaMarkup, MediaUnit, Role, Sample, Turn
 from dilatant.data.text.chat import ChatTokenizer
 
@@ -21,7 +22,7 @@ TOKENS = "tokens"
 """Part of a sample: ids and labels. The other parts are the media units, by name."""
 QUESTION = "question"
 """Like `TOKENS`, but with labels on the last answer only, for the evaluation of held-out samples."""
-IN_PIECES = NativeClipUnit | FramedClipUnit
+IN_PIECES = NativeClipUnit | FramedClipUnit | ProcessedClipUnit
 """Units whose items are written in several places, with text between."""
 EncodingUnit = MediaUnit | ImageTarget
 """The unit of a media item: an encoder's input or a generator's target."""

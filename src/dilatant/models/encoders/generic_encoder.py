@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from dilatant.attention.hook import attend_to_items, passes_borders
 from dilatant.config.errors import UserError, type_and_text
 from dilatant.data.media.pixels import EncoderInput, as_array
+from dilatant.data.media_units.processed_clip_unit import HuggingFaceClipProcessor, ProcessedClipUnit
 from dilatant.data.media_units.processed_unit import ProcessedImageUnit, ProcessedSoundUnit, flatten, is_layout
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
 from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
@@ -38,10 +40,12 @@ from dilatant.models.encoders.encoder import Callbacks, EncoderStage
 from dilatant.models.encoders.narrow_encoder import (
     FeatureShapes,
     Layout,
+    default_clip_settings,
     default_processor,
     default_sound_processor,
     encoder_in,
     in_order,
+    is_of_clip,
     items_of,
     known_to,
     layout_of,
@@ -53,7 +57,7 @@ from dilatant.models.encoders.narrow_encoder import (
     width_key,
 )
 from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
-from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
+from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 from dilatant.models.parallel.shared_samples import SampleParallel
 
 TYPICAL_PATCHES, TYPICAL_SECONDS = 32, 10
@@ -81,7 +85,8 @@ class GenericStage(SampleParallel, EncoderStage):
             return StageOutput()
         media_of(data, samples, self, names=())  # refuses samples whose media were not loaded
         loaded = [data.samples[sample].media[self.unit] for sample in samples]
-        arrays = {name: np.concatenate([as_array(each[name]) for each in loaded]) for name in loaded[0]}
+        names = dict.fromkeys(name for each in loaded for name in each)
+        arrays = {name: np.concatenate([as_array(each[name]) for each in loaded if name in each]) for name in names}
         hidden = None if self.is_first else inbound[self.unit]
         return StageOutput(self._encode_items(arrays, hidden, data.device))
 
@@ -266,19 +271,25 @@ class RopePositions:
             tokens[sample.input_ids == own] = narrow
         given: dict[str, Any] = {}
         for name, kind, placeholder in self.units:
-            if kind == "image":
-                kinds[sample.input_ids == placeholder] = 1
             if sample.sizes.get(name, 0) and name in sample.media:
                 items = items_of({key: as_array(each) for key, each in sample.media[name].items()})
+                if kind == "image":
+                    has_clips = any(map(is_of_clip, items))
+                    kinds[sample.input_ids == placeholder] = kinds_of_rows(self.shapes, items) if has_clips else 1
                 if kind == "audio" and _FRAMES in items[0]:
                     given["audio_seqlens"] = torch.tensor([int(item[_FRAMES].sum()) for item in items])
-                read = known.intersection(items[0])
-                given |= {key: torch.cat([torch.as_tensor(item[key]) for item in items]) for key in read}
+                for key in known & {*chain(*items)}:
+                    given[key] = torch.cat([torch.as_tensor(item[key]) for item in items if key in item])
         given |= {"input_ids": torch.as_tensor(tokens)[None], "mm_token_type_ids": torch.as_tensor(kinds)[None]}
         if "mm_token_type_ids" not in known:  # finds media by the ids around them
             given["attention_mask"] = torch.ones_like(given["input_ids"])
         places, *_ = model.get_rope_index(**{key: each for key, each in given.items() if key in known})
         return np.concatenate([np.arange(len(tokens))[None], places[:, 0].long().numpy()])
+
+
+def kinds_of_rows(shapes: FeatureShapes, items: Iterable[Mapping[str, NDArray]]) -> NDArray[np.int64]:
+    """Return the kind of the item of each row, as in transformers' `mm_token_type_ids`: 1 for images, 2 for clips."""
+    return np.concatenate([np.full(shapes(item)[1], 1 + is_of_clip(item)) for item in items])
 
 
 _FRAMES = "feature_attention_mask"
@@ -290,13 +301,15 @@ class GenericTower(Tower):
     """An encoder that `families.generic` found in a model. holder: path of the module whose method runs it (see
     `narrow_encoder.method_of`). narrow: config of the narrow model that counts tokens, as JSON. inner: path of the
     blocks in the encoder; None if it is one layer, because of `uncut`. inputs: names of the processor's outputs that
-    the model reads."""
+    the model reads. token_of_clips: config key of the token that a row of a clip replaces in transformers' own
+    forward."""
 
     holder: str = "model"
     narrow: str = ""
     inner: str | None = ""
     uncut: str | None = None
     inputs: tuple[str, ...] = ()
+    token_of_clips: str = "video_token_id"
 
     @property
     def shapes(self) -> FeatureShapes:
@@ -368,15 +381,35 @@ class GenericTower(Tower):
         if settings is not None and "image_processor_type" in settings:
             saved = json.dumps(dict(settings), sort_keys=True)
             processor = HuggingFaceImageProcessor(saved, names=self.inputs)
-        return ProcessedImageUnit(host.name, host.placeholder_id, processor, self.shapes, written=written)
+        about: dict[str, Any] = {"written": written, "beside_clips": self.clips is not None}
+        return ProcessedImageUnit(host.name, host.placeholder_id, processor, self.shapes, **about)
+
+    @property
+    def clip_settings(self) -> tuple[str, ...]:
+        return ("num_frames", "fps") if self.clips is not None else ()
+
+    def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> ProcessedClipUnit:
+        limits = {key: options.requested[key] for key in self.clip_settings if key in options.requested}
+        if limits:  # processors take one of both
+            limits = {**dict.fromkeys(self.clip_settings), "do_sample_frames": True, **limits}
+        settings = {**default_clip_settings(host.config), **options.saved, **limits}
+        names = tuple(name for name in self.inputs if is_of_clip((name,)))
+        processor = HuggingFaceClipProcessor(json.dumps(settings, sort_keys=True), host.config.model_type, names)
+        return ProcessedClipUnit(host.name, host.placeholder_id, processor, self.shapes, written=options.written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         items = items_of({name: each.cpu().numpy() for name, each in inputs.items()})
         axes = self.axes(host.config)
-        return {
-            name: join_items([torch.as_tensor(item[name]) for item in items], axes.get(name, 0)).to(ids.device)
-            for name in items[0]
-        }
+        found: dict[str, Tensor] = {}
+        for name in dict.fromkeys(chain(*items)):
+            own = [torch.as_tensor(item[name]) for item in items if name in item]
+            found[name] = join_items(own, axes.get(name, 0)).to(ids.device)
+        if any(map(is_of_clip, items)):
+            kinds = torch.zeros_like(ids)
+            kinds[ids == host.placeholder_id] = torch.as_tensor(kinds_of_rows(self.shapes, items)).to(ids.device)
+            clip = getattr(host.config, self.token_of_clips)
+            found |= {"input_ids": torch.where(kinds == 2, clip, ids), "mm_token_type_ids": kinds}
+        return found
 
 
 @dataclass(frozen=True)

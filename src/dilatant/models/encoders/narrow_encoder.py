@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -21,11 +21,12 @@ from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from dilatant.config.errors import UserError
-from dilatant.data.media_units.processed_unit import SHAPE
+from dilatant.data.media_units.processed_unit import IS_CLIP, SHAPE
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor, of_family
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.slicing import keep_output, run_slice, slice_model
@@ -40,13 +41,20 @@ def items_of(arrays: Mapping[str, NDArray]) -> list[dict[str, NDArray]]:
     items: dict[int, dict[str, NDArray]] = {}
     for name in sorted(key.removesuffix(SHAPE) for key in arrays if key.endswith(SHAPE)):
         at = 0
-        for number, padded in enumerate(arrays[name + SHAPE]):
+        kinds = arrays.get(IS_CLIP, np.zeros(len(arrays[name + SHAPE])))
+        having = np.flatnonzero(kinds == is_of_clip((name,))) if IS_CLIP in arrays else np.arange(len(kinds))
+        for number, padded in zip(having.tolist(), arrays[name + SHAPE], strict=True):
             shape = tuple(padded[padded >= 0].tolist())
             end = at + int(np.prod(shape))
             own = arrays[name][at:end].reshape(shape) if name in arrays else np.ones(shape, np.float32)
             items.setdefault(number, {})[name] = own
             at = end
-    return list(items.values())
+    return [items[number] for number in sorted(items)]
+
+
+def is_of_clip(names: Iterable[str]) -> bool:
+    """Return True if these arrays of an item are those of a clip (see `IS_CLIP`)."""
+    return any("video" in name for name in names)
 
 
 def layout_of(item: Mapping[str, NDArray]) -> Layout:
@@ -69,7 +77,7 @@ def known_to(method: Any) -> frozenset[str]:
 
 def rows_by(kind: str, model: nn.Module, inputs: Mapping[str, Tensor], *_: Tensor) -> Tensor:
     """Return the rows of the text that the family's own method computes from media: [rows, width]."""
-    name = method_of(kind)
+    name = method_of("video" if is_of_clip(inputs) else kind)
     known = known_to(getattr(type(model), name))
     found = getattr(model, name)(**{key: each for key, each in inputs.items() if key in known})
     rows = getattr(found, "pooler_output", found)
@@ -324,6 +332,18 @@ def default_sound_processor(config: Any, names: tuple[str, ...] = ()) -> Hugging
     if bins:
         settings["feature_size"] = bins[0]
     return HuggingFaceSoundProcessor(json.dumps(settings, sort_keys=True), config.model_type, names)
+
+
+def reads_clips(config: Any) -> bool:
+    """Return True if transformers has a processor of clips for a family, even one that needs an absent package."""
+    return of_family(dict.fromkeys(VIDEO_PROCESSOR_MAPPING_NAMES, True), config.model_type) is not None
+
+
+def default_clip_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of a family's processor of clips that its encoder's config decides."""
+    vision = getattr(config, "vision_config", None)
+    found = {name: getattr(vision, of_encoder, None) for name, of_encoder in _PATCHES.items()}
+    return {name: own for name, own in found.items() if isinstance(own, int)}
 
 
 def default_processor(config: Any, names: tuple[str, ...] = ()) -> HuggingFaceImageProcessor:

@@ -24,10 +24,10 @@ from dilatant.models.language.cross_attention import CrossAttention
 
 Settings = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
-Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced"]
+Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced", "processed"]
 """A clip's layout in the text: temporal patches as one item (Qwen), or apart with text between them; frames whose
-neighbouring patches are pooled to one row (LLaVA-OneVision); or frames as separate images, with the texts of this name
-around them (see `data.media_units.frame_choice.FRAME_TEXTS`)."""
+neighbouring patches are pooled to one row (LLaVA-OneVision); frames as separate images, with the texts of this name
+around them (see `data.media_units.frame_choice.FRAME_TEXTS`); or as the family's own processor writes them."""
 
 
 @dataclass(frozen=True, slots=True)

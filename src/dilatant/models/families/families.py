@@ -138,9 +138,9 @@ def family_of(config: Any, where: str) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise UserError(
-            f"{where}: {config.model_type!r} is not a family that opens whole; known are {', '.join(FAMILIES)}. Name "
-            "its encoder and its language model under model.encoders and model.language_model, or add a Family to "
-            "dilatant.models.families.families: where its towers, projectors and text model are"
+            f"{where}: {config.model_type!r} is not a family that opens whole: transformers does not list it among "
+            "those that read media and write text. Name its text model under model.language_model, and encoders under "
+            "model.encoders"
         )
     if getattr(config, "audio_config", None) is None:  # absent in the large models of some families
         family = replace(family, towers={k: t for k, t in family.towers.items() if t.kind != "audio"})

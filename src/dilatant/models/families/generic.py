@@ -20,7 +20,7 @@ from torch import nn
 from dilatant.config.errors import UserError, one_line, type_and_text
 from dilatant.models.core.structure import find_structure, on_meta
 from dilatant.models.encoders.generic_encoder import GenericSoundTower, GenericTower
-from dilatant.models.encoders.narrow_encoder import auto_class, known_to, method_of, token_key
+from dilatant.models.encoders.narrow_encoder import auto_class, known_to, method_of, reads_clips, token_key
 from dilatant.models.families.families import FAMILIES, Family
 from dilatant.models.families.shrink import narrow_json
 
@@ -40,7 +40,8 @@ def read_family(config: Any, where: str) -> Family:
         with on_meta():
             model: Any = auto_class(config).from_config(copy.deepcopy(config))
     except Exception as error:
-        raise refusal(config, where, one_line(error)) from None
+        problem = f"transformers cannot build it from its config ({one_line(error)}), so correct its config.json"
+        raise UserError(f"{where}: {config.model_type!r} does not open whole: {problem}") from None
     if getattr(config.get_text_config(), "is_encoder_decoder", False) or config.is_encoder_decoder:
         raise refusal(config, where, "its text model is an encoder with a decoder")
     decoder = _innermost(model)
@@ -76,7 +77,8 @@ def read_family(config: Any, where: str) -> Family:
             inputs=_read_of(model, holder, kind),
         )
         try:
-            towers[unit] = _checked(found, config)
+            checked = _checked(found, config)
+            towers[unit] = replace(checked, **_clips(model, holder, modules)) if kind == "image" else checked
         except Exception as error:
             problems.append(_why(error))
     if not towers:
@@ -107,6 +109,23 @@ def _kinds_of(holder: Any) -> list[str]:
     return [kind for kind in _TOWERS if hasattr(type(holder), method_of(kind))]
 
 
+def _clips(model: Any, holder: Any, modules: Iterable[str]) -> dict[str, Any]:
+    """Return what a tower of images also needs for clips; nothing unless it encodes both in the same modules, and the
+    family's positions can tell them apart by `mm_token_type_ids`."""
+    rope = getattr(type(holder), "get_rope_index", None)
+    touched = [name for name in _touched(holder, "video") if isinstance(getattr(holder, name), nn.Module)]
+    if not touched or not {*touched} <= {*modules} or not reads_clips(model.config):
+        return {}
+    if rope is not None and "mm_token_type_ids" not in known_to(rope):
+        return {}
+    merge = getattr(type(holder), "get_placeholder_mask", type(holder).forward)
+    named = re.findall(
+        r"special_video_mask = input_ids == self\.config\.(\w+)", inspect.getsource(inspect.unwrap(merge))
+    )
+    key = named[0] if named else token_key(model.config, "video")
+    return {} if key is None else {"clips": "processed", "token_of_clips": key}
+
+
 def _checked(tower: GenericTower, config: Any) -> GenericTower:
     """Return an encoder that can be built: as it is, or as one layer. Raises the error of the latter."""
     try:
@@ -123,7 +142,7 @@ def _checked(tower: GenericTower, config: Any) -> GenericTower:
 
 def _read_of(model: Any, holder: Any, kind: str) -> tuple[str, ...]:
     """Return the names of the inputs that a model reads besides its text."""
-    methods = (method_of(kind), "get_rope_index")
+    methods = (method_of(kind), *((method_of("video"),) if kind == "image" else ()), "get_rope_index")
     found = [known_to(getattr(type(holder), name)) for name in methods if hasattr(type(holder), name)]
     names = known_to(type(model).forward).union(*found) - _OF_TEXT
     return tuple(sorted(names))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 import msgspec
@@ -24,16 +25,18 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.nn import functional
+from transformers.utils import is_torchvision_available
 
 from dilatant.config.errors import UserError, type_and_text
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import concatenate_inputs
-from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaMarkup, MediaUnit
+from dilatant.data.media_units.processed_clip_unit import ProcessedClipUnit
+from dilatant.data.sample import EncodedSample, Frames, Media, MediaKind, MediaMarkup, MediaUnit
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.narrow_encoder import default_processor, patch_of, takes_texts_alone
-from dilatant.models.encoders.tower import Tower
+from dilatant.models.encoders.tower import ClipOptions, Tower
 from dilatant.models.families.families import MediaAttention
 from dilatant.models.families.generic import refusal
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
@@ -58,6 +61,8 @@ class MediaProof:
     cut: str | None
     one_unit: str | None = "not needed"
     """The first problem of samples alone in one unit, which is tried if parts are wrong."""
+    clips: str | None = None
+    """The first problem of clips, alone in whole units, packed and cut; None if there is none, or none are read."""
 
 
 def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None]) -> str | None:
@@ -82,7 +87,8 @@ def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None
 def proof_of(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> MediaProof:
     """Prove a pretrained multimodal model on its small copy, or read the proof of an earlier run. A family that is
     listed is proven under its own mask."""
-    path = proof_path(["media", SAMPLES, _narrow_settings(whole), whole.attn_implementation])
+    reads = (is_torchvision_available(), whole.family.clips)
+    path = proof_path(["media", SAMPLES, _narrow_settings(whole), whole.attn_implementation, reads])
     try:
         return msgspec.json.decode(path.read_bytes(), type=MediaProof)
     except (OSError, msgspec.MsgspecError):
@@ -101,7 +107,9 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
         own = replace(whole, family=replace(whole.family, media_attention=mask))
         try:
             with seeded(0, "media proof"), torch.enable_grad():
-                found.append(MediaProof(mask, *_prove(small_copy(own), attend)))
+                small = small_copy(own)
+                problems = _prove(small, attend, samples_with_media(small))
+                found.append(replace(MediaProof(mask, *problems), clips=_prove_clips(small, attend, problems)))
         except Exception as error:
             why = type_and_text(error)
             found.append(MediaProof(mask, why, why, why))
@@ -130,6 +138,12 @@ def in_proven_units(whole: PretrainedModel, attend: Callable[[MultimodalModel], 
     if not whole.family.narrow:
         return whole
     proof = proof_of(whole, attend)
+    if proof.clips is not None:
+        warnings.warn(
+            f"clips are not read: {whole.config.model_type} would train otherwise on them ({proof.clips})", stacklevel=2
+        )
+        towers = {name: replace(tower, clips=None) for name, tower in whole.family.towers.items()}
+        whole = replace(whole, family=replace(whole.family, towers=towers))
     return whole if proof.alone is None or proof.one_unit is not None else whole.as_one_unit(proof.alone)
 
 
@@ -164,10 +178,25 @@ def drawn(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> 
     return model.eval()
 
 
-def _prove(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> tuple[str | None, ...]:
+def _prove_clips(
+    small: PretrainedModel, attend: Callable[[MultimodalModel], None], of_images: Sequence[str | None]
+) -> str | None:
+    """Return the first problem of samples with clips that those without have not (`of_images`)."""
+    tower = small.family.towers.get("vision")
+    if tower is None or tower.clips != "processed" or of_images[1] is not None or not is_torchvision_available():
+        return None
+    try:
+        found = _prove(small, attend, samples_with_media(small, clips=True))
+        return next((clip for clip, image in zip(found, of_images, strict=True) if image is None and clip), None)
+    except Exception as error:
+        return type_and_text(error)
+
+
+def _prove(
+    whole: PretrainedModel, attend: Callable[[MultimodalModel], None], samples: list[EncodedSample]
+) -> tuple[str | None, ...]:
     """Return the problems of packed rows, of each sample alone, and of a stage for every layer; None for no problem."""
     model = drawn(whole, attend)
-    samples = samples_with_media(whole)
     wanted = _of_transformers(model, whole, samples)
     everything = tuple(range(len(samples)))
     alone = [(number,) for number in everything]
@@ -185,10 +214,17 @@ def _prove(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) ->
     return tuple(problems)
 
 
-def samples_with_media(whole: PretrainedModel) -> list[EncodedSample]:
-    """Make the samples of `SAMPLES` for a small copy; their media are of each encoder in turn."""
+def samples_with_media(whole: PretrainedModel, clips: bool = False) -> list[EncodedSample]:
+    """Make the samples of `SAMPLES` for a small copy; their media are of each encoder in turn or, with `clips`, clips
+    and images in turn (clips alone if the family's forward does not take both)."""
     units = {name: _media_unit(whole, name, tower) for name, tower in whole.family.towers.items()}
     turns = cycle(units.values())
+    if clips:
+        options = ClipOptions({}, {}, MediaMarkup(""))
+        tower, image = whole.family.towers["vision"], units["vision"]
+        clip = tower.clip_unit(whole.host("vision"), image, options)
+        # A forward that gives both the same token takes one of them.
+        turns = cycle((clip,) if getattr(tower, "token_of_clips", None) == tower.token else (clip, image))
     borders = {name: borders_of(whole, unit.kind) for name, unit in units.items()}
     noise = np.random.default_rng(0)
     settings = whole.config.to_dict()
@@ -211,13 +247,20 @@ def samples_with_media(whole: PretrainedModel) -> list[EncodedSample]:
             media = _noise_of(unit.kind, part, patch_of(whole.config), noise)
             items[unit.name].append(unit.process(media))
             opens, closes = borders[unit.name]
-            ids += [*opens, *[unit.placeholder_id] * unit.merged_tokens(media_size(media)), *closes]
-            sizes[unit.name] += unit.encoder_tokens(media_size(media))
+            size = media_size(media)
+            # Texts between the rows of a clip are one token each.
+            groups = [each for _, each, _ in unit.pieces(size)] if isinstance(unit, ProcessedClipUnit) else []
+            for rows in groups or [unit.merged_tokens(size)]:
+                ids += [*opens, *plain[: len(groups) > 1], *[unit.placeholder_id] * rows, *closes]
+            sizes[unit.name] += unit.encoder_tokens(size)
         is_text = ~np.isin(ids, [unit.placeholder_id for unit in units.values()])
         labels = np.where(is_text, ids, -100)
         labels[0] = -100
         inputs = {
-            name: {key: concatenate_inputs([each[key] for each in own]) for key in own[0]}
+            name: {
+                key: concatenate_inputs([each[key] for each in own if key in each])
+                for key in dict.fromkeys(chain(*own))
+            }
             for name, own in items.items()
             if own
         }
@@ -263,8 +306,10 @@ _OF_MEDIA = ("image", "video", "audio", "vision", "pad", "bo", "eo")
 
 
 def _noise_of(kind: MediaKind, shape: tuple[float, float], patch: int, noise: np.random.Generator) -> Media:
-    """Return an image or a sound of noise (see `SAMPLES` for its shape)."""
+    """Return an image, a sound or a clip of noise (see `SAMPLES` for its shape)."""
     file = BytesIO()
+    if kind == "video":
+        return Media(kind, Frames(tuple(_noise_of("image", shape, patch, noise) for _ in range(4))), "noise")
     if kind == "image":
         height, width = (round(each * patch) for each in shape)
         Image.fromarray(noise.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file, "png")

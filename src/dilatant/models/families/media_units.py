@@ -60,7 +60,8 @@ def units_of_pretrained(
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
         processor = {**pretrained_settings(source), **processor}
     settings = pretrained_settings(processor) if isinstance(processor, str) else processor
-    of_clips = {} if source is None else clip_settings(source)
+    folder = processor if source is None else source
+    of_clips = clip_settings(folder) if isinstance(folder, str) else {}
     units: list[MediaUnit] = []
     plain = {k: v for k, v in settings.items() if k not in CLIP_KEYS} if settings else settings
     for name, tower in whole.family.towers.items():

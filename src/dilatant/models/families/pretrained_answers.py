@@ -89,6 +89,7 @@ def composite_inputs(
         keywords["token_type_ids"] = kinds
     if whole.media_attention == "prefix":
         keywords["token_type_ids"] = torch.zeros_like(input_ids)
+    own = keywords.pop("mm_token_type_ids", kinds)
     if whole.media_attention == "in_windows" or (whole.family.spatial and "audio" not in whole.family.towers):
-        keywords["mm_token_type_ids"] = kinds
+        keywords["mm_token_type_ids"] = own
     return keywords

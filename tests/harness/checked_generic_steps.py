@@ -1,0 +1,65 @@
+"""Run the step of a case of an undeclared family on ranks, and compare it with transformers' plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from cases.generic_steps import GenericCase, opened, pretrained, samples_of, step_in_transformers
+from dilatant.comm.comm import Comm
+from dilatant.cost.memory import Zero
+from dilatant.runtime.runtime import Execution, Runtime
+from dilatant.runtime.state.holders import slice_of
+from dilatant.runtime.state.shared_weights import StateLayout
+from harness.checked_steps import Allowed, assert_close
+from harness.worker_pool import Worker, WorkerPool
+
+
+def _step(worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero: Zero, nodes: int) -> Any:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    layout = StateLayout(zero, [rank % nodes for rank in range(comm.size)])
+    runtime = Runtime(
+        opened(case, "meta"),
+        case.plan,
+        comm,
+        weights=weights,
+        layout=layout,
+        execution=Execution(case.dtype, check_transport=True),
+    )
+    samples = [samples_of(case.family)[number] for number in case.numbers]
+    result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
+    owned = runtime.owned
+    found = {
+        key: (owned.boxes[key], None if parameter.grad is None else parameter.grad.clone())
+        for key, parameter in owned.parameters.items()
+    }
+    norm = runtime.grad_norm()
+    runtime.close()
+    comm.close()
+    return result.loss, found, norm
+
+
+def check_generic_case(workers: WorkerPool, case: GenericCase, zero: Zero, nodes: int) -> None:
+    """Compare loss, every gradient and their norm."""
+    expected, gradients, weights = step_in_transformers(case)
+    config = pretrained(case.family).config
+    blocks = config.get_text_config().num_hidden_layers + 3
+    allowed = Allowed.of_blocks(blocks, case.dtype)
+    largest = max((float(each.abs().max()) for each in gradients.values()), default=0.0)
+    total = sum(float(each.double().square().sum()) for each in gradients.values()) ** 0.5
+    seen: set[str] = set()
+    for loss, found, norm in workers.run(_step, case.plan.ranks[-1] + 1, case, weights, zero, nodes):
+        assert loss == pytest.approx(expected, rel=allowed.loss)
+        assert norm == pytest.approx(total, rel=allowed.relative)
+        for key, (box, gradient) in found.items():
+            if box.name not in gradients:
+                assert gradient is None or not gradient.any(), box.name
+                continue
+            seen.add(box.name)
+            assert gradient is not None, box.name
+            wanted = slice_of(gradients[box.name], box).reshape(gradient.shape)
+            assert_close(gradient, wanted, allowed.of(wanted, largest), f"gradient of {key}")
+    assert seen == {name for name, each in gradients.items()}
