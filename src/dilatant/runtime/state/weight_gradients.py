@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class DeferredLinear(ParallelLinear):
     def add_gradient(self, gradient: Tensor, inputs: Tensor) -> None:
         """Add the gradients of weight and bias, as far as they train, or delay them: the backward of compiled blocks.
         gradient, inputs: [rows, features]."""
-        weight = self.weight if self.weight.requires_grad else None
+        weight = cast(nn.Parameter, self.weight) if self.weight.requires_grad else None
         bias = self.bias if self.bias is not None and self.bias.requires_grad else None
         delayed: list[DelayedGradient] = [(weight, bias, inputs.detach(), gradient.detach(), None)]
         if self.gradients.is_deferring and self.defers:
