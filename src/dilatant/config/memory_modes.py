@@ -17,4 +17,4 @@ Compile = Literal["auto", "blocks", "none"]
 there."""
 
 Kernels = Literal["auto", "liger", "none"]
-"""Library of fused norms and gated activations. `auto`: Liger on GPUs if installed."""
+"""Library of fused norms and gated activations. `auto`: none, until Liger was tested on a GPU."""

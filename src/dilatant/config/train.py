@@ -182,7 +182,7 @@ class TrainConfig(Section):
     ([parallel.md](parallel.md#compiled-and-fused-blocks))."""
     kernels: Kernels = "auto"
     """`liger`: fused norms and gated activations of liger-kernel (`pip install 'dilatant[kernels]'`; GPUs only) in
-    units that are not compiled. `auto`: if installed, on GPUs."""
+    units that are not compiled. `auto`: none, until steps with it were tested on a GPU."""
     loss_chunk: int | None = Field(1024, gt=0)
     """Maximum target tokens whose logits exist at once; a microbatch with more recomputes the head for each chunk in
     the backward. `null`: keep all logits."""
