@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig as LoraConfigOfPeft
-from peft import get_peft_model
+from peft import get_peft_model, inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +21,7 @@ from dilatant.models.adapters.lora import inject, is_adapter, merged_state
 from dilatant.models.build import build_model
 from dilatant.models.core.dtype import four_bit_names
 from dilatant.models.core.freeze import select
+from dilatant.models.core.slicing import Placeholder
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
@@ -47,6 +48,16 @@ def test_adapters_train_as_those_of_peft_on_the_plain_model(family, cut, kind):
     found = differences(family, cut, LoraConfig(**EVERYWHERE, **{kind: True}))
     assert found.loss <= LOSS_TOLERANCE
     assert found.gradient <= TOLERANCE, found.weight
+
+
+def test_a_layer_of_another_part_is_not_merged():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    inject_adapter_in_model(LoraConfigOfPeft(target_modules=["0", "1"], init_lora_weights=False), model)
+    whole = merged_state(model)
+    model[1] = Placeholder(model[1])  # Omni's encoder contains its projector, which is a part of its own
+    part = merged_state(model)
+    assert part.keys() == {"0.weight", "0.bias"}
+    assert all(torch.equal(part[key], whole[key]) for key in part)
 
 
 def test_an_adapter_of_peft_fits_the_only_part_that_has_adapters(tmp_path):

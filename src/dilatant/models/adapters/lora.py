@@ -192,8 +192,8 @@ def layers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Return True for a peft layer that wraps a plain layer and its adapter."""
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    """Return True for a peft layer that wraps a plain layer and its adapter, but not for a `Placeholder` of one."""
+    return {"lora_A", "base_layer"} <= module._modules.keys()
 
 
 def plain_linear(module: nn.Module, path: str) -> nn.Module:
