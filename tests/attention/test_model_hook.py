@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cases.mask_kinds import build_mask
 from cases.often import often
 from cases.tiny_families import ENCODERS, LANGUAGE, VOCABULARY, encoder, language_model
-from dilatant.attention.hook import NAME, register, use_dilatant_attention
+from dilatant.attention.hook import FOR_TOWERS, NAME, register, use_dilatant_attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks.packing import RowLayout, document_causal, full
@@ -48,6 +48,19 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
         torch.testing.assert_close(
             found[name], gradient, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )  # sums over tokens of products of what TOLERANCE bounds
+
+
+def test_an_encoder_that_passes_no_borders_attends_within_each_item() -> None:
+    register()
+    module = torch.nn.Module()
+    module.is_causal = False  # as RADIO's layers have it, which pass borders for several images alone
+    query, key, value = torch.randn(3, 2, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    output, _ = ALL_ATTENTION_FUNCTIONS[FOR_TOWERS](module, query, key, value, None)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output.transpose(1, 2), wanted, **TOLERANCE)
+    module.is_causal = True
+    with pytest.raises(AttentionError, match="got no attention_plan"):
+        ALL_ATTENTION_FUNCTIONS[FOR_TOWERS](module, query, key, value, None)
 
 
 @pytest.mark.parametrize("family", often(LANGUAGE, *KINDS))

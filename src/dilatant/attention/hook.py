@@ -52,7 +52,7 @@ _UNSUPPORTED = {
 def register() -> None:
     """Register `attn_implementation="dilatant"` with transformers; repeated calls change nothing."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    ALL_ATTENTION_FUNCTIONS.register(FOR_TOWERS, attend)
+    ALL_ATTENTION_FUNCTIONS.register(FOR_TOWERS, _attend_in_tower)
 
 
 def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
@@ -215,6 +215,16 @@ def attend(
 
     output = cached_attention(run, query, key, value, s_aux)
     return output.unflatten(0, (batch, tokens)), None
+
+
+def _attend_in_tower(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Run `attend` in an encoder, in which each entry of a batch without borders, plan or mask attends to itself."""
+    given = (attention_mask, kwargs.get(PLAN_KEYWORD), kwargs.get("cu_seq_lens_q"))
+    if all(each is None for each in given) and getattr(module, "is_causal", True) is False:
+        kwargs[PLAN_KEYWORD] = plan_of_items([query.shape[2]] * len(query))
+    return attend(module, query, key, value, attention_mask, **kwargs)
 
 
 def _refuse_padding(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
