@@ -7,9 +7,10 @@ import torch
 
 from cases.cut_wholes import opened
 from cases.whole_samples import sample_of
+from dilatant.models.core.slicing import ShapePlaceholder
 from dilatant.models.core.stage import StepData
 from dilatant.models.core.structure import Structure
-from dilatant.models.encoders.narrow_encoder import find_taps
+from dilatant.models.encoders.narrow_encoder import UncutError, find_taps
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
@@ -52,6 +53,39 @@ class Skipping(torch.nn.Module):
             hidden = block(hidden, seen[0]) if number == 3 else block(hidden)
             seen.append(hidden)
         return hidden + seen[2]
+
+
+class Halving(torch.nn.Module):
+    """Embeds every second frame, and says which of the rows are no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(3, 4)
+
+    def forward(self, frames: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.project(frames[:, ::2])
+        return rows, torch.arange(rows.shape[1])[None] < (lengths[:, None] + 1) // 2
+
+
+def test_a_placeholder_keeps_the_mask_that_its_module_makes() -> None:
+    module = Halving()
+    placeholder = ShapePlaceholder(module)
+    for lengths in (torch.tensor([7, 3]), torch.tensor([2, 8])):
+        frames = torch.randn(2, 8, 3)
+        rows, mask = placeholder(frames, lengths)
+        assert torch.equal(mask, module(frames, lengths)[1])
+        assert torch.equal(rows, torch.zeros(2, 4, 4))
+
+
+def test_blocks_that_change_the_number_of_tokens_are_not_cut() -> None:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(torch.nn.AvgPool1d(size) for size in (1, 2, 1))
+
+    def forward(part: torch.nn.Module, *_: torch.Tensor) -> torch.Tensor:
+        return torch.nn.Sequential(*part.blocks)(torch.randn(3, 4))
+
+    with pytest.raises(UncutError, match="change their shape between blocks"):
+        find_taps(model, Structure("blocks", (), (), 3), forward)
 
 
 def test_outputs_that_later_blocks_or_the_end_read_are_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,34 @@ def test_a_family_that_is_not_named_trains_as_transformers_does(family: str) -> 
     assert model[encoder].uncut is None
 
 
-@pytest.mark.parametrize("family", ["blip", "kosmos-2", "florence2", "t5gemma2"])
-def test_a_family_with_another_interface_is_refused_in_one_line(family: str) -> None:
-    with pytest.raises(UserError, match=f"'{family}' (does not open whole|is not a family)") as raised:
-        PretrainedModel.of(CONFIG_MAPPING[family](), "model")
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("blip", {}, "it has neither get_image_features nor get_audio_features"),
+        ("kosmos-2", {}, "images are not read: there is no image_token_id in its config"),
+        ("florence2", {}, "its text model is an encoder with a decoder"),
+        ("t5gemma2", {}, "its text model is an encoder with a decoder"),
+        ("chameleon", {}, "transformers cannot build it from its config"),
+        (
+            "emu3",
+            {"vocabulary_map": {"<image>": 151851}},
+            "images are not read: their rows are the text model's own embeddings",
+        ),
+        (
+            "instructblip",
+            {"image_token_index": 50},
+            "get_image_features needs qformer_input_ids, which are not made from the media alone",
+        ),
+        ("shieldgemma2", {}, "its weights are those of ShieldGemma2ForImageClassification, which does not write text"),
+        ("llava", {"architectures": ["LlavaForSequenceClassification"]}, "LlavaForSequenceClassification, which does"),
+    ],
+)
+def test_a_family_with_another_interface_is_refused_in_one_line(
+    family: str, settings: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UserError, match=f"'{family}' does not open whole") as raised:
+        PretrainedModel.of(CONFIG_MAPPING[family](**settings), "model")
+    assert why in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -109,6 +134,14 @@ def test_clips_train_as_in_transformers(family: str) -> None:
     whole = PretrainedModel.of(config_of(family), "model")
     assert whole.family.clips == "processed"
     assert proof_of(whole, attend_by_default).clips is None
+
+
+def test_media_that_are_not_read_are_named_when_the_model_opens() -> None:
+    whole = PretrainedModel.of(config_of("deepseek_vl"), "model")
+    why = "sounds are not read: a reason"
+    model = MultimodalModel({}, replace(whole, family=replace(whole.family, refused=(why,))), device="meta")
+    with pytest.warns(UserWarning, match=f"^model: {why}$"):
+        choose_attention(model)
 
 
 def test_a_family_whose_processor_needs_torchvision_says_so() -> None:

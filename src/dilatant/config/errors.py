@@ -48,3 +48,9 @@ def type_and_text(error: BaseException) -> str:
     """Return an error's type and its text, of at most 200 characters, in one line."""
     text = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def reason_of(error: Exception, what: str) -> str:
+    """Return the reason for a user: an error of ours in its own words, another one as `what` and, in parentheses, the
+    error."""
+    return one_line(error) if isinstance(error, UserError) else f"{what} ({type_and_text(error)})"

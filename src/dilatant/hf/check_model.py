@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dilatant.config.errors import UserError, one_line, type_and_text
+from dilatant.config.errors import reason_of
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.hf.pretrained_export import write_pretrained
 from dilatant.models.core.materialize import seeded
@@ -66,7 +66,7 @@ def check_config(config: Any, where: str) -> ModelCheck:
         try:
             return _check(config, where)
         except Exception as error:
-            return ModelCheck(config.model_type, {}, None, {0: _why(error)})
+            return ModelCheck(config.model_type, {}, None, {0: reason_of(error, "it does not open")})
 
 
 def _check(config: Any, where: str) -> ModelCheck:
@@ -97,10 +97,6 @@ def _check(config: Any, where: str) -> ModelCheck:
     return ModelCheck(config.model_type, found, min((3, *(rung - 1 for rung in refusals))), refusals, proven)
 
 
-def _why(error: Exception) -> str:
-    return one_line(error) if isinstance(error, UserError) else type_and_text(error)
-
-
 def _found(whole: PretrainedModel) -> dict[str, str]:
     family, config = whole.family, whole.config
     found = {"read": "by transformers' interface" if family.narrow else "by its declaration", "decoder": family.decoder}
@@ -110,6 +106,8 @@ def _found(whole: PretrainedModel) -> dict[str, str]:
         found[f"{name} token"] = f"{tower.token} = {getattr(config, tower.token)}"
     if family.unread:
         found["not trained"] = ", ".join(family.unread)
+    if refused := [*family.refused, *["clips are not read"] * (family.clips is None and "vision" in family.towers)]:
+        found["not read"] = "; ".join(refused)
     return found
 
 
@@ -125,7 +123,7 @@ def _tried(proof: Callable[[PretrainedModel], str], whole: PretrainedModel) -> s
         with seeded(0, "check"):
             return proof(whole)
     except Exception as error:
-        return f"no: {_why(error)}"
+        return f"no: {reason_of(error, 'it does not run')}"
 
 
 @torch.no_grad()

@@ -186,6 +186,8 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
             f"({_why_one_unit(model)})",
             stacklevel=4,
         )
+    for line in () if model.whole is None else model.whole.family.refused:
+        warnings.warn(f"model: {line}", stacklevel=4)
     is_read = model.whole is not None and model.whole.family.narrow
     leak = prove_media(model, partial(_choose, named=named)) if is_read else None
     _choose(model, named)

@@ -45,7 +45,8 @@ class Placeholder(nn.Module):
 class ShapePlaceholder(Placeholder):
     """Placeholder for a module before the blocks: returns zeros in the shape of the module's output, which it computes
     without the module's weights, once for each combination of arguments that can decide it: shapes, numbers that are no
-    tensors, and, if the module reads the values of its inputs, integer tensors."""
+    tensors, and, if the module reads the values of its inputs, integer tensors. Outputs that are no floats (masks,
+    lengths) have the module's values."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
@@ -65,14 +66,19 @@ class ShapePlaceholder(Placeholder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         key = _key_of((args, kwargs), self._reads_values)
         if key not in self._known:
+            kinds: list[bool] = []
             try:
                 self._known[key] = self._run("meta", args, kwargs)
+                _mapped(self._known[key], lambda each: kinds.append(each.is_floating_point()) or each)
             except (RuntimeError, NotImplementedError):  # the module reads the values of its inputs
+                kinds.append(False)
+            if not all(kinds):
                 self._reads_values = True
                 key = _key_of((args, kwargs), self._reads_values)
                 self._known[key] = self._run("cpu", args, kwargs)
         return _mapped(
-            self._known[key], lambda each: torch.zeros(each.shape, dtype=each.dtype, device=self.here.device)
+            self._known[key],
+            lambda each: torch.zeros_like(each, device=self.here.device) if each.is_meta else each.to(self.here.device),
         )
 
     @torch.no_grad()
@@ -84,7 +90,7 @@ class ShapePlaceholder(Placeholder):
         args, kwargs = _mapped(given, lambda each: each.to(device))
         with torch.device(device):
             output = torch.func.functional_call(original, weights, args, kwargs)
-        return _mapped(output, lambda each: each.to("meta"))
+        return _mapped(output, lambda each: each.to("meta") if each.is_floating_point() else each)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

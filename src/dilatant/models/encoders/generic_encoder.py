@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.attention.hook import attend_to_items, passes_borders
-from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.errors import UserError, reason_of
 from dilatant.data.media.pixels import EncoderInput, as_array
 from dilatant.data.media_units.processed_clip_unit import HuggingFaceClipProcessor, ProcessedClipUnit
 from dilatant.data.media_units.processed_unit import ProcessedImageUnit, ProcessedSoundUnit, flatten, is_layout
@@ -44,17 +44,19 @@ from dilatant.models.encoders.narrow_encoder import (
     default_processor,
     default_sound_processor,
     encoder_in,
+    hidden_size,
     in_order,
     is_of_clip,
     items_of,
     known_to,
     layout_of,
+    method_of,
     narrow_encoder,
+    needed_by,
     patch_of,
     rows_by,
     taps_of,
     unused_keys,
-    width_key,
 )
 from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
@@ -283,8 +285,10 @@ class RopePositions:
         given |= {"input_ids": torch.as_tensor(tokens)[None], "mm_token_type_ids": torch.as_tensor(kinds)[None]}
         if "mm_token_type_ids" not in known:  # finds media by the ids around them
             given["attention_mask"] = torch.ones_like(given["input_ids"])
-        places, *_ = model.get_rope_index(**{key: each for key, each in given.items() if key in known})
-        return np.concatenate([np.arange(len(tokens))[None], places[:, 0].long().numpy()])
+        found, *_ = model.get_rope_index(**{key: each for key, each in given.items() if key in known})
+        places = found[:, 0].long().numpy()
+        # A family with a fourth axis counts the tokens on it, and takes no further one.
+        return places if len(places) > 3 else np.concatenate([np.arange(len(tokens))[None], places])
 
 
 def kinds_of_rows(shapes: FeatureShapes, items: Iterable[Mapping[str, NDArray]]) -> NDArray[np.int64]:
@@ -332,13 +336,12 @@ class GenericTower(Tower):
         width = self.shapes.rows(narrow, layout_of(typical)).shape[-1]
         width = width // narrow.config.get_text_config().hidden_size * host.text_width
         structure = None if blocks is None else in_order(self.shapes, layout_of(typical))
-        config = getattr(encoder, "config", model.config)
         geometry = EncoderGeometry(
             kind=self.kind,
             input_name=next(name for name, each in typical.items() if not is_layout(each)),
             tokens_per_row=rows,
             encoder_tokens=tokens,
-            width=width if structure is None else getattr(config, width_key(self.shapes, typical)),
+            width=width if structure is None else hidden_size(self.shapes, typical, model),
         )
         unit = GenericEncoderUnit(host.name, model, structure, projector, geometry, width, host.placeholder_id, typical)
         unit.shapes, unit.axes, unit.uncut = self.shapes, self.axes(host.config), self.uncut
@@ -346,7 +349,7 @@ class GenericTower(Tower):
             try:
                 unit.taps = taps_of(self.shapes, layout_of(typical))
             except Exception as error:  # the proof runs cuts again
-                unit.uncut = type_and_text(error)
+                unit.uncut = reason_of(error, "its encoder does not run in stages")
         keys = unused_keys(self.shapes, layout_of(typical))
         unit.unused = frozenset(weight.name for weight in unit.weights if adapted_key(weight.key) in keys)
         unit.freeze_names(unit.unused)
@@ -370,11 +373,15 @@ class GenericTower(Tower):
         """Raise the error that stops the encoder from being built."""
         item = self.typical(config)
         if not any(not is_layout(each) for each in item.values()):
-            raise UserError(f"{config.model_type}: its processor makes none of the inputs that its model reads")
+            raise UserError("its processor makes none of the inputs that its model reads")
+        method = method_of(self.kind)
+        lacking = needed_by(getattr(type(narrow_encoder(self.shapes)[0]), method)) - {"self", *item}
+        if lacking:
+            raise UserError(f"{method} needs {', '.join(sorted(lacking))}, which are not made from the media alone")
         self.shapes(item)
         if self.inner is not None:
             in_order(self.shapes, layout_of(item))
-            width_key(self.shapes, item)
+            hidden_size(self.shapes, item, narrow_encoder(self.shapes)[0])
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         processor = default_processor(host.config, self.inputs)

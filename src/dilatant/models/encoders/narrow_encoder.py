@@ -100,6 +100,10 @@ def _in_one(rows: Any) -> Tensor:
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])
 
 
+class UncutError(UserError):
+    """Error of an encoder that cannot be cut between its blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureShapes:
     """Counts the tokens of items with a narrow copy of the encoder. settings: config of the narrow model, as JSON.
@@ -171,6 +175,8 @@ def find_taps(model: PreTrainedModel, structure: Structure, forward: Callable[..
         for number, block in enumerate(model.get_submodule(structure.blocks).children()):
             closing.callback(block.register_forward_hook(partial(keep_output, outputs, number)).remove)
         forward(model)
+    if len({output.shape for output in outputs.values()}) > 1:
+        raise UncutError("the hidden states of its encoder change their shape between blocks")
     found: set[int] = set()
     for first in range(2, depth + 1):  # a stage of each block, and the last stage of none
         earlier = [number for number in range(first - 1) if number not in found]
@@ -285,9 +291,13 @@ def auto_class(config: Any) -> Any:
 def takes_texts_alone(config: Any) -> bool:
     """Return True if transformers' forward of such a model runs without media."""
     model = auto_class(config)._model_mapping[type(config)]
-    parameters = inspect.signature(inspect.unwrap(model.forward)).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in _ANY]
-    return set(needed) <= {"self", "input_ids"}
+    return needed_by(model.forward) <= {"self", "input_ids"}
+
+
+def needed_by(method: Any) -> frozenset[str]:
+    """Return the names of the parameters of a method that have no default."""
+    parameters = inspect.signature(inspect.unwrap(method)).parameters.values()
+    return frozenset(each.name for each in parameters if each.default is each.empty and each.kind not in _ANY)
 
 
 _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -299,15 +309,19 @@ def token_key(config: Any, kind: str) -> str | None:
     return next((key for key in keys if isinstance(getattr(config, key, None), int)), None)
 
 
-def width_key(shapes: FeatureShapes, item: Mapping[str, NDArray]) -> str:
-    """Return the key of the encoder's config that holds its hidden size. Raises ValueError."""
-    narrow, _ = narrow_encoder(shapes)
-    own = getattr(narrow.get_submodule(shapes.path), "config", narrow.config)
+def hidden_size(shapes: FeatureShapes, item: Mapping[str, NDArray], model: nn.Module) -> int:
+    """Return the hidden size of the encoder in `model`: the number in a config around its blocks whose counterpart in
+    the narrow model is the width there. Raises UncutError."""
+    narrow, structure = narrow_encoder(shapes)
+    assert structure is not None
     width = _seen(shapes, layout_of(item))[0].shape[-1]
-    keys = [key for key in _HIDDEN_SIZES if getattr(own, key, None) == width]
-    if not keys:
-        raise ValueError(f"the hidden size of {type(narrow).__name__} is not known")
-    return keys[0]
+    inner = structure.blocks.removeprefix(shapes.path).split(".")[1:]
+    for path in (*(".".join((shapes.path, *inner[:depth])) for depth in range(len(inner))), ""):
+        own, wide = (getattr(each.get_submodule(path), "config", None) for each in (narrow, model))
+        for key in _HIDDEN_SIZES:
+            if getattr(own, key, None) == width:
+                return int(getattr(wide, key))
+    raise UncutError("no config around its encoder's blocks names the width of the hidden states")
 
 
 _HIDDEN_SIZES = ("hidden_size", "embed_dim", "d_model", "width", "hidden_dim")
@@ -361,7 +375,8 @@ def default_processor(config: Any, names: tuple[str, ...] = ()) -> HuggingFaceIm
     vision = getattr(config, "vision_config", None)
     for name, of_encoder in _PATCHES.items():
         own = getattr(vision, of_encoder, None)
-        if isinstance(own, int) and isinstance(getattr(made, name, None), int):
+        default = getattr(made, name, None)
+        if isinstance(own, int) and isinstance(default, int) and default <= _LARGEST_PATCH:
             settings[name] = own
     for name in _AS_IN_CONFIG:
         if getattr(made, name, None) is not None and getattr(config, name, None) is not None:
@@ -384,7 +399,9 @@ def default_processor(config: Any, names: tuple[str, ...] = ()) -> HuggingFaceIm
 
 
 _OF_NATIVE_SIZES = {"image_grid_thw", "image_sizes", "spatial_shapes", "image_grid_hw"}
-_PROCESSED_AS = {"glm_ocr": "glm46v"}
+_LARGEST_PATCH = 64
+"""Largest side of a patch in pixels: what some processors call a patch is a crop of hundreds of pixels."""
+_PROCESSED_AS = {"fast_vlm": "llava", "glm_ocr": "glm46v"}
 """Families for which transformers names no image processor → the one whose processor they have."""
 _AS_IN_CONFIG = ("image_grid_pinpoints",)
 _SIDES = {"max_image_size": "vision_config", "high_res_size": "high_res_vision_config"}

@@ -34,7 +34,8 @@ class Family:
     `use_bidirectional_attention` enables it. first_position: a sample's first position. behind_time: see
     `spatial_positions`. narrow: the config of the small copy of a family that is read from its model (see
     `families.generic`), as JSON. unread: paths of modules that no unit holds, such as encoders of media that are not
-    read. one_unit: the reason why the model trains as one unit (see `language.whole_unit`); None for units of parts.
+    read. refused: a line for each kind of media that is not read, with the reason. one_unit: the reason why the model
+    trains as one unit (see `language.whole_unit`); None for units of parts.
     """
 
     towers: Mapping[str, Tower]
@@ -45,6 +46,7 @@ class Family:
     behind_time: bool = False
     narrow: str = ""
     unread: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     one_unit: str | None = None
 
     @property

@@ -16,11 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from transformers import AutoModelForImageClassification
 
-from dilatant.config.errors import UserError, one_line, type_and_text
+from dilatant.config.errors import UserError, one_line, reason_of
 from dilatant.models.core.structure import find_structure, on_meta
 from dilatant.models.encoders.generic_encoder import GenericSoundTower, GenericTower
-from dilatant.models.encoders.narrow_encoder import auto_class, known_to, method_of, reads_clips, token_key
+from dilatant.models.encoders.narrow_encoder import UncutError, auto_class, known_to, method_of, reads_clips, token_key
 from dilatant.models.families.families import FAMILIES, Family
 from dilatant.models.families.shrink import narrow_json
 
@@ -32,6 +33,14 @@ def opens_whole(config: Any) -> bool:
     parts = [getattr(config, key, None) for key in config.sub_configs]
     is_multimodal = auto_class(config) is not None and any(part not in (None, text) for part in parts)
     return config.model_type in FAMILIES or is_multimodal
+
+
+def classifier_of(config: Any) -> str | None:
+    """Return the name of the class of transformers to which a model's weights belong if it classifies instead of
+    writing text; None otherwise."""
+    classifiers = AutoModelForImageClassification._model_mapping
+    named = [classifiers[type(config)].__name__] if type(config) in classifiers else []
+    return next((name for name in (*(config.architectures or ()), *named) if name.endswith("Classification")), None)
 
 
 def read_family(config: Any, where: str) -> Family:
@@ -55,14 +64,17 @@ def read_family(config: Any, where: str) -> Family:
     spatial = hasattr(type(holder), "get_rope_index")
     narrow = narrow_json(config, spatial)
     towers: dict[str, GenericTower] = {}
-    problems = []
+    problems: list[str] = []
     for kind in _kinds_of(holder):
         token, touched = token_key(config, kind), _touched(holder, kind)
         modules = [name for name in touched if isinstance(getattr(holder, name), nn.Module)]
         unit, of_kind = _TOWERS[kind]
+        if "get_input_embeddings" in inspect.getsource(inspect.unwrap(getattr(type(holder), method_of(kind)))):
+            problems.append(f"{_MEDIA[kind]} are not read: their rows are the text model's own embeddings")
+            continue
         if token is None or not modules:
-            lacks = "no encoder of it" if token else f"no {kind}_token_id in its config"
-            problems.append(f"there is {lacks} for the kind {kind!r}")
+            lacks = "no encoder of them" if token else f"no {kind}_token_id in its config"
+            problems.append(f"{_MEDIA[kind]} are not read: there is {lacks}")
             continue
         tower, blocks = _tower_in(model, holder, modules, kind)
         projector = tuple(f"{prefix}{name}" for name in touched if name != (tower or modules[0]))
@@ -80,7 +92,7 @@ def read_family(config: Any, where: str) -> Family:
             checked = _checked(found, config)
             towers[unit] = replace(checked, **_clips(model, holder, modules)) if kind == "image" else checked
         except Exception as error:
-            problems.append(_why(error))
+            problems.append(f"{_MEDIA[kind]} are not read: {reason_of(error, 'their encoder does not run')}")
     if not towers:
         raise refusal(config, where, "; ".join(problems))
     held = [path for tower in towers.values() for path in (tower.path, *tower.projector)]
@@ -95,7 +107,8 @@ def read_family(config: Any, where: str) -> Family:
         and decoder not in child.modules()
         and any(True for _ in child.parameters())
     )
-    return Family(towers, paths[id(decoder)], spatial and "vision" in towers, narrow=narrow, unread=unread)
+    is_spatial = spatial and "vision" in towers
+    return Family(towers, paths[id(decoder)], is_spatial, narrow=narrow, unread=unread, refused=tuple(problems))
 
 
 _TOWERS: Mapping[str, tuple[str, type[GenericTower]]] = {
@@ -103,6 +116,7 @@ _TOWERS: Mapping[str, tuple[str, type[GenericTower]]] = {
     "audio": ("audio", GenericSoundTower),
 }
 """Kinds of media: the name of their unit, and its tower."""
+_MEDIA = {"image": "images", "audio": "sounds"}
 
 
 def _kinds_of(holder: Any) -> list[str]:
@@ -130,12 +144,10 @@ def _checked(tower: GenericTower, config: Any) -> GenericTower:
     """Return an encoder that can be built: as it is, or as one layer. Raises the error of the latter."""
     try:
         tower.check(config)
-    except UserError:  # about its media
-        raise
     except Exception as error:
-        if tower.inner is None:
+        if tower.inner is None or (isinstance(error, UserError) and not isinstance(error, UncutError)):  # of its media
             raise
-        tower = replace(tower, inner=None, uncut=_why(error))
+        tower = replace(tower, inner=None, uncut=reason_of(error, "its encoder does not run in stages"))
         tower.check(config)
     return tower
 
@@ -149,10 +161,6 @@ def _read_of(model: Any, holder: Any, kind: str) -> tuple[str, ...]:
 
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "token_type_ids"})
-
-
-def _why(error: Exception) -> str:
-    return one_line(error) if isinstance(error, UserError) else type_and_text(error)
 
 
 def _tower_in(model: Any, holder: Any, touched: Iterable[str], kind: str) -> tuple[str | None, str | None]:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.utils import is_torchvision_available
 
-from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.errors import UserError, reason_of
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
@@ -111,7 +111,7 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
                 problems = _prove(small, attend, samples_with_media(small))
                 found.append(replace(MediaProof(mask, *problems), clips=_prove_clips(small, attend, problems)))
         except Exception as error:
-            why = type_and_text(error)
+            why = reason_of(error, "a small copy of it does not run")
             found.append(MediaProof(mask, why, why, why))
         if found[-1].alone is None:
             return found[-1]
@@ -129,7 +129,7 @@ def _prove_one_unit(whole: PretrainedModel, attend: Callable[[MultimodalModel], 
             found = with_gradients(loss, _trained(model).values())
             return differ(_of_transformers(model, small, samples), found)[0]
     except Exception as error:
-        return type_and_text(error)
+        return reason_of(error, "it does not run as one unit")
 
 
 def in_proven_units(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> PretrainedModel:
@@ -202,13 +202,17 @@ def _prove(
     alone = [(number,) for number in everything]
     packs = model.language.packs_rows
     problems: list[str | None] = []
-    for rows, is_cut in (([everything], False), (alone, False), ([everything], True)):
+    for what, rows, is_cut in (
+        ("packed rows do not run", [everything], False),
+        ("its parts do not run", alone, False),
+        ("stages of one block do not run", [everything], True),
+    ):
         try:
             rows = rows if packs and not (is_cut and problems[0]) else alone
             loss = loss_of(model.units, samples, rows, is_cut)
             problems.append(differ(wanted, with_gradients(loss, _trained(model).values()))[0])
         except Exception as error:
-            problems.append(type_and_text(error))
+            problems.append(reason_of(error, what))
     uncut = (model[encoder].uncut for encoder in model.encoders)
     problems[-1] = next((why for why in uncut if why is not None), problems[-1])
     return tuple(problems)

@@ -34,7 +34,7 @@ from dilatant.models.encoders.generic_encoder import GenericTower, RopePositions
 from dilatant.models.encoders.narrow_encoder import auto_class
 from dilatant.models.encoders.tower import HostModel
 from dilatant.models.families.families import FAMILIES, Family, MediaAttention, family_of
-from dilatant.models.families.generic import opens_whole, read_family
+from dilatant.models.families.generic import classifier_of, opens_whole, read_family, refusal
 from dilatant.models.language.cross_attention import CrossAttention
 from dilatant.models.language.extension import Extension
 from dilatant.models.language.packed_row import Positions, spatial_positions
@@ -57,6 +57,8 @@ class PretrainedModel:
     def of(cls, config: Any, where: str, **options: Any) -> PretrainedModel:
         """Find or read the family (see `generic`). Omni is reduced to its thinker, without speech. Raises UserError."""
         config = getattr(config, "thinker_config", config)
+        if (kind := classifier_of(config)) is not None:
+            raise refusal(config, where, f"its weights are those of {kind}, which does not write text")
         is_read = config.model_type not in FAMILIES and opens_whole(config)
         return cls(config, (read_family if is_read else family_of)(config, where), **options)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.config.environment import cache_folder
-from dilatant.config.errors import type_and_text
+from dilatant.config.errors import UserError, reason_of, type_and_text
 from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE
 from dilatant.data.sample import EncodedSample
@@ -44,7 +44,7 @@ LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
 _LARGEST = 50_000_000
 """Maximum number of parameters of a copy. If a family's width settings are unknown, the copy may stay wide."""
-_CHECKS = 8
+_CHECKS = 9
 """Version of the checks of a proof; another version makes cached proofs invalid."""
 _NOT_CAUSAL = "its logits depend on later tokens; is_decoder or a similar key of its config may forbid that"
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
@@ -101,7 +101,7 @@ def _prove(
         try:
             found = with_gradients(loss_of({small.unit: small}, samples, rows, is_cut), _trained(small))
         except Exception as error:
-            return type_and_text(error)
+            return reason_of(error, "stages of one block do not run" if is_cut else "packed rows do not run")
         problem, differences = differ(wanted, found)
         if problem is None:
             largest.append(differences)
@@ -191,8 +191,8 @@ def loss_of(
                 output = unit.stage(first, end).eval().run(data, row, arrived)
                 sent = output.rows_for(name)
                 width = unit.boundary(end, name).width
-                if sent is not None and end < count and sent.shape[-1] != width:
-                    raise ValueError(f"layer {end} takes hidden states of {sent.shape[-1]} numbers, not {width}")
+                if sent is not None and end < count and (numbers := sent.shape[1:].numel()) != width:
+                    raise UserError(f"several streams pass between its blocks: {numbers} numbers a token, not {width}")
                 arrived = {} if sent is None else {name: sent}
             inbound |= arrived
         loss = loss + output.losses[anchor]
