@@ -140,6 +140,12 @@ def test_a_narrow_config_narrows_encoders_inside_encoders() -> None:
     assert vision["sam_config"]["hidden_size"] == vision["encoder_config"]["hidden_size"] == 64
 
 
+def test_an_encoder_of_timm_keeps_its_widths() -> None:
+    settings = shrink_widths(CONFIG_MAPPING["fast_vlm"](), spatial=False)  # the architecture decides them
+    assert settings["vision_config"]["hidden_size"] == 3072
+    assert settings["text_config"]["hidden_size"] == 64
+
+
 def test_every_kind_of_layer_gets_sections_of_positions() -> None:
     rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     config = CONFIG_MAPPING["cohere_compass"](text_config={"rope_parameters": rope})

@@ -106,7 +106,9 @@ def shrink_widths(config: Any, spatial: bool) -> dict[str, Any]:
 
 
 def _narrow_encoder(part: Mapping[str, Any], widths: Mapping[int, int]) -> dict[str, Any]:
-    """Narrow the settings of an encoder and of the encoders inside it."""
+    """Narrow the settings of an encoder and of the encoders inside it; no setting changes the widths of timm's."""
+    if "architecture" in part:
+        return dict(part)
     narrow = dict(part)
     _narrow(narrow, _width_of(part) // _WIDTH or 1)
     narrow |= {name: part[name] for name in ("window_size",) if name in part}

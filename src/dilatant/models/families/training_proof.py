@@ -68,7 +68,8 @@ def prove(
             proof = _prove(unit, whole, settings, attach)
     except Exception as error:
         why = type_and_text(error)
-        return Proof(why, why, alone=None, unproven=why, seconds=time.perf_counter() - begin)
+        said = reason_of(error, "a small copy of its text model does not run")
+        return Proof(said, said, alone=None, unproven=why, seconds=time.perf_counter() - begin)
     proof = replace(proof, seconds=time.perf_counter() - begin)
     with suppress(OSError):  # without a writable cache, the proof is not stored
         path.parent.mkdir(parents=True, exist_ok=True)
