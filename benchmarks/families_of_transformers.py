@@ -22,9 +22,10 @@ from typing import Any
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 BEGIN = "## Other multimodal architectures of transformers\n"
 RESULTS = Path(__file__).parent / "results" / "families_of_transformers.json"
-SECONDS = 120
+SECONDS = 300
 """Time for one family on a CPU."""
 DEPTH_KEYS, BLOCKS = ("num_hidden_layers", "encoder_layers", "num_layers", "depth"), 4
+MEDIA = {"images": "vision", "sounds": "audio"}
 TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "adapter_out_dim", "output_dim", "projection_dim")
 """Settings of encoders that repeat the text model's hidden size, which their defaults often contradict."""
 QFORMER = {"model_type": "blip_2_qformer", "hidden_size": 1024, "encoder_hidden_size": 1024, "num_attention_heads": 16}
@@ -35,7 +36,9 @@ CONSISTENT: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "idefics3_vision", "image_size": 490, "patch_size": 70},
         "projector_patch_to_query_dict": {49: 8},
     },
+    "apertus1p5": {"audio_config": {"model_type": "wavtokenizer_encoder", "codebook_dim": 512}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14}},
+    "chameleon": {"vocabulary_map": {"<image>": 8711, "IMGIMGAZ": 4}},
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
     },
@@ -52,6 +55,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
         "text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6},
     },
     "deepseek_vl_hybrid": {"high_res_vision_config": {"model_type": "sam_vision_model", "image_size": 256}},
+    "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}},
     "dots3_note": {
         "vision_config": {
             "num_hidden_layers": 4,
@@ -60,6 +64,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
             "temporal_patch_size": 1,
         }
     },
+    "emu3": {"vocabulary_map": {"<image>": 151851, "<|extra_200|>": 151846, "<|visual token 000000|>": 151854}},
     "fun_asr_nano": {
         "audio_config": {
             "model_type": "fun_asr_nano_encoder",
@@ -94,6 +99,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
     "idefics3": {"vision_config": {"image_size": 128, "patch_size": 16}},
     "inkling2_loop": {"text_config": {"n_layers_per_attn_res_block": 1}},
     "janus": {"vision_config": {"image_size": 128}},
+    "llama4": {"vision_config": {"hidden_size": 1408, "vision_output_dim": 4096}},
     "llava_next": {"vision_config": {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14}, **TILES},
     "llava_next_video": {
         "vision_config": {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14},
@@ -104,7 +110,13 @@ CONSISTENT: dict[str, dict[str, Any]] = {
     "minicpmv4_7": {"insert_layer_id": 1},
     "muse_glimmer": {"vision_config": {"num_hidden_layers": 4}},
     "ovis2": {"hidden_size": 4096},
-    "paligemma": {"projection_dim": 3072},
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {"embed_dim": 256, "depth": 2, "img_size": [448, 448], "ref_feat_shape": [32, 32]},
+        }
+    },
     "qianfan_ocr": {"vision_config": {"image_size": 224, "patch_size": 14}},
     "qwen2_5_omni": {"thinker_config": {"vision_start_token_id": 151652, "vision_end_token_id": 151653}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
@@ -122,7 +134,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
     },
     "shieldgemma2": {"vision_config": {"image_size": 512, "patch_size": 16}},
     "smolvlm": {"vision_config": {"image_size": 128, "patch_size": 16}},
-    "step3p7": {"vision_config": {"image_size": 112}, "text_config": {"sliding_window": 512}},
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "unlimited_ocr": {"vision_config": {"sam_config": {"image_size": 256}}},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": {
@@ -162,7 +174,8 @@ def config_of(family: str) -> Any:
         vision.image_size = 16 * patch
     others = (getattr(config, f"{kind}_config", None) for kind in ("audio", "encoder"))
     encoders = [each for each in (vision, *others) if each is not None]
-    layers = (getattr(config, f"vision_feature_layer{end}", None) for end in ("", "s"))
+    holders = (config, getattr(config, "adapter_config", None))
+    layers = (getattr(each, f"vision_feature_layer{end}", None) for each in holders for end in ("", "s"))
     for encoder in encoders if not any(isinstance(each, list | tuple) for each in layers) else ():
         for part in (encoder, *(getattr(encoder, key) for key in encoder.sub_configs)):
             _shorten(part)
@@ -196,7 +209,8 @@ def needs(family: str) -> list[str]:
 
     kinds = IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}
     found = ["torchvision"] if "torchvision" in kinds and "pil" not in kinds else []
-    return found + ["torchaudio"] * family.startswith(("fun_asr", "granite_speech"))
+    timm = ["timm"] * (family in ("fast_vlm", "gemma3n", "perception_lm"))
+    return found + timm + ["torchaudio"] * family.startswith(("fun_asr", "granite_speech"))
 
 
 def check(family: str) -> dict[str, Any]:
@@ -243,24 +257,39 @@ def markdown() -> str:
         BEGIN,
         "Checked on a small copy of the family's default config by the proof of `dilatant check-model`",
         "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers",
-        "and Pillow. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each row",
-        "fails where a rung is no longer reached. The listed families are among them.",
+        "and Pillow; for this table, torchvision ran without its compiled operators. *media*: what is read, besides",
+        "clips. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each row fails",
+        "where a rung is no longer reached. The listed families are among them.",
         "",
         f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
         f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0.",
         "",
-        "| architecture | rung | LoRA | export | needs | why no higher rung |",
-        "|---|---|---|---|---|---|",
+        "| architecture | rung | media | LoRA | export | needs | why no higher rung, or not all media |",
+        "|---|---|---|---|---|---|---|",
     ]
     for family, each in results.items():
         proven, rung = each["proven"], each["rung"]
-        why = " ".join(str(next(iter(each["refusals"].values()), "")).split()).replace("|", "\\|")
-        why = why.partition("does not open whole: ")[2].partition(". Name its encoder")[0] or why
-        why = why if proven.get("export", "yes") == "yes" else f"its export is wrong ({proven['export']})"
+        unread = [line for line in each["found"].get("not read", "").split("; ") if not line.startswith("clips")]
+        if not any(unread) and "not trained" in each["found"]:
+            unread = [f"not trained: {each['found']['not trained']}"]
+        reasons = [*each["refusals"].values()][:1] + [line for line in unread if line]
+        reasons += [f"its export is wrong ({proven['export']})"] if proven.get("export", "yes") != "yes" else []
+        why = "; ".join(dict.fromkeys(map(plain, reasons))).replace("|", "\\|")
+        media = [kind for kind, unit in MEDIA.items() if unit in each["found"]]
         cells = [proven.get(name, "").partition(",")[0].partition(":")[0] for name in ("LoRA", "export")]
         shown = "–" if rung is None else rung
-        lines.append(f"| `{family}` | {shown} | {' | '.join(cells)} | {', '.join(each['needs'])} | {why[:200]} |")
+        cells = [f"`{family}`", str(shown), ", ".join(media), *cells, ", ".join(each["needs"]), why]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def plain(reason: str) -> str:
+    """Return a reason without the names around it, and without the error of Python behind it."""
+    line = " ".join(reason.split())
+    line = line.partition("does not open whole: ")[2].partition(". Name its encoder")[0] or line
+    line = re.sub(r" \((on a small copy, )?\w*(Error|Exception)\b.*", "", line)
+    line = re.sub(r"^UserError: |encoder tokens do not fit into the text: - ", "", line)
+    return re.sub(r"^\w*(Error|Exception): .*", "a small copy ends in an error of Python", line)
 
 
 def is_trained(result: Mapping[str, Any]) -> bool:

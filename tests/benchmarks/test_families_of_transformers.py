@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,21 @@ def test_the_page_has_the_results_of_every_check() -> None:
     _, _, table = families_of_transformers.PAGE.read_text(encoding="utf-8").partition(families_of_transformers.BEGIN)
     assert families_of_transformers.markdown().endswith(table)
     assert all(result["refusals"] for result in RESULTS.values() if result["rung"] != 3)
+    assert not re.search(r"\w(Error|Exception)\b", table)
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        ("blip: 'blip' does not open whole: a reason. Name its encoder and more", "a reason"),
+        ("stages of one block do not run (RuntimeError: a shape)", "stages of one block do not run"),
+        ("images are not read: they do not run (StrictDataclassError: 3 (4))", "images are not read: they do not run"),
+        ("TypeError: blocks (3)", "a small copy ends in an error of Python"),
+        ("the loss changes from 1 (a half) to 2", "the loss changes from 1 (a half) to 2"),
+    ],
+)
+def test_the_page_has_reasons_without_errors_of_python(reason: str, line: str) -> None:
+    assert families_of_transformers.plain(reason) == line
 
 
 def test_ids_of_checked_configs_are_in_their_vocabulary() -> None:
