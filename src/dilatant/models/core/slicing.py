@@ -66,13 +66,9 @@ class ShapePlaceholder(Placeholder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         key = _key_of((args, kwargs), self._reads_values)
         if key not in self._known:
-            kinds: list[bool] = []
             try:
                 self._known[key] = self._run("meta", args, kwargs)
-                _mapped(self._known[key], lambda each: kinds.append(each.is_floating_point()) or each)
             except (RuntimeError, NotImplementedError):  # the module reads the values of its inputs
-                kinds.append(False)
-            if not all(kinds):
                 self._reads_values = True
                 key = _key_of((args, kwargs), self._reads_values)
                 self._known[key] = self._run("cpu", args, kwargs)
@@ -83,14 +79,24 @@ class ShapePlaceholder(Placeholder):
 
     @torch.no_grad()
     def _run(self, device: str, *given: Any) -> Any:
-        """Run the module on `device` with zeros as weights; return its outputs on the meta device."""
+        """Run the module on `device` with zeros as weights; return its outputs (see `_without_floats`)."""
         (original,) = self._original
         named = (*original.named_parameters(), *original.named_buffers())
         weights = {name: torch.zeros_like(tensor, device=device) for name, tensor in named}
         args, kwargs = _mapped(given, lambda each: each.to(device))
         with torch.device(device):
             output = torch.func.functional_call(original, weights, args, kwargs)
-        return _mapped(output, lambda each: each.to("meta") if each.is_floating_point() else each)
+        return _mapped(output, _without_floats)
+
+
+def _without_floats(output: Tensor) -> Tensor:
+    """Return the shape of an output, as a meta tensor, or the output itself if it has values other than floats. Raises
+    NotImplementedError if those are unknown."""
+    if output.is_floating_point():
+        return output.to("meta")
+    if output.is_meta:
+        raise NotImplementedError
+    return output
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
