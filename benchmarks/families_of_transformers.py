@@ -289,7 +289,7 @@ def plain(reason: str) -> str:
     line = line.partition("does not open whole: ")[2].partition(". Name its encoder")[0] or line
     line = re.sub(r" \((on a small copy, )?\w*(Error|Exception)\b.*", "", line)
     line = re.sub(r"^UserError: |encoder tokens do not fit into the text: - ", "", line)
-    return re.sub(r"^\w*(Error|Exception): .*", "a small copy ends in an error of Python", line)
+    return re.sub(r"^\w*(Error|Exception): .*", "a small copy ends in an error of Python", line)[:200]
 
 
 def is_trained(result: Mapping[str, Any]) -> bool:
