@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from cases.cut_wholes import losses_of, opened
-from cases.tiny_wholes import SOUND, WHOLES, reference
+from cases.tiny_wholes import SOUND, WHOLES, reference, whole_config
 from cases.whole_samples import samples_of, transformers_inputs
 from dilatant.data.media.pixels import as_array
-from dilatant.models.families.pretrained_answers import composite_inputs
+from dilatant.data.sample import EncodedSample
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained_answers import composite_inputs, inputs_of_sample
 
 CHEAP = ("qwen2_5_vl",)
+
+
+def test_targets_of_a_family_with_prefixes_do_not_see_later_ones() -> None:
+    whole = PretrainedModel.of(whole_config("paligemma"), "model")
+    sample = EncodedSample("0", np.array([5, 6, 7, 8]), np.array([-100, -100, 7, 8]), sizes={"language": 4})
+    inputs = inputs_of_sample(whole, sample, torch.device("cpu"))
+    assert inputs["token_type_ids"].tolist() == [[0, 0, 1, 1]]
 
 
 @torch.no_grad()

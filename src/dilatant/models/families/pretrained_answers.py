@@ -69,6 +69,8 @@ def inputs_of_sample(whole: PretrainedModel, sample: EncodedSample, device: torc
     }
     keywords = composite_inputs(whole, ids, media, whole.dtype)
     keywords["attention_mask"] = torch.ones_like(ids)  # some compute positions from it
+    if whole.media_attention == "prefix":  # tokens before the first target attend to each other, later ones do not
+        keywords["token_type_ids"] = (torch.arange(ids.shape[1]) >= sample.prefix_tokens).long()[None]
     return {name: each.to(device) for name, each in keywords.items()}
 
 
