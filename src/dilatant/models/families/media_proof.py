@@ -189,7 +189,7 @@ def _prove_clips(
         found = _prove(small, attend, samples_with_media(small, clips=True))
         return next((clip for clip, image in zip(found, of_images, strict=True) if image is None and clip), None)
     except Exception as error:
-        return type_and_text(error)
+        return reason_of(error, "clips do not run")
 
 
 def _prove(
