@@ -38,7 +38,7 @@ def opens_whole(config: Any) -> bool:
 def classifier_of(config: Any) -> str | None:
     """Return the name of the class of transformers to which a model's weights belong if it classifies instead of
     writing text; None otherwise."""
-    classifiers = AutoModelForImageClassification._model_mapping
+    classifiers: Any = AutoModelForImageClassification._model_mapping
     named = [classifiers[type(config)].__name__] if type(config) in classifiers else []
     return next((name for name in (*(config.architectures or ()), *named) if name.endswith("Classification")), None)
 
