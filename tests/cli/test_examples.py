@@ -81,6 +81,17 @@ def test_own_parts_train_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_robot_policy_learns_continuous_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from robot_policy import train
+
+    errors = launch(train, 3, Namespace(steps=150, microbatches=2))
+    assert len(set(errors)) == 1
+    before, after = errors[0]
+    assert after < 0.7 * before
+
+
+@pytest.mark.slow
 def test_a_student_learns_from_the_teachers_logits(tmp_path: Path) -> None:
     """On two ranks, of which the last looks up the logits; every sample and target is found there."""
     script = [sys.executable, ROOT / "examples" / "distillation.py", "--steps", "40", "--processes", "2"]
