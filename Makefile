@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine:
 #   make train   environment, install, and the quickstart: real training in about a minute
 #   make test    environment, install, and the tests
+# `make docs` builds the documentation as a site, build/site.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ COMPAT_TESTS ?= tests/test_import_graph.py tests/config tests/comm/test_collecti
   tests/runtime/test_executor.py tests/runtime/test_tensor_parallel.py tests/report/test_say.py \
   tests/cli/test_one_line_start.py tests/cli/test_export.py
 
-.PHONY: train test slow chaos mutants gpu compat lint install clean
+.PHONY: train test slow chaos mutants gpu compat docs lint install clean
 
 train: install
 	$(BIN)/python examples/digits.py data/digits
@@ -64,6 +65,14 @@ mutants: install
 # would need.
 gpu: install
 	$(BIN)/python benchmarks/gpu_day.py $(if $(DATA),--data $(DATA))
+
+# Strictly: a page that the navigation lacks, or a link or an anchor that leads nowhere, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $@
 
 lint: install
 	$(BIN)/ruff check .

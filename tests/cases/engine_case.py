@@ -13,7 +13,7 @@ from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, Generator, MultimodalModel
-from dilatant.models.language.token_loss import TokenLoss
+from dilatant.models.language.token_loss import TargetPlaces, TokenLoss
 from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -179,6 +179,25 @@ def mean_of_samples(logits: torch.Tensor, targets: torch.Tensor, of_sample: torc
     return (torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none") / of_sample).sum()
 
 
+def distilled(logits: torch.Tensor, targets: torch.Tensor, _: torch.Tensor, places: TargetPlaces) -> torch.Tensor:
+    """The divergence of each position from a teacher that knows the sample's ids and the position."""
+    teacher = torch.stack(
+        [
+            torch.sin(torch.arange(logits.shape[-1]) * float(places.samples[sample].input_ids[: index + 1].sum()))
+            for sample, index in zip(places.sample_of.tolist(), places.index.tolist(), strict=True)
+        ]
+    )
+    given = torch.stack(
+        [
+            torch.tensor(places.samples[sample].input_ids[index])
+            for sample, index in zip(places.sample_of.tolist(), places.index.tolist(), strict=True)
+        ]
+    )
+    assert given.equal(targets.cpu()), "the ids at the places are the targets"
+    student = logits.float().log_softmax(-1)
+    return torch.nn.functional.kl_div(student, teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+
+
 def _one(sample: EncodedSample) -> float:
     return 1.0
 
@@ -188,8 +207,9 @@ def _tokens(sample: EncodedSample) -> float:
 
 
 OWN_LOSSES = {
-    "focal": TokenLoss(focal, "focal", _tokens, takes_targets=False, is_per_token=True),
-    "mean of samples": TokenLoss(mean_of_samples, "mean of samples", _one, takes_targets=True),
+    "focal": TokenLoss(focal, "focal", _tokens, is_per_token=True),
+    "mean of samples": TokenLoss(mean_of_samples, "mean of samples", _one, arguments=3),
+    "distilled": TokenLoss(distilled, "distilled", _tokens, arguments=4),
 }
 
 

@@ -81,6 +81,26 @@ def test_own_parts_train_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_robot_policy_learns_continuous_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from robot_policy import train
+
+    errors = launch(train, 3, Namespace(steps=150, microbatches=2))
+    assert len(set(errors)) == 1
+    before, after = errors[0]
+    assert after < 0.7 * before
+
+
+@pytest.mark.slow
+def test_a_student_learns_from_the_teachers_logits(tmp_path: Path) -> None:
+    """On two ranks, of which the last looks up the logits; every sample and target is found there."""
+    script = [sys.executable, ROOT / "examples" / "distillation.py", "--steps", "40", "--processes", "2"]
+    subprocess.run([*script, "--folder", tmp_path, "--weight", "1"], check=True, timeout=600)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
 def test_the_training_loop_runs_on_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     from training_loop import train

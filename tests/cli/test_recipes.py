@@ -30,7 +30,7 @@ from dilatant.training.run import RunResult, train
 RECIPES = {path.stem: path for path in sorted((Path(package.__file__).parent / "recipes").glob("*.yaml"))}
 CLUSTERS = ("cluster-64", "spot-nodes")
 """Recipes whose model and data are those of others, and whose layouts are what is tried."""
-LIKE_OTHERS = ("chart-qa", "video", "vlm-lora")
+LIKE_OTHERS = ("chart-qa", "preferences", "sharded-8", "video", "vlm-lora")
 """Recipes that train as others do: by default only their data, models and plans are opened."""
 RARELY = (*LIKE_OTHERS, "interleaved", "omni-drawing")
 """Recipes that train only as slow tests."""
@@ -80,6 +80,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     "speech.jsonl": {"audio": "sounds/1.wav", "text": "seven"},
     "photos.jsonl": {"image": "images/1.png", "caption": "a heron"},
     "drawings.jsonl": of_assistant(PICTURE, question="Draw a cat."),
+    "pairs.jsonl": {"image": "images/1.png", "question": "What?", "chosen": "A heron.", "rejected": "A stork."},
     "clips.jsonl": asked({"type": "video", "video": "clips/1.gif"}),
     "documents.jsonl": of_assistant(TEXT, PICTURE, TEXT),
 }
@@ -152,7 +153,7 @@ def trained(workplace: Path, whole: Callable[[str], str]) -> Trained:
 
 
 def small(name: str, folder: Path, whole: Callable[[str], str], **sections: Any) -> Config:
-    """The recipe in a folder of small data and models, for a step of one process on the CPU."""
+    """The recipe in a folder of small data and models, for a step on the CPU: of one process, or of two replicas."""
     tree = yaml.safe_load(RECIPES[name].read_text())
     model, data, train, judged = (tree.get(key, {}) for key in ("model", "data", "train", "evaluation"))
     for section, needed in PACKAGES.items():
@@ -178,8 +179,11 @@ def small(name: str, folder: Path, whole: Callable[[str], str], **sections: Any)
     train |= {"steps": 1, "global_batch_size": 4, "device": "cpu", "report_to": [], "save_steps": None}
     if judged:
         judged |= {"steps": 1, "limit": 1, "max_new_tokens": 2}
-    for key in ("parallel", "cluster", "resilience"):
+    for key in ("cluster", "resilience"):
         tree.pop(key, None)
+    if "units" in (layout := tree.pop("parallel", None) or {}):
+        layout["units"]["language"]["replicas"] = 2
+        tree["parallel"] = layout
     return parse_config({**tree, **sections}, folder)
 
 

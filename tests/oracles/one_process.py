@@ -5,6 +5,7 @@ Shares no code with the runtime, nor with the stages, merging and loss of the mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -40,7 +41,8 @@ def losses_of_batch(
     places it takes hidden states, places of an item); the module makes one loss of the places and targets of an item.
     begin: called with a sample's number before its turn. queries: id beyond the vocabulary → what stands at its places,
     one after another and over again: [places of an item, width]. loss: that of a target token, instead of its cross
-    entropy: "focal" with gamma 2, or "mean of samples", where each sample counts alike.
+    entropy: "focal" with gamma 2, "mean of samples", where each sample counts alike, or "distilled", its divergence
+    from a distribution that the ids up to the target's determine.
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     generators = generators or {}
@@ -99,6 +101,12 @@ def losses_of_batch(
             if label != -100:
                 said = torch.log_softmax(logits[position].float(), dim=-1)[label]
                 scale = torch.tensor(1.0 / targets)
+                if loss == "distilled":
+                    seed = float(ids[: position + 2].sum())
+                    teacher = torch.tensor([math.sin(token * seed) for token in range(logits.shape[-1])]).softmax(-1)
+                    student = torch.log_softmax(logits[position].float(), dim=-1)
+                    losses["language"] = losses["language"] + (teacher * (teacher.log() - student)).sum() / targets
+                    continue
                 if loss == "focal":
                     scale = (1 - said.exp()) ** 2 / targets
                 elif loss:

@@ -24,7 +24,7 @@ LAYOUTS = {
     "tensor": ParallelSpec(tp=2),
     "context": ParallelSpec(cp=2),
 }
-OFTEN = (("pipeline", "focal"), ("replicas", "mean of samples"), ("tensor", "focal"), ("context", "mean of samples"))
+OFTEN = (("pipeline", "focal"), ("replicas", "mean of samples"), ("tensor", "focal"), ("context", "distilled"))
 
 
 def _step(pooled: Worker, case: Any, language: ParallelSpec) -> tuple[float, dict[str, Any], dict[str, str]]:
@@ -82,9 +82,10 @@ def _count(sample: Any) -> float:
 )
 def test_a_loss_that_depends_on_the_layout_is_refused(function: Any, problem: str) -> None:
     with pytest.raises(UserError, match=f"mine .*{problem}|mine {problem}"):
-        TokenLoss(function, "mine", _count, takes_targets=False).check(30)
+        TokenLoss(function, "mine", _count).check(30)
 
 
 def test_a_loss_tells_whether_it_is_per_position() -> None:
     assert OWN_LOSSES["focal"].check(30)
     assert not OWN_LOSSES["mean of samples"].check(30)
+    assert not OWN_LOSSES["distilled"].check(30), "it is not tried, since it needs the samples of the run"

@@ -35,10 +35,11 @@ def loss(function: Any = None, *, count: Count = "tokens") -> Any:
     `@dilatant.loss`, or `@dilatant.loss(count="samples")`.
 
     It is called as loss(logits [positions, vocabulary], targets int64 [positions]), with the positions of some samples
-    that have a target, and returns the loss of each position, or their sum; if it takes a third argument, that is the
-    number of target tokens of each position's sample, int64 [positions]. The sum over the global batch is divided by
-    its number of target `tokens` or `samples`, or by the sum of count(sample) over its `EncodedSample`s, of which ranks
-    may know only sizes and `target_tokens`.
+    that have a target, and returns the loss of each position, or their sum. A third argument, if the function takes it,
+    is the number of target tokens of each position's sample, int64 [positions]; a fourth one says where targets are:
+    `samples`, and int64 [positions] `sample_of` and `index`, each target's sample and its index in `input_ids` there.
+    The sum over the global batch is divided by its number of target `tokens` or `samples`, or by the sum of
+    count(sample) over its `EncodedSample`s, of which ranks may know only sizes and `target_tokens`.
     """
     if function is None:
         return partial(loss, count=count)

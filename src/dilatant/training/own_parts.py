@@ -113,7 +113,7 @@ def find_loss(config: Config) -> TokenLoss | None:
         )
     if smoothing:
         smoothed = partial(smoothed_cross_entropy, smoothing)
-        return TokenLoss(smoothed, "train.label_smoothing", _target_tokens, takes_targets=False)
+        return TokenLoss(smoothed, "train.label_smoothing", _target_tokens)
     if part is None and name is None:
         return None
     function = (
@@ -124,10 +124,10 @@ def find_loss(config: Config) -> TokenLoss | None:
     where = "the loss" if name is None else f"train.loss: {name!r}"
     if not callable(function):
         raise UserError(f"{where} is a {type(function).__name__}; give a function of (logits, targets)")
-    takes_targets = takes(function, 3)
-    require_call(where, function, "logits", "targets", *(("sample_targets",) if takes_targets else ()))
+    arguments = next((number for number in (4, 3) if takes(function, number)), 2)
+    require_call(where, function, *("logits", "targets", "sample_targets", "places")[:arguments])
     count = count_of_loss(function) or "tokens"
-    return TokenLoss(function, where, COUNTS[count] if isinstance(count, str) else count, takes_targets)
+    return TokenLoss(function, where, COUNTS[count] if isinstance(count, str) else count, arguments)
 
 
 def checked_loss(loss: TokenLoss, vocabulary: int) -> TokenLoss:

@@ -173,7 +173,8 @@ class LanguageStage(Stage):
             tokens, losses = chunked_predictions(self.head, hidden[0, at], targets, self.loss_chunk, self.vocabulary)
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
         sample_of = row.sample_of[with_target].to(hidden.device)
-        losses = self._losses(self.head, hidden[0, at], targets, packed, sample_of)
+        places = torch.stack([row.sample_of, row.index_in_sample + 1], dim=1)[with_target]
+        losses = self._losses(self.head, hidden[0, at], targets, packed, places)
         if self.pair_loss is not None:
             total, sums = self.pair_loss(losses, row, with_target, packed)
             loss = divide_loss(total, row.targets, data.counts[self.unit])
@@ -188,18 +189,20 @@ class LanguageStage(Stage):
         return StageOutput(outputs or None, {self.unit: loss, **forward.losses}, sample_losses=by_sample)
 
     def _losses(
-        self, head: PreTrainedModel, hidden: Tensor, targets: Tensor, packed: Sequence[EncodedSample], sample_of: Tensor
+        self, head: PreTrainedModel, hidden: Tensor, targets: Tensor, packed: Sequence[EncodedSample], places: Tensor
     ) -> Tensor:
-        """Return the losses of the positions with a target, fp32, to be summed. hidden: [positions, width]; targets and
-        sample_of, the position's sample in `packed`: int64 [positions]."""
+        """Return the losses of the positions with a target, fp32, to be summed. hidden: [positions, width].
+        targets: int64 [positions]. places: int64 [positions, 2], on the host: the target's sample in `packed`, and the
+        target's index in it."""
         own = self.token_loss
         if own is None:
             return chunked_loss(head, hidden, targets, self.loss_chunk, self.vocabulary.cross_entropy)
         if not len(targets):  # it may be undefined there; the graph stays that of the other ranks
             return hidden.float().sum(-1)
-        counts = to_device(torch.tensor([sample.target_tokens for sample in packed]), hidden.device)
-        about = torch.stack([targets, counts[sample_of]], dim=1)
-        return chunked_loss(head, hidden, about, self.loss_chunk, partial(own, self.vocabulary.whole))
+        counts = torch.tensor([sample.target_tokens for sample in packed])
+        known = to_device(torch.cat([counts[places[:, :1]], places], dim=1), hidden.device)
+        about = torch.cat([targets[:, None], known], dim=1)
+        return chunked_loss(head, hidden, about, self.loss_chunk, partial(own, self.vocabulary.whole, packed))
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         packed = [data.samples[sample] for sample in samples]

@@ -89,6 +89,12 @@ class PackedRow:
         whole = torch.from_numpy(np.concatenate(answers))
         return whole if self.share is None else self.share.take(whole)
 
+    @property
+    def index_in_sample(self) -> Tensor:
+        """The index of each of the rank's tokens in its sample: int64 [tokens]."""
+        whole = torch.from_numpy(np.concatenate([np.arange(length) for length in self.lengths]))
+        return whole if self.share is None else self.share.take(whole)
+
     def padded(self, hidden: Tensor) -> Tensor:
         """Pad hidden states [tokens, hidden] of the rank's tokens by the dummy token, if it runs one."""
         missing = len(self.ids) - len(hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,26 +17,40 @@ PROBED = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TargetPlaces:
+    """The places of the targets that a loss is called with. samples: all samples of the row, with their tokens; their
+    media may be absent. sample_of: int64 [positions], the sample of each target. index: int64 [positions], the target's
+    index in `input_ids` of its sample."""
+
+    samples: Sequence[EncodedSample]
+    sample_of: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenLoss:
     """A loss function, as `dilatant.loss` describes it. name: in messages. count: a sample's part of the divisor.
-    takes_targets: the function takes the target tokens of each position's sample. is_per_token: it returns the loss of
-    each position, and the divisor is the number of target tokens."""
+    arguments: the number of arguments that the function takes, from 2 to 4. is_per_token: it returns the loss of each
+    position, and the divisor is the number of target tokens."""
 
     function: Callable[..., Any]
     name: str
     count: Callable[[EncodedSample], float]
-    takes_targets: bool
+    arguments: int = 2
     is_per_token: bool = False
 
     def __deepcopy__(self, memo: Any) -> TokenLoss:
         return self
 
-    def __call__(self, whole: Callable[[Tensor], Tensor], logits: Tensor, about: Tensor) -> Tensor:
+    def __call__(
+        self, whole: Callable[[Tensor], Tensor], samples: Sequence[EncodedSample], logits: Tensor, about: Tensor
+    ) -> Tensor:
         """Return the loss of each position, or their sum, [1]: fp32. whole: makes the logits of the whole vocabulary of
-        a shard of them. about: int64 [positions, 2], the targets and the target tokens of each position's sample."""
-        targets, of_sample = about.unbind(1)
-        logits = whole(logits)
-        found = self.function(logits, targets, of_sample) if self.takes_targets else self.function(logits, targets)
+        a shard of them. samples: those of the row. about: int64 [positions, 4], the targets, the target tokens of each
+        position's sample, and the columns of `TargetPlaces`."""
+        targets, of_sample, *places = about.unbind(1)
+        arguments = (whole(logits), targets, of_sample, TargetPlaces(samples, *places))
+        found = self.function(*arguments[: self.arguments])
         if not isinstance(found, Tensor) or found.dim() > 1 or (found.dim() and len(found) != len(targets)):
             shown = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise UserError(
@@ -47,16 +61,19 @@ class TokenLoss:
 
     def check(self, vocabulary: int) -> bool:
         """Return True if the function returns the loss of each position. Raises UserError if it fails, does not depend
-        on the logits, or is no sum over positions: its value would depend on how the batch is divided."""
+        on the logits, or is no sum over positions: its value would depend on how the batch is divided. A function
+        that takes places is not tried, since it may know only the samples of the run."""
+        if self.arguments == 4:
+            return False
         random = torch.Generator().manual_seed(0)
         logits = torch.randn(PROBED, vocabulary, generator=random, requires_grad=True)
-        about = torch.randint(1, vocabulary, (PROBED, 2), generator=random)
+        about = torch.randint(1, vocabulary, (PROBED, 4), generator=random)
 
         def total(first: int, end: int) -> Tensor:
-            return self(lambda own: own, logits[first:end], about[first:end]).sum().detach()
+            return self(lambda own: own, (), logits[first:end], about[first:end]).sum().detach()
 
         try:
-            each = self(lambda own: own, logits, about)
+            each = self(lambda own: own, (), logits, about)
             both = float(each.sum().detach()), float(total(0, 3) + total(3, PROBED))
         except UserError:
             raise
