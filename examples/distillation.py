@@ -63,7 +63,8 @@ class Distillation:
 @torch.no_grad()
 def logits_of_teacher(export: Path, data: Path) -> Logits:
     """Return the teacher's logits at the target tokens of every sample of a file."""
-    model: Any = load_exported(export).model.eval()
+    model: Any = load_exported(export).model
+    model.eval()
     samples, size = sum(1 for _ in data.open()), 64
     found: Logits = {}
     with dilatant.make_loader(model, [data], size, steps=-(-samples // size), max_length=128, workers=0) as loader:

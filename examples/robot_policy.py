@@ -76,7 +76,7 @@ def scenes(count: int, seed: int) -> list[EncodedSample]:
         steps = (way if instruction == REACH else -way) * np.linspace(1, 0.25, CHUNK, dtype=np.float32)[:, None]
         side = RIGHT if way[1] > 0 else LEFT
         ids = np.array([IMAGE] * PATCHES + [instruction, side] + [ACTION] * CHUNK)
-        media = {
+        media: dict[str, dict[str, np.ndarray]] = {
             "vision": {"pixel_values": pixels},
             "action": {"actions": steps[None]},  # one item
         }

@@ -173,8 +173,8 @@ class LanguageStage(Stage):
             tokens, losses = chunked_predictions(self.head, hidden[0, at], targets, self.loss_chunk, self.vocabulary)
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
         sample_of = row.sample_of[with_target].to(hidden.device)
-        places = torch.stack([row.sample_of, row.index_in_sample + 1], dim=1)[with_target]
-        losses = self._losses(self.head, hidden[0, at], targets, packed, places)
+        at_targets = torch.stack([row.sample_of, row.index_in_sample + 1], dim=1)[with_target]
+        losses = self._losses(self.head, hidden[0, at], targets, packed, at_targets)
         if self.pair_loss is not None:
             total, sums = self.pair_loss(losses, row, with_target, packed)
             loss = divide_loss(total, row.targets, data.counts[self.unit])
