@@ -30,10 +30,11 @@ _LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def handle_of(layer: TakesGradient) -> Tensor:
-    """Return a new handle of `layer` for `linear`: int64, a scalar on the CPU; it does not keep the layer alive."""
+    """Return a new handle of `layer` for `linear`: float64, a scalar on the CPU; it does not keep the layer alive. It
+    requires a gradient, which is always 0: a graph would leave out a call whose result nobody takes."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
-    return torch.tensor(number, device="cpu")
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
 @torch.library.custom_op("dilatant::linear", mutates_args=())
@@ -48,16 +49,17 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor) -> Ten
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
-# `handle` counts as changed, or a graph would leave out a call without results.
-@torch.library.custom_op("dilatant::weight_gradient", mutates_args=("handle",))
-def weight_gradient(handle: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Give the layer of `handle` the operands of its weight gradient: [..., out_features] and [..., in_features]."""
+@torch.library.custom_op("dilatant::weight_gradient", mutates_args=())
+def weight_gradient(handle: Tensor, gradient: Tensor, inputs: Tensor) -> Tensor:
+    """Give the layer of `handle` the operands of its weight gradient, [..., out_features] and [..., in_features];
+    return the handle's gradient."""
     _LAYERS[int(handle)].add_gradient(gradient.flatten(0, -2), inputs.flatten(0, -2))
+    return torch.zeros_like(handle)
 
 
 @weight_gradient.register_fake
-def _(handle: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    return None
+def _(handle: Tensor, gradient: Tensor, inputs: Tensor) -> Tensor:
+    return torch.empty_like(handle)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -65,10 +67,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(input, weight, handle)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor]:
     input, weight, handle = ctx.saved_tensors
-    weight_gradient(handle, gradient, input)
-    return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None
+    called = weight_gradient(handle, gradient, input)
+    return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, called
 
 
 linear.register_autograd(_backward, setup_context=_setup)
