@@ -96,7 +96,8 @@ def test_a_student_learns_from_the_teachers_logits(tmp_path: Path) -> None:
     """On two ranks, of which the last looks up the logits; every sample and target is found there."""
     script = [sys.executable, ROOT / "examples" / "distillation.py", "--steps", "40", "--processes", "2"]
     subprocess.run([*script, "--folder", tmp_path, "--weight", "1"], check=True, timeout=600)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (tmp_path / "student" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "loss" in line]  # others are of evaluations
     assert losses[-1] < 0.9 * losses[0]
 
 

@@ -54,6 +54,10 @@ def why_not(block: nn.Module) -> str | None:
         return "the numbers of its experts' rows decide what is computed"
     if any(isinstance(one, FourBitLinear) for one in modules):
         return "four-bit layers are unpacked by kernels that cannot be compiled"
+    if isinstance(block, Recomputed) and block.how == "block_keep_attention":
+        return "recomputation keeps the output of attention, which ends a graph"
+    if any(isinstance(one, Recomputed) for one in modules[1:]):
+        return "modules within the block are recomputed"
     return None
 
 
