@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from cases.drawn_steps import cases
-from cases.engine_case import CASE, Case
+from cases.engine_case import BATCHES, CASE, Case
 from cases.parallel_cases import case_of, plan_of
 from dilatant.config.train import TrainConfig
 from dilatant.models.core.recompute import recompute
@@ -24,6 +24,7 @@ from dilatant.plan.plan import Stage
 from dilatant.runtime.compiled_blocks import SAFE, CompiledBlocks, compiles
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
 from dilatant.schedule.families.families import one_f_one_b, zero_bubble_h1
+from dilatant.schedule.schedule import Assignment
 from harness.checked_steps import COMMON, check_case
 from harness.worker_pool import WorkerPool
 
@@ -174,7 +175,8 @@ def test_blocks_of_common_families_compile_and_match_one_process(workers: Worker
 @pytest.mark.slow
 def test_compiled_blocks_with_sharded_weights_match_one_process(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (0,)),), (Stage(0, 4, (1,)),))
-    check_case(workers, case_of(plan, compiler="inductor"), "node", 1, shard={"language": "weights"})
+    halves = Assignment({"vision": (BATCHES,), "language": (BATCHES[::2], BATCHES[1::2])})
+    check_case(workers, case_of(plan, compiler="inductor", assignment=halves), "node", 1, shard={"language": "weights"})
 
 
 @pytest.mark.slow
