@@ -178,7 +178,7 @@ class TrainConfig(Section):
     plan for each block, as little as fits memory; without a plan `none`."""
     compile: Compile = "auto"
     """`blocks`: compile the blocks of every unit with torch.compile. The first step takes longer; blocks that cannot be
-    compiled run as before, with a warning. `auto`: on GPUs, for families that were tested there
+    compiled run as before, with a warning. `auto`: none, until compiled steps were tested on a GPU
     ([parallel.md](parallel.md#compiled-and-fused-blocks))."""
     kernels: Kernels = "auto"
     """`liger`: fused norms and gated activations of liger-kernel (`pip install 'dilatant[kernels]'`; GPUs only) in

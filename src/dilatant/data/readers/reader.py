@@ -225,7 +225,7 @@ def _open_files(source: DataSource, held_out: bool, cache: Cache) -> tuple[Recor
 
 
 class _FormOfFiles(NamedTuple):
-    """What a form is called, and how its files are read and scanned."""
+    """A form of files: its title, and the functions that read and scan such files."""
 
     title: str
     records: Callable[[SourceFiles], Records]
