@@ -34,9 +34,9 @@ TOKEN = b"t" * 32
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[Child, list[Child], Path]]:
-    """A coordinator and two agents."""
-    settings = Settings(lease_seconds=HANG_SECONDS, initial=2)
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Child, list[Child], Path]]:
+    """A coordinator and two agents; the test may say the seconds of their lease."""
+    settings = Settings(lease_seconds=getattr(request, "param", HANG_SECONDS), initial=2)
     coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path)))
     start = [
         ProcessStart("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(tmp_path), f"node{node}")
@@ -113,6 +113,25 @@ def test_an_agent_that_nobody_answers_any_more_ends_with_the_run(tmp_path: Path)
     link.close()
 
 
+def test_an_agent_reads_that_the_run_is_over_when_it_is_cut_off(tmp_path: Path) -> None:
+    listener = listen("127.0.0.1")
+    leader = Connections(listener, TOKEN, MESSAGES)
+    settings = Settings(lease_seconds=3600.0)  # it would look into the record after an hour
+    port = listener.getsockname()[1]
+    agent = Child(AGENT, ProcessStart("127.0.0.1", port, TOKEN.hex(), settings, str(tmp_path), "late"))
+    worker = subprocess.Popen(["sleep", "6000"])
+    link = connect("127.0.0.1", agent.port, TOKEN)
+    link.send(Hello(0, worker.pid))
+    link.send(Warm())
+    while not leader.wait(0.1):
+        assert agent.process.poll() is None
+    (tmp_path / STATE).write_bytes(msgspec.json.encode(Record(1, 0, (), "node1 is gone")))
+    leader.close()  # no order has told this agent
+    assert agent.process.wait(HANG_SECONDS) == 0
+    assert worker.wait(HANG_SECONDS) != 0
+    link.close()
+
+
 @pytest.mark.slow
 def test_agents_follow_the_standby_and_their_workers_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "LEADER_SECONDS", 0.5)
@@ -173,6 +192,8 @@ def test_without_most_members_a_standby_leaves_the_record_alone(tmp_path: Path) 
     standby.close()
 
 
+# An agent that connects only after the coordinator has ended looks into the record after a lease.
+@pytest.mark.parametrize("cluster", [20.0], indirect=True)
 def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(cluster: tuple[Child, list[Child], Path]) -> None:
     _, agents, folder = cluster
     told = link_to(agents[0])
