@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -30,7 +31,17 @@ from dilatant.data.workers import pool_owner, pool_source
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest
 from dilatant.data.workers.pool_source import PoolSource
-from dilatant.data.workers.pool_wire import Arena, PoolAsk, PoolFrames, PoolHello, to_frame
+from dilatant.data.workers.pool_wire import (
+    NOTE_BYTES,
+    Arena,
+    Greeting,
+    PoolAsk,
+    PoolFrames,
+    PoolHello,
+    to_frame,
+    to_worker,
+    write_note,
+)
 from dilatant.data.workers.request_queue import Awake
 from harness.patience import HANG_SECONDS, wait_until
 
@@ -305,6 +316,39 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert not Path(shared).exists()  # the fork server's folder
     with pytest.raises(WorkerError, match="there are no data workers at"):
         PoolSource(address, PLENTY)
+
+
+def last_workers_of(path: Path) -> None:
+    """Be a worker at `path` that begins what it is asked for, and ends when nobody would start another one."""
+    with socket.create_server(str(path), family=socket.AF_UNIX) as listener:
+        connection, _ = listener.accept()
+    path.unlink()
+    hello, (memory,), *_ = socket.recv_fds(connection, 1 << 12, 1)
+    frames = PoolFrames(1 << 20)
+    (body,) = frames.feed(hello)
+    note = to_worker.decode(body).note
+    connection.sendall(to_frame(Greeting(os.getpid(), 60.0, [])))
+    (body, *_) = frames.feed(connection.recv(1 << 20))
+    with mmap.mmap(memory, 0) as arena, memoryview(arena) as view, view[note : note + NOTE_BYTES] as own:
+        write_note(own, to_worker.decode(body).ticket, time.monotonic())
+    os.close(memory)
+    connection.close()
+
+
+def test_no_sample_is_blamed_for_the_end_of_all_workers(tmp_path: Path) -> None:
+    """The first worker ends while it makes a sample, then the second while it makes the same one."""
+    tmp_path.chmod(0o700)
+    threads = [threading.Thread(target=last_workers_of, args=(tmp_path / f"{place}.sock",)) for place in range(2)]
+    for each in threads:
+        each.start()
+    wait_until(lambda: len([*tmp_path.glob("*.sock")]) == 2)
+    source = PoolSource(str(tmp_path), PLENTY)
+    source.ask(requests([5]))
+    with pytest.raises(WorkerError, match="no data workers any more: the process that started them has ended"):
+        source.take("train", 105)
+    source.close()
+    for each in threads:
+        each.join(HANG_SECONDS)
 
 
 def asks_for_much(address: str, told) -> None:

@@ -286,8 +286,10 @@ class PoolSource(QueuedSource):
         link.is_down = link.ungreeted >= UNGREETED
         if not link.is_down:
             self._connect(link)
-        if link.is_down:
-            self._retry_in_doubt(link, None)
+        if link.is_down:  # without a successor nobody tells why: perhaps all workers are ending, which no sample caused
+            in_doubt, link.in_doubt = link.in_doubt, []
+            for entry, _ in in_doubt:
+                self.requeue(entry)
         self._check_links()
 
     def _log_given_up(self, link: _WorkerLink, why: str) -> None:
@@ -317,9 +319,9 @@ class PoolSource(QueuedSource):
             for slot in leaving.slots:
                 self._arena.release(slot)
 
-    def _retry_in_doubt(self, link: _WorkerLink, greeting: wire.Greeting | None) -> None:
+    def _retry_in_doubt(self, link: _WorkerLink, greeting: wire.Greeting) -> None:
         """Retry the samples that dead workers of this place were making, now that the successor reports the causes."""
-        deaths = {death.pid: death for death in greeting.deaths} if greeting is not None else {}
+        deaths = {death.pid: death for death in greeting.deaths}
         in_doubt, link.in_doubt = link.in_doubt, []
         for entry, pid in in_doubt:
             death = deaths.get(pid)
