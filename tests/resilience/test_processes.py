@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import subprocess
@@ -25,7 +26,7 @@ from dilatant.resilience.processes.coordinator_process import STATE, read_record
 from dilatant.resilience.processes.messages import MESSAGES, Hello, Job, StoreAt, TrainingStart, Warm, connect
 from dilatant.resilience.processes.process import AGENT, COORDINATOR, NO_MAJORITY_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.processes.standby import Standby
-from dilatant.resilience.protocol.agent import Done, Prepared
+from dilatant.resilience.protocol.agent import Done, End, Prepared
 from dilatant.resilience.protocol.values import Record, Settings, Status
 from dilatant.resilience.worker.worker_link import WorkerLink
 from harness.patience import HANG_SECONDS
@@ -127,6 +128,7 @@ def test_an_agent_reads_that_the_run_is_over_when_it_is_cut_off(tmp_path: Path) 
         assert agent.process.poll() is None
     (tmp_path / STATE).write_bytes(msgspec.json.encode(Record(1, 0, (), "node1 is gone")))
     leader.close()  # no order has told this agent
+    assert link.receive() == End("node1 is gone")
     assert agent.process.wait(HANG_SECONDS) == 0
     assert worker.wait(HANG_SECONDS) != 0
     link.close()
@@ -194,15 +196,21 @@ def test_without_most_members_a_standby_leaves_the_record_alone(tmp_path: Path) 
 
 # An agent that connects only after the coordinator has ended looks into the record after a lease.
 @pytest.mark.parametrize("cluster", [20.0], indirect=True)
-def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(cluster: tuple[Child, list[Child], Path]) -> None:
+def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(
+    cluster: tuple[Child, list[Child], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, agents, folder = cluster
-    told = link_to(agents[0])
+    worker = subprocess.Popen(["sleep", "6000"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: worker.pid)  # an agent kills workers that stay, and this process stays
+        told = link_to(agents[0])
     told.warm()
     link = connect("127.0.0.1", agents[1].port, TOKEN)
     link.send(Hello(0, 2**22 + 1))  # no such process
     link.close()
     assert "node1: its worker 0 is gone" in stopped(folder)
     told.await_end()  # a worker that loses its agent before ends its process, which is this one
+    assert worker.wait(HANG_SECONDS) != 0
 
 
 def test_who_has_not_the_token_is_refused(cluster: tuple[Child, list[Child], Path]) -> None:

@@ -19,7 +19,7 @@ from dilatant.config.files.durable import write_durably
 from dilatant.resilience.processes.coordinator_process import known_record
 from dilatant.resilience.processes.messages import MESSAGES, Hello, Job, JobRequest, StoreAt, Warm, connect
 from dilatant.resilience.processes.process import ProcessStart, end_with_parent, read_start
-from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
+from dilatant.resilience.protocol.agent import Agent, Command, Died, End, Event
 from dilatant.resilience.protocol.values import Order
 
 DIAL_SECONDS = 10.0
@@ -193,6 +193,8 @@ class AgentService:
             return
         self._record_read = now
         self.ended = known_record(Path(self._start.folder)).stopped
+        if self.ended:
+            self._give([End(self.ended)])
 
     def _follow(self, host: str, port: int) -> None:
         """Send the workers the address of the new leader's store."""
