@@ -37,7 +37,7 @@ from dilatant.comm.store import launcher_store as store_of_launcher
 from dilatant.comm.store.server import StoreServer
 from dilatant.comm.store.store import Store, connect
 from dilatant.comm.store.token import fresh_token
-from dilatant.config.environment import chooses_threads, place_from, prepare_cuda
+from dilatant.config.environment import chooses_threads, place_from, prepare_torch
 from dilatant.config.errors import UserError
 
 GRACE_SECONDS = 5.0
@@ -105,7 +105,7 @@ def launch(
     place = place_from()
     if place is None:
         return launch_local(function, num_workers, *args, started=started)
-    prepare_cuda()
+    prepare_torch()
     with store_of_launcher.shared_store(place, timeout_seconds) as store:
         worker = worker_here(place.rank, place.size, place.local_rank, place.local_size, store, started_here=False)
         return [_run_here(function, worker, args)]
@@ -217,7 +217,7 @@ def worker_here(
     rank: int, size: int, local_rank: int, local_size: int, store: Store | None, started_here: bool = True
 ) -> Worker:
     """Set this process up as a rank: select its device and its number of threads. Raises UserError."""
-    prepare_cuda()
+    prepare_torch()
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, torch.cuda.device_count(), started_here))
         torch.cuda.set_device(device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,10 +236,14 @@ def gloo_interfaces() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
-def prepare_cuda() -> None:
-    """Set CUDA's variables before CUDA starts, but none that the user has set: each directed edge has its own stream,
-    and a waiting receive must not block a send in the same hardware queue; cuBLAS repeats its sums only with fixed
-    workspaces (these are torch's on Hopper); segments that grow are not fragmented by rows of unlike length."""
+def prepare_torch() -> None:
+    """Set torch's and CUDA's variables before they are read, but none that the user has set: each directed edge has its
+    own stream, and a waiting receive must not block a send in the same hardware queue; cuBLAS repeats its sums only
+    with fixed workspaces (these are torch's on Hopper); segments that grow are not fragmented by rows of unlike length;
+    compiled code is loaded from the user's own cache, while torch's default folder in /tmp can be made by anybody."""
+    default = os.path.join(tempfile.gettempdir(), "torchinductor_")  # set by an import of torch, to be read later
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default).startswith(default):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name

@@ -26,6 +26,6 @@ def pick_precision(setting: str, device: torch.device) -> torch.dtype:
 
 def compute_repeatably(device: torch.device) -> None:
     """On a GPU, run only operations that repeat their results bit for bit, else raise RuntimeError, in this process.
-    cuBLAS also needs `environment.prepare_cuda`; our attention kernels always repeat."""
+    cuBLAS also needs `environment.prepare_torch`; our attention kernels always repeat."""
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)
