@@ -14,6 +14,7 @@ import yaml
 
 from cases.tiny_project import Dilatant, tiny_config
 from dilatant.data.sample import Media, Sample, Turn
+from dilatant.data.text import encode
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import load_exported
 from dilatant.training.evaluation.image_answers import generate_answers
@@ -55,9 +56,14 @@ def test_a_chat_keeps_its_history_and_answers_question_files(
         "/image nowhere.png", "/audio x.wav", f"/video {project}", f"/image {picture}", "Side?", "Really?", "/dance",
         "/reset", "/system Be brief.", "Side?", "/exit", "not read",
     )  # fmt: skip
-    code, out, err = dilatant("chat", exported, "--max-new-tokens", 6)
+    asked: list[Sample] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "encode_prompt", lambda sample, by: asked.append(sample) or encode_prompt(sample, by))
+        code, out, err = dilatant("chat", exported, "--max-new-tokens", 6)
     assert code == 0, err
     assert out == f"{one}\n{two}\n{told}\n"
+    # A picture is shown with its question alone, whether or not the model answers otherwise when it sees it again.
+    assert [[len(turn.content) for turn in sample.turns] for sample in asked] == [[2], [2, 1, 1], [1, 1]]
     for said in (
         "image 'nowhere.png' does not exist",
         "no encoder for audio",

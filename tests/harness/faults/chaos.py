@@ -106,7 +106,7 @@ def slowed(run: Path, victim: str, after_step: int, works: float = 0.02, stands:
 def losses(run: Path) -> list[float]:
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]  # others are evaluations
     except (FileNotFoundError, json.JSONDecodeError):
         return []
 
