@@ -12,6 +12,9 @@ import pytest
 
 from cases.tiny_project import Dilatant
 from dilatant.comm.launch import launch
+from dilatant.config import load_config
+from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
+from dilatant.planning.problem.describe_model import build_meta_model
 from harness.shared_data import need
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +36,15 @@ def test_the_quickstart_reads_handwritten_digits(steps: int | None, tmp_path: Pa
     )  # fmt: skip
     assert code == 0
     assert accuracy(tmp_path / "run") >= (0.95 if steps is None else 0.0)
+
+
+def test_no_example_has_dropout_that_is_refused() -> None:
+    configs = {path.name: load_config(path) for path in (ROOT / "examples").glob("*.yaml")}
+    configs.pop("preferences.yaml")  # its model is the quickstart's
+    assert len(configs) >= 4
+    for path, config in configs.items():
+        model = build_meta_model(config, 300)
+        assert unkeyed_dropout(model.units.values()) is None, path
 
 
 @pytest.mark.parametrize(
