@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cases.planning_verbs import FEW, H100, planned
+from cases.planning.planning_verbs import FEW, H100, planned
 from cases.tiny_project import Dilatant, tiny_config, write_images
 from dilatant.config import load_config
 from dilatant.cost.model import load_costs

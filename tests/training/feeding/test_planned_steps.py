@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cases.planned_project import BATCH, config, model_section, write_samples
+from cases.planning.planned_project import BATCH, config, model_section, write_samples
 from dilatant.config import Config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
