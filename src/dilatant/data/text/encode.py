@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from dilatant.config.model import LANGUAGE
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, concatenate_inputs
-from dilatant.data.media_units.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
 from dilatant.data.sample import EncodedSample, Media, Sample, content_digest
 from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
 from dilatant.data.text.token_layout import Item, TokenLayout, lay_out, place_media
@@ -230,10 +229,7 @@ def _processed(sample: Sample, item: Item) -> dict[str, EncoderInput]:
     """Return the inputs of an item. Raises SampleError, also if their size differs from the header's, which the index
     stores and other ranks compute with."""
     try:
-        if isinstance(item.unit, AnyresImageUnit):
-            made = item.unit.process(item.media, int(np.asarray(item.grid[SHAPES])[0, 2]) == ALONE)
-        else:
-            made = item.unit.process(item.media)
+        made = item.unit.process_item(item.media, item.grid)
         for name, promised in item.grid.items():
             if not np.array_equal(as_array(made[name]), as_array(promised)):
                 raise MediaError(
