@@ -47,7 +47,7 @@ from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.text.tokenizer import byte_tokenizer
 from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import token_costs
@@ -132,7 +132,9 @@ def load_all(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float
 def take_from_pool(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float, float]:
     """Samples, seconds, and CPU seconds of this process, once the first two batches have come."""
     owner = PoolOwner({"train": blend}, encoding, workers) if workers else None
-    source: SampleSource = join(owner.address, BUDGET_BYTES) if owner else InlineSource({"train": blend}, encoding)
+    source: SampleSource = (
+        PoolSource(owner.address, BUDGET_BYTES) if owner else InlineSource({"train": blend}, encoding)
+    )
     indices, _ = (sampler := blend.sampler(0, BATCH)).take(sampler.start(), len(blend) // BATCH * BATCH)
     parts = frozenset({TOKENS, "vision"})
     requests = [SampleRequest(draw, int(index), parts, nbytes=200_000) for draw, index in enumerate(indices)]
