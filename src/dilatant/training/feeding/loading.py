@@ -48,7 +48,7 @@ def make_loader(
     `steps`.
 
     sources: as `data.train` in a YAML file, or just paths; or a list of records, or any object with `__len__` and
-    `__getitem__` ([data sets](python.md#data-sets)). tokenizer: the model's own by default. processors: encoder →
+    `__getitem__`, as `train_data` of `dilatant.train`. tokenizer: the model's own by default. processors: encoder →
     an id, a folder or settings; by default they follow from the encoder's shape or, in a pretrained multimodal model,
     from its files. workers: processes on every machine that decode (None: as many as it has room for).
     cache_dir: where the index of the data is kept (None: the user's cache).
