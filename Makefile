@@ -17,12 +17,12 @@ COMPAT_PYTHON ?= $(shell for each in python3.12 python3.13 $(HOME)/.pyenv/versio
 # some gigabytes.
 COMPAT_VERSIONS ?= "torch==2.11.*" "transformers==5.17.*"
 COMPAT_TESTS ?= tests/test_import_graph.py tests/config tests/comm/test_collectives.py tests/schedule/test_predict.py \
-  tests/data/test_notes_are_read_whole.py tests/data/test_pool_gives_every_sample_once.py \
-  tests/data/test_prompts_match_transformers.py tests/data/test_media_units_match_transformers.py \
+  tests/data/readers/test_notes_are_read_whole.py tests/data/workers/test_pool_gives_every_sample_once.py \
+  tests/data/text/test_prompts_match_transformers.py tests/data/media/test_media_units_match_transformers.py \
   tests/attention/test_model_hook.py tests/attention/test_blockwise_attention.py tests/models/test_building.py \
-  tests/models/test_families.py tests/models/test_lora.py tests/models/test_saving.py tests/models/test_whole_inputs.py \
-  tests/runtime/test_executor.py tests/runtime/test_tensor_parallel.py tests/report/test_say.py \
-  tests/cli/test_one_line_start.py tests/cli/test_export.py
+  tests/models/wholes/test_families.py tests/models/wholes/test_whole_inputs.py tests/models/test_lora.py \
+  tests/models/test_saving.py tests/runtime/test_executor.py tests/runtime/parallel/test_tensor_parallel.py \
+  tests/report/test_say.py tests/cli/test_one_line_start.py tests/cli/test_export.py
 
 .PHONY: train test slow chaos mutants gpu compat docs lint install clean
 

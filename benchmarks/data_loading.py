@@ -45,10 +45,9 @@ from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.text.tokenizer import byte_tokenizer
-from dilatant.data.workers.loader import Loader
 from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.step_costs import token_costs
@@ -59,8 +58,10 @@ from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
+from dilatant.training.feeding.decoding import Decoding
 from dilatant.training.feeding.feed import StepPrefetcher
 from dilatant.training.feeding.inputs import DecodeRequirements
+from dilatant.training.feeding.loading import LoadedBatches
 from dilatant.training.feeding.step_data import IndexedData, draws
 
 BATCH = 32
@@ -106,7 +107,7 @@ def load(blend: Blend, encoding: Encoding, workers: int, compute_seconds: float 
     """Samples, seconds, and the share of them spent waiting, once the first two batches have come."""
     steps = len(blend) // BATCH
     sampler = blend.sampler(0, BATCH)
-    with Loader(blend, encoding, sampler, steps=steps, workers=workers) as loader:
+    with LoadedBatches(blend, encoding, sampler, steps, Decoding(workers), False, None) as loader:
         next(loader), next(loader)
         start, waited, samples = time.perf_counter(), 0.0, 0
         for batch in loader:
@@ -131,7 +132,9 @@ def load_all(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float
 def take_from_pool(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float, float]:
     """Samples, seconds, and CPU seconds of this process, once the first two batches have come."""
     owner = PoolOwner({"train": blend}, encoding, workers) if workers else None
-    source: SampleSource = join(owner.address, BUDGET_BYTES) if owner else InlineSource({"train": blend}, encoding)
+    source: SampleSource = (
+        PoolSource(owner.address, BUDGET_BYTES) if owner else InlineSource({"train": blend}, encoding)
+    )
     indices, _ = (sampler := blend.sampler(0, BATCH)).take(sampler.start(), len(blend) // BATCH * BATCH)
     parts = frozenset({TOKENS, "vision"})
     requests = [SampleRequest(draw, int(index), parts, nbytes=200_000) for draw, index in enumerate(indices)]

@@ -43,7 +43,7 @@ from dilatant.data.text.tokenizer import byte_tokenizer
 from dilatant.data.workers.ordered_map import keep_freed_memory
 from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
-from dilatant.data.workers.pool_source import join
+from dilatant.data.workers.pool_source import PoolSource
 from dilatant.data.workers.ray_cluster import LOCAL, Connection
 from dilatant.data.workers.ray_source import RaySource
 from dilatant.planning.measuring.decode_costs import DecodeCost
@@ -183,7 +183,7 @@ def in_torch(photos: Photos, encoding: Encoding, workers: int, steps: int) -> It
 @contextmanager
 def in_pool(photos: Photos, encoding: Encoding, workers: int, steps: int) -> Iterator[Iterator[Any]]:
     owner = PoolOwner({"train": photos}, encoding, workers)
-    source = join(owner.address, BUDGET_BYTES)
+    source = PoolSource(owner.address, BUDGET_BYTES)
     with closing(fed(photos, encoding, source, steps)) as batches:
         yield batches
     source.close()

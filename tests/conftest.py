@@ -20,7 +20,7 @@ from harness.fork_server import start_fork_server
 from harness.worker_pool import WorkerPool
 
 # Failed asserts in these modules show the values that differ, as in test files.
-pytest.register_assert_rewrite("cases", "harness.checked_steps", "harness.refused")
+pytest.register_assert_rewrite("cases", "harness.checked_steps", "harness.memberships", "harness.refused")
 
 # Measurements of tests must not enter the user's cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="dilatant-cache-")

@@ -15,7 +15,7 @@ import yaml
 
 import dilatant
 from dilatant.cli.app import app
-from dilatant.config.files.recipes import recipe_texts
+from dilatant.config.start import recipe_texts
 
 ROOT = Path(__file__).parents[1]
 FILLED = ("decisions/", "rooms/")

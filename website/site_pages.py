@@ -93,7 +93,7 @@ def link_within_site(markdown: str, source: str) -> str:
 
 def recipes_page() -> str:
     """Return the page of recipes: the text of each file."""
-    from dilatant.config.files.recipes import recipe_texts
+    from dilatant.config.start import recipe_texts
 
     lines = ["# Recipes", "", "`dilatant init NAME` writes one of these files, with your model and data filled in.", ""]
     for name, text in recipe_texts().items():

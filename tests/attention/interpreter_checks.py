@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import mask_kinds
-from cases.attention_cases import Case, assert_close_to_dense, make_case
-from cases.mask_strategies import MODALITIES, masks, ragged_masks
+from cases.attention import mask_kinds
+from cases.attention.attention_cases import Case, assert_close_to_dense, make_case
+from cases.attention.mask_strategies import MODALITIES, masks, ragged_masks
 from dilatant.attention import attention
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan

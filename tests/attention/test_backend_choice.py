@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import mask_kinds
-from cases.attention_cases import make_case
+from cases.attention import mask_kinds
+from cases.attention.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
 from dilatant.attention.kernels.attention_plan import AttentionPlan

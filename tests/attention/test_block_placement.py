@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cases import mask_kinds
+from cases.attention import mask_kinds
 from dilatant.attention.masks import lpt, packing
 from dilatant.attention.masks.blocks import block_workloads
 from dilatant.attention.masks.packing import RowLayout

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import mask_kinds
-from cases.mask_strategies import masks, ragged_masks, rows
+from cases.attention import mask_kinds
+from cases.attention.mask_strategies import masks, ragged_masks, rows
 from dilatant.attention.masks.blocks import BlockKind, BlockTable, block_table, block_workloads
 from dilatant.attention.masks.mask import AttentionMask, pack_fields
 from dilatant.attention.masks.packing import RowLayout
@@ -133,7 +133,7 @@ import json, sys, tracemalloc
 from numba.core.runtime import _nrt_python
 _nrt_python.memsys_use_cpython_allocator()  # else what compiled code allocates goes unseen
 sys.path[:0] = sys.argv[1:]
-from cases.mask_strategies import BUILDERS
+from cases.attention.mask_strategies import BUILDERS
 from dilatant.attention.masks.blocks import block_table
 from dilatant.attention.masks.packing import RowLayout
 

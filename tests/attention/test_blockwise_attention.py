@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.attention_cases import Case, assert_close_to_dense, make_case
-from cases.mask_kinds import embedded
-from cases.mask_strategies import masks, ragged_masks
+from cases.attention.attention_cases import Case, assert_close_to_dense, make_case
+from cases.attention.mask_kinds import embedded
+from cases.attention.mask_strategies import masks, ragged_masks
 from dilatant.attention import attention
 from dilatant.attention.kernels import blockwise
 from dilatant.attention.kernels.attention_plan import AttentionPlan

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.mask_kinds import MASK_KINDS, build_mask
-from cases.mask_strategies import masks
+from cases.attention.mask_kinds import MASK_KINDS, build_mask
+from cases.attention.mask_strategies import masks
 from dilatant.attention import AttentionMask, RowLayout, attention, block_workloads, place_blocks
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.masks.blocks import block_table
@@ -204,7 +204,7 @@ def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
 
 
 def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    from cases.tiny_families import language_model
+    from cases.models.tiny_families import language_model
     from dilatant.attention.hook import use_dilatant_attention
 
     model = use_dilatant_attention(language_model("gemma2"))
@@ -219,7 +219,7 @@ def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.
 
 def test_a_model_with_a_share_computes_its_tokens_of_the_row(pool: RankPool) -> None:
     """Windows, soft caps and grouped heads come from the model; every layer talks to the other ranks."""
-    from cases.tiny_families import language_model
+    from cases.models.tiny_families import language_model
 
     lengths = (37, 20, 41)
     inputs = torch.randint(3, 48, (sum(lengths),), generator=torch.Generator().manual_seed(0))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import mask_kinds
-from cases.mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
+from cases.attention import mask_kinds
+from cases.attention.mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import MAX_INSTANCES, MAX_SAMPLES, AttentionMask, MaskError, pack_fields, visible
 from dilatant.attention.masks.packing import RowLayout, Segment

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cases.mask_kinds import build_mask
+from cases.attention.mask_kinds import build_mask
+from cases.models.tiny_families import ENCODERS, LANGUAGE, VOCABULARY, encoder, language_model
 from cases.often import often
-from cases.tiny_families import ENCODERS, LANGUAGE, VOCABULARY, encoder, language_model
 from dilatant.attention.hook import FOR_TOWERS, NAME, register, use_dilatant_attention
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.scores import AttentionError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import mask_kinds
+from cases.attention import mask_kinds
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.blockwise import backward, forward
 from dilatant.attention.kernels.scores import Gradients, Scores

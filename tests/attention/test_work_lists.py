@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.mask_kinds import causal, embedded
-from cases.mask_strategies import masks, ragged_masks
+from cases.attention.mask_kinds import causal, embedded
+from cases.attention.mask_strategies import masks, ragged_masks
 from dilatant.attention.masks.blocks import BlockTable, block_table
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout

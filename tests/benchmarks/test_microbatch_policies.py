@@ -20,8 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from papers.disttrain_order import disttrain, inter_reorder, order_search
 
-from dilatant.schedule.assignment import entrain_kernels as kernels
-from dilatant.schedule.assignment.entrain import effective_microbatches, entrain, entrain_microbatches
+from dilatant.schedule.assignment.entrain import (
+    closest_sums,
+    effective_microbatches,
+    entrain,
+    entrain_microbatches,
+    least_cost_matching,
+    pairs_within,
+    reachable_sums,
+)
 
 SMALL = st.integers(0, 2**32 - 1)
 
@@ -141,8 +148,8 @@ def test_reordering_shortens_interleaved_steps():
 def test_the_subset_nearest_to_the_target_is_found(values, share):
     units = np.asarray(values, dtype=np.int64)
     target = share * sum(values)
-    last = kernels.reachable_sums(units, int(units.sum()))
-    nearest, moved = kernels.closest_sums(last, units, units.astype(float), np.asarray([target]))
+    last = reachable_sums(units, int(units.sum()))
+    nearest, moved = closest_sums(last, units, units.astype(float), np.asarray([target]))
     expected = oracle.closest_subset_sum([float(v) for v in values], target)
     assert abs(moved[0] - target) == pytest.approx(abs(expected - target))
     assert nearest[0] == moved[0]
@@ -154,11 +161,11 @@ def test_matchings_equal_brute_force(count, seed):
     rng = np.random.default_rng(seed)
     after, own = rng.integers(0, 20, (count, count)).astype(float), rng.integers(0, 20, count).astype(float)
     values = np.unique(np.concatenate([after.ravel(), own]))
-    feasible = [v for v in values if kernels.matchable(after <= v, own > v)]
+    feasible = [v for v in values if pairs_within(after, own, v)]
     # A row that hands nothing over needs no column of its own, but every row ends up with some partner.
     assert feasible[0] == oracle.least_bottleneck(after.tolist(), own.tolist(), float("-inf"))
     cost = rng.random((count, count))
-    column = kernels.least_cost_matching(cost)
+    column = least_cost_matching(cost)
     assert sorted(column.tolist()) == list(range(count))
     assert cost[np.arange(count), column].sum() == pytest.approx(oracle.least_cost(cost.tolist()))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cases.drawn_searches import ROUNDING, drawn
 from cases.model_cases import cluster, cost_model, model, unit
+from cases.planning.drawn_searches import ROUNDING, drawn
 from cases.search_cases import RULES, find
 from dilatant.plan import PlanError, SearchProblem, SearchSettings, Workload
 from dilatant.plan.validate import validate

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "data/published"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import published  # noqa: E402
 from papers.corpus import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines  # noqa: E402
+from papers.corpus_predictions import predicted_bytes, predicted_seconds  # noqa: E402
 from papers.planner import even_chain  # noqa: E402
 
 needs_corpus = pytest.mark.skipif(not CORPUS.exists(), reason="the measured runs are absent")
@@ -70,7 +70,7 @@ def test_bytes_of_committed_large_runs_are_near():
 def test_runs_that_nothing_was_fitted_to_are_predicted_near(runs):
     dense = sorted((run for run in runs if run.held_out and not run.group and not run.runner.products), key=str)
     own = [run for run in dense if run.source in ("bloom-prequel", "fms-fsdp", "torchtitan")][::14]
-    off = [abs(published.predicted_seconds(run) / run.seconds - 1.0) for run in own]
+    off = [abs(predicted_seconds(run) / run.seconds - 1.0) for run in own]
     assert len(own) >= 8
     assert np.mean(off) < 0.11  # 10.4 percent of this fourteenth, 7 of all (docs/results.md)
 
@@ -91,7 +91,7 @@ def test_bytes_of_large_runs_are_within_three_percent():
     cases = [*measured_memory(read_lines(CORPUS / "megatron_ci_memory.jsonl.gz"))]
     large = [one for one in cases if isinstance(one, MeasuredMemory) and one.measured >= 4 * 2**30]
     unlike = {replace(one, name="", measured=0.0): one for one in large}.values()
-    ratios = [published.predicted_bytes(one) / one.measured for one in unlike]
+    ratios = [predicted_bytes(one) / one.measured for one in unlike]
     assert len(ratios) >= 4
     assert max(abs(ratio - 1.0) for ratio in ratios) < 0.035
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from cases.tiny_nets import NETS, SIZES
+from cases.models.tiny_nets import NETS, SIZES
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.data.sample import EncodedSample
@@ -165,7 +165,7 @@ class Case:
     compiler: str = ""
     """Backend of `torch.compile` for the blocks; empty to run them as they are."""
     fuses: bool = False
-    """Whether `cases.stand_in_kernels` replace norms and gated products."""
+    """Whether `cases.attention.stand_in_kernels` replace norms and gated products."""
 
 
 def focal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

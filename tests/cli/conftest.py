@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from cases.planning_verbs import FEW, H100
+from cases.planning.planning_verbs import FEW, H100
 from cases.tiny_project import Dilatant, write_project
 from harness.command_line import make_once, run_command
 

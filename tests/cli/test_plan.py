@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cases.planning_verbs import FEW, H100, planned
+from cases.planning.planning_verbs import FEW, H100, planned
 from cases.tiny_project import Dilatant, tiny_config, write_images
 from dilatant.config import load_config
 from dilatant.cost.model import load_costs
@@ -348,8 +348,6 @@ def test_a_broken_sample_stops_a_plan_unless_it_may_be_skipped(project: Path, di
         (("--set", "cluster.hardwear=H100"), "did you mean 'cluster.hardware'?"),
         (("--set", "cluster.hardware=H1000"), "it has 'A100 40GB', 'A100', 'A40', 'A800',"),
         (("--set", "cluster={hardware: mine, hardware_file: none.yaml}"), "does not exist"),
-        (("--set", "plan.mode=cornstarch"), "the search now always considers all layouts: delete the key"),
-        (("--set", "plan.steps=2"), "write 'debug.planned_steps'"),
         (("--set", "plan.microbatch_sizes=[0]"), "numbers from 1 on"),
         (("--costs", "nowhere.yaml"), "cannot be read"),
     ],

@@ -17,8 +17,8 @@ from PIL import Image
 
 import dilatant as package
 from cases.data_builders import image_bytes, wav_bytes, write_lines, write_tar
-from cases.planning_verbs import FEW, H100, planned
-from cases.tiny_nets import KL, SANA
+from cases.models.tiny_nets import KL, SANA
+from cases.planning.planning_verbs import FEW, H100, planned
 from cases.tiny_project import Dilatant
 from cases.tiny_wholes import save_as_the_hub_does
 from dilatant.config import Config, load_config, parse_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cases.planning_verbs import FEW, H100, planned, simulated
+from cases.planning.planning_verbs import FEW, H100, planned, simulated
 from cases.tiny_project import Dilatant
 from dilatant.config import load_config
 from dilatant.planning.assemble import assemble_samples

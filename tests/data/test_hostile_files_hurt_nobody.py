@@ -27,7 +27,7 @@ from dilatant.data.parallel_map import map_ranges, piece_bounds
 from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.text.encode import encode_prompt
-from dilatant.data.workers.loader import Loader
+from harness.loader import Loader
 
 ENCODING = replace(small_encoding(), max_length=1000)
 GOOD = '{"question": "q", "answer": "fine"}'
@@ -218,7 +218,7 @@ class Greedy:
     def __getattr__(self, name):
         return getattr(ENCODING.units[0], name)
 
-    def process(self, media):
+    def process_item(self, media, grid):
         raise MemoryError
 
 

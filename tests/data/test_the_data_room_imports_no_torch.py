@@ -12,7 +12,7 @@ from dilatant.data import Encoding, byte_tokenizer, chat_tokenizer
 
 def test_data_modules_import_neither_torch_nor_transformers():
     code = (
-        "import sys, dilatant.data; from dilatant.data import Loader, open_blend, encode_sample;"
+        "import sys, dilatant.data; from dilatant.data import GlobalBatch, open_blend, encode_sample;"
         "import dilatant.data.index.sizes, dilatant.data.index.stats, dilatant.data.index.lint;"
         "import dilatant.data.workers.ordered_map;"
         "import dilatant.data.workers.pool_owner, dilatant.data.workers.pool_source;"

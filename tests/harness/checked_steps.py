@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase
 
+from cases.attention.stand_in_kernels import stand_ins
 from cases.engine_case import Case, build_model, build_samples
-from cases.stand_in_kernels import stand_ins
 from dilatant.comm.comm import Comm
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero

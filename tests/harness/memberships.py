@@ -1,13 +1,32 @@
-"""Membership planners of small models with invented costs."""
+"""Small plans, and membership planners for them with invented costs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from dilatant.config.degrees import Degrees
-from dilatant.plan.plan import Plan
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.templates.membership import ChainCosts, MembershipPlanner
 from dilatant.plan.templates.templates import LayerMemory
+
+LAYERS = {"vision": 3, "language": 6}
+FEEDS = {"vision": ("language",), "language": ()}
+
+
+def plan_of(vision: ParallelSpec, language: ParallelSpec, colocated: bool = False) -> Plan:
+    specs = {"vision": vision, "language": language}
+    return plan_from_specs(LAYERS, specs, FEEDS, {"vision": "language"} if colocated else {})
+
+
+PLANS = {
+    "apart": plan_of(ParallelSpec(replicas=2), ParallelSpec(replicas=2, pp=2)),
+    "colocated": plan_of(ParallelSpec(replicas=3), ParallelSpec(replicas=3, pp=2), colocated=True),
+    "chain": plan_of(ParallelSpec(), ParallelSpec(pp=3)),
+    "tensor": plan_of(ParallelSpec(tp=2), ParallelSpec(replicas=2, tp=2)),
+    "copies": plan_of(ParallelSpec(replicas=4), ParallelSpec(replicas=4), colocated=True),
+    "interleaved": plan_of(ParallelSpec(), ParallelSpec(replicas=2, pp=2, chunks=2)),
+}
 
 
 def planner_like(
@@ -43,3 +62,13 @@ def planner_like(
         bytes_per_second=bytes_per_second,
     )
     return MembershipPlanner(costs)
+
+
+def require_fit(plan: Plan, planner: MembershipPlanner) -> None:
+    """Check that the layers of every rank, counted one by one, fit memory."""
+    held: dict[int, float] = {}
+    for placed in plan.stages():
+        for rank in placed.stage.ranks:
+            layers = placed.stage.end - placed.stage.first
+            held[rank] = held.get(rank, 0.0) + layers * (1.0 + 0.1) / len(placed.stage.ranks)
+    assert max(held.values()) <= planner.costs.memory.capacity_bytes

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from cases.models.tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 from cases.often import often
 from cases.tiny_models import LANGUAGE_MODELS
-from cases.tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 from dilatant.config.errors import UserError
 from dilatant.models import Generator, MultimodalModel
 from dilatant.models.core.dtype import cast_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, GemmaConfig, LlamaConfig, SiglipVisionConfig
 
-from cases.stand_in_kernels import FusedNorm, stand_ins
+from cases.attention.stand_in_kernels import FusedNorm, stand_ins
 from dilatant.config.errors import UserError
 from dilatant.models.core.fused_modules import FusedSwiglu, fuse, kernel_set
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears

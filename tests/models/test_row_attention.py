@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from cases.packed_row import packed_inputs
+from cases.attention.packed_row import packed_inputs
 from cases.tiny_models import (
     ENCODER_FAMILIES,
     ENCODERS,

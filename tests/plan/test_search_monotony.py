@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from cases.drawn_searches import ROUNDING, check, drawn, often
 from cases.model_cases import cluster
+from cases.planning.drawn_searches import ROUNDING, check, drawn, often
 from cases.search_cases import RULES, find, search
 from dilatant.config.degrees import ONE
 from dilatant.cost.dense import DenseRows

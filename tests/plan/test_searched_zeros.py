@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.drawn_searches import ROUNDING, check, drawn, often
 from cases.model_cases import cluster, cost_model, model, unit, vlm_of
+from cases.planning.drawn_searches import ROUNDING, check, drawn, often
 from cases.search_cases import RULES, find, search
 from dilatant.config.degrees import Degrees
 from dilatant.cost.memory import ParameterBytes

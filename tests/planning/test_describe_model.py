@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases.tiny_configs import LLAMA, MIXTRAL, SIGLIP, WHISPER
+from cases.models.tiny_configs import LLAMA, MIXTRAL, SIGLIP, WHISPER
 from dilatant.config import ClusterConfig, Config, OptimizerConfig, UserError, parse_config
 from dilatant.config.degrees import ONE
 from dilatant.cost.analytic import analytic_costs

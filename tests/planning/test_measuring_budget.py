@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cases.tiny_configs import LLAMA
+from cases.models.tiny_configs import LLAMA
 from dilatant.config import parse_config
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.cost.analytic import analytic_costs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases.tiny_nets import NETS
+from cases.models.tiny_nets import NETS
 from dilatant.cost.analytic import analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.models.generators.denoiser_source import read_source

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases.planned_project import BATCH, config, write_samples
+from cases.planning.planned_project import BATCH, config, write_samples
 from dilatant.config import Config, PlanConfig
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.planned_run import plan_report, training_plan

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cases.example_reports import small_report
-from cases.example_step import PLAN, STEP
+from cases.planning.example_reports import small_report
+from cases.planning.example_step import PLAN, STEP
 from dilatant.config.errors import UserError
 from dilatant.report.pages.page import write_page
 from dilatant.report.pages.page_links import link_pages

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from cases.example_reports import large_report, small_report
+from cases.planning.example_reports import large_report, small_report
 from dilatant.report.pages.plan_page import write_plan_page
 from dilatant.report.text.wording import percent_text, seconds_text
 from harness.browser import Browser, find_chromium

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cases.example_reports import large_report, small_report
+from cases.planning.example_reports import large_report, small_report
 from dilatant.plan import Plan
 from dilatant.plan.plan import Replica, Stage, UnitPlan
 from dilatant.report.pages import page

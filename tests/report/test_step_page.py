@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cases.example_step import PLAN, STEP
+from cases.planning.example_step import PLAN, STEP
 from dilatant.report.gantt import GanttChart, GanttRow, Lane, measured_chart, predicted_chart
 from dilatant.report.pages.page import write_page
 from dilatant.report.pages.plan_page import render_step_page

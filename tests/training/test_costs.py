@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from cases.drawn_steps import cases
 from cases.engine_case import CASE, PLAN, Case, build_model
-from cases.planned_project import config as project_config
-from cases.planned_project import write_samples
+from cases.planning.planned_project import config as project_config
+from cases.planning.planned_project import write_samples
 from dilatant.config import Config, parse_config
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.environment import cache_folder

@@ -14,7 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import require_plain
 
 
-class Layout(StrEnum):
+class ExportFormat(StrEnum):
     """Format of exported weights."""
 
     HF = "hf"
@@ -28,8 +28,8 @@ def export(
         typer.Option(help="Where to: a new folder, or an earlier export. The run's own export/ by default."),
     ] = None,
     layout: Annotated[
-        Layout, typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp).")
-    ] = Layout.HF,
+        ExportFormat, typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp).")
+    ] = ExportFormat.HF,
     licence: Annotated[
         str | None, typer.Option("--license", help="Licence in the model card, as on the hub: apache-2.0.")
     ] = None,
@@ -47,7 +47,7 @@ def export(
     config = read_run(folder, trust=trust, needs_data=False)
     target = to or folder / "export"
     lora = config.model.lora
-    if layout is Layout.DCP and lora is not None and not lora.merge:
+    if layout is ExportFormat.DCP and lora is not None and not lora.merge:
         raise UserError(
             "--format dcp is for whole models, but model.lora.merge is false: the export is the adapter alone, in "
             "peft's format; leave --format out"
@@ -72,7 +72,7 @@ def export(
         checkpoint = best_of(checkpoint)
     tokenizer, encoding = assemble_encoding(config)
     model = assemble_model(config, tokenizer, encoding, hollow=True)
-    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout is Layout.DCP, licence)
+    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout is ExportFormat.DCP, licence)
     say(console, f"step {checkpoint.step} exported to {target}")
     result = {"export": str(target), "step": checkpoint.step}
     if push_to_hub is not None:

@@ -36,8 +36,8 @@ def init(
 ) -> None:
     """List the recipes, or write one as a YAML file to edit and train."""
     from dilatant.config.config import parse_config
-    from dilatant.config.files.recipes import filled_in, recipe_texts
     from dilatant.config.files.yaml_text import read_yaml
+    from dilatant.config.start import filled_in, recipe_texts
     from dilatant.report.say import open_console, say
 
     recipes = recipe_texts()

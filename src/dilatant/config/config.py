@@ -21,7 +21,7 @@ from dilatant.config.files.own_files import read_text, require_plain
 from dilatant.config.files.trust import require_trust, run_folder_of
 from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
 from dilatant.config.model import ModelConfig
-from dilatant.config.others_keys import CALLED_HERE, FORMER_KEYS
+from dilatant.config.others_keys import CALLED_HERE
 from dilatant.config.own_parts import PART_NAMES, OwnPart, PartName, refuse_missing_part
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
@@ -337,8 +337,6 @@ def _as_list(problem: Any) -> str:
 
 def _hint(parents: list[str], key: str) -> str:
     """Suggest a place for an unknown key: the nearest name in its section, else the same name elsewhere."""
-    if former := FORMER_KEYS.get(".".join([*parents, key])):
-        return former
     if key in CALLED_HERE:
         return CALLED_HERE[key]
     here = _keys_at(parents)

@@ -1,4 +1,4 @@
-"""Keys of other training tools, and former keys, with their names here; used in error messages."""
+"""Keys of other training tools with their names here; used in error messages."""
 
 from __future__ import annotations
 
@@ -84,11 +84,3 @@ _KEYS_BY_ANSWER = {
 }
 
 CALLED_HERE = {key: answer for answer, keys in _KEYS_BY_ANSWER.items() for key in keys.split()}
-
-FORMER_KEYS = {
-    "plan.mode": "the search now always considers all layouts: delete the key",
-    "plan.samples": "write 'debug.planned_samples'",
-    "plan.steps": "write 'debug.planned_steps'",
-    "plan.finalists": "write 'debug.finalists'",
-}
-"""Key that this project once had → what to write instead."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dilatant.config.base import AnyPath, Section
 
@@ -61,13 +61,6 @@ class ParallelConfig(Section):
     """Send a header with every message to verify that both ends agree on it. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
     """Seconds that a rank waits for another one before the run ends with an error that names the unresponsive ranks."""
-
-    @field_validator("placement", mode="before")
-    @classmethod
-    def _removed_placement(cls, value: Any) -> Any:
-        if value in ("lpt", "zigzag", "document_affine"):
-            raise ValueError(f"{value!r} is no value any more: leave 'placement' out, and each row gets the best")
-        return value
 
     @model_validator(mode="before")
     @classmethod

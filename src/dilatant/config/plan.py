@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dilatant.config.base import AnyPath, Section
 
@@ -132,13 +132,6 @@ class PlanConfig(Section):
     correct_costs: bool = True
     """Correct the costs with which later steps are planned by the measured seconds of actions, equally on all ranks.
     `false`: samples are assigned identically in every run of a config."""
-
-    @field_validator("assignment", mode="before")
-    @classmethod
-    def _removed_assignment(cls, value: Any) -> Any:
-        if value == "disttrain":
-            raise ValueError("'disttrain' is no value any more: 'searched' also orders microbatches, and better")
-        return value
 
     @model_validator(mode="after")
     def _positive(self) -> Self:

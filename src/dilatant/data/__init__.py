@@ -1,4 +1,4 @@
-"""The data room: readers, encoding, the sizes index, samplers and loaders, from records on disk to model inputs.
+"""The data room: readers, encoding, the sizes index, samplers and batches, from records on disk to model inputs.
 
 The names below are imported on first use, so that worker processes start fast.
 """
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from dilatant.data.text.encoding import Encoding as Encoding
     from dilatant.data.text.tokenizer import byte_tokenizer as byte_tokenizer
     from dilatant.data.text.tokenizer import load_tokenizer as load_tokenizer
-    from dilatant.data.workers.loader import GlobalBatch as GlobalBatch
-    from dilatant.data.workers.loader import Loader as Loader
+    from dilatant.data.workers.batches import GlobalBatch as GlobalBatch
 
 __getattr__, __all__ = lazy_names(
     __name__,
@@ -46,6 +45,6 @@ __getattr__, __all__ = lazy_names(
         "text.encode": "encode_sample",
         "text.encoding": "Encoding",
         "text.tokenizer": "byte_tokenizer load_tokenizer",
-        "workers.loader": "GlobalBatch Loader",
+        "workers.batches": "GlobalBatch",
     },
 )

@@ -142,6 +142,9 @@ class MediaUnit(Protocol):
     def process(self, media: Media) -> dict[str, EncoderInput]:
         """Decode one item into encoder inputs, whose first dimension is encoder rows."""
 
+    def process_item(self, media: Media, grid: Mapping[str, EncoderInput]) -> dict[str, EncoderInput]:
+        """Do the same for an item of a sample, whose `grid` may say what the other items make of it."""
+
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         """Return what an export changes in the processor's settings `before`, those of the model's files, so that
         `processors` and transformers restore this unit's. is_requested: True if the user set the processor."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,7 +38,7 @@ from dilatant.models.families.generic import opens_whole
 from dilatant.models.families.pretrained import PretrainedModel, composite_of, load_pretrained_weights
 from dilatant.models.families.pretrained_answers import PretrainedGeneration, inputs_of_sample
 from dilatant.models.families.training_proof import prove
-from dilatant.models.generators.generator import Generator, GeneratorUnit
+from dilatant.models.generators.generator import Generator, GeneratorUnit, check_specs
 from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.language.media_attention import MediaMasks, in_words, read_media_attention
@@ -105,7 +104,7 @@ class MultimodalModel(nn.Module):
             for position, (name, generator) in enumerate(generators.items())
         }
         queries = {name: given.tokens_per_item for name, given in generators.items() if given.token_id is None}
-        _check_names(self.encoders, self.generators, [*queries], self.placeholder_ids, embedding.num_embeddings)
+        check_specs(self.encoders, self.generators, [*queries], self.placeholder_ids, embedding.num_embeddings)
         units: dict[str, Unit] = {
             name: build_encoder(
                 name, replace(encoder, placeholder_id=self.placeholder_ids[name]), embedding.embedding_dim
@@ -458,10 +457,8 @@ class MultimodalModel(nn.Module):
                 problems.append(f"{keyword!r} is an encoder's input; give {right}")
                 continue
             near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
-            problems.append(
-                f"{keyword!r} is not one of them; "
-                + (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}")
-            )
+            meant = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}"
+            problems.append(f"{keyword!r} is not one of them; {meant}")
         if problems:
             raise list_problems("the model is called with unknown keywords:", problems)
 
@@ -500,46 +497,3 @@ class MultimodalModel(nn.Module):
 
 def _one(sample: EncodedSample) -> float:
     return 1.0
-
-
-def _check_names(
-    encoders: Mapping[str, Encoder],
-    generators: Mapping[str, Generator],
-    asked: Sequence[str],
-    placeholder_ids: Mapping[str, int],
-    vocabulary: int,
-) -> None:
-    """Check names and ids of the units. asked: generators with learned queries, whose ids are assigned here."""
-    names = [*encoders, *generators]
-    problems = [
-        f"name {name!r} cannot be used; take a plain word such as 'vision'"
-        for name in names
-        if name == LANGUAGE or not name.isidentifier() or hasattr(nn.ModuleDict, name)
-    ]
-    problems += [f"{name!r} is an encoder and a generator" for name in generators if name in encoders]
-    problems += [
-        f"generator {name!r}: token_id {generator.token_id} is not in the vocabulary of {vocabulary}"
-        for name, generator in generators.items()
-        if generator.token_id is not None
-        and (
-            (name not in asked and not 0 <= generator.token_id < vocabulary)
-            or generator.token_id in placeholder_ids.values()
-        )
-    ]
-    problems += [
-        f"generator {name!r}: {key} is {value}; it must be {wanted}"
-        for name, generator in generators.items()
-        for key, value, is_right, wanted in (
-            ("width", generator.width, generator.width >= 1, "at least 1"),
-            ("tokens_per_item", generator.tokens_per_item, generator.tokens_per_item >= 1, "at least 1"),
-            ("loss_weight", generator.loss_weight, 0 <= generator.loss_weight < math.inf, "0 or more"),
-        )
-        if not is_right
-    ]
-    if len(set(placeholder_ids.values())) != len(placeholder_ids):
-        problems.append(f"encoders share a placeholder id: {placeholder_ids}")
-    taken = [generator.token_id for generator in generators.values()]
-    if len(set(taken)) != len(taken):
-        problems.append(f"generators share a token_id: {taken}")
-    if problems:
-        raise list_problems("these units do not fit together:", problems)

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from dilatant.plan.plan import Plan
 
 FRAMEWORKS = ("megatron", "ms-swift", "torchtitan")
+MEGATRON = {"tp": "--tensor-model-parallel-size", "cp": "--context-parallel-size", "ep": "--expert-model-parallel-size"}
+TORCHTITAN = {
+    "tp": "--parallelism.tensor_parallel_degree",
+    "cp": "--parallelism.context_parallel_degree",
+    "ep": "--parallelism.expert_parallel_degree",
+}
+"""Field of `Degrees` → its flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,8 @@ def framework_flags(
     chosen = plan.unit(unit)
     stages, replicas = chosen.replicas[0].stages, len(chosen.replicas)
     groups = len({stage.ranks for stage in stages})
-    tp, cp, ep = max(stage.degrees for stage in stages)
+    degrees, names = max(stage.degrees for stage in stages), TORCHTITAN if framework == "torchtitan" else MEGATRON
+    flags: dict[str, str | int] = {flag: getattr(degrees, name) for name, flag in names.items()}
     chunks, size = len(stages) // groups, max(1, batch // (replicas * microbatches))
     kinds = {*chosen.recompute} - {"none"}
     others = [other.name for other in plan.units if other.name != unit]
@@ -41,15 +49,13 @@ def framework_flags(
         lost.append("cuts by what layers take: stages get equal numbers of blocks")
     if kinds and "none" in chosen.recompute:
         lost.append("recomputation of some blocks only: all are recomputed")
+    lost += [f"{name} {n}: it has no flag" for name, n in degrees._asdict().items() if n > 1 and name not in names]
     if framework == "torchtitan":
-        shared = replicas * cp if zero == "all" else 1
-        flags: dict[str, str | int] = {
-            "--parallelism.tensor_parallel_degree": tp,
+        shared = replicas * degrees.cp if zero == "all" else 1
+        flags |= {
             "--parallelism.pipeline_parallel_degree": groups,
             "--parallelism.pipeline_parallel_schedule": "Interleaved1F1B" if chunks > 1 else "1F1B",
             "--parallelism.pipeline_parallel_microbatch_size": size,
-            "--parallelism.context_parallel_degree": cp,
-            "--parallelism.expert_parallel_degree": ep,
             "--parallelism.data_parallel_shard_degree": replicas if shared > 1 else 1,
             "--parallelism.data_parallel_replicate_degree": 1 if shared > 1 else replicas,
             "--training.local_batch_size": size if groups == 1 else batch // replicas,
@@ -57,16 +63,9 @@ def framework_flags(
             "--activation_checkpoint.mode": "full" if "block" in kinds else "selective" if kinds else "none",
         }
         return FrameworkFlags(flags, tuple(lost))
-    flags = {
-        "--tensor-model-parallel-size": tp,
-        "--pipeline-model-parallel-size": groups,
-        "--context-parallel-size": cp,
-        "--expert-model-parallel-size": ep,
-        "--micro-batch-size": size,
-        "--global-batch-size": batch,
-    }
+    flags |= {"--pipeline-model-parallel-size": groups, "--micro-batch-size": size, "--global-batch-size": batch}
     flags |= {"--num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}
-    flags |= {"--sequence-parallel": ""} if tp > 1 else {}
+    flags |= {"--sequence-parallel": ""} if degrees.tp > 1 else {}
     flags |= {"--use-distributed-optimizer": ""} if zero != "none" else {}
     if "block" in kinds:
         flags |= {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}

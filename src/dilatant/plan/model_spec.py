@@ -42,7 +42,7 @@ class LayerSpec:
 
     def parts(self, degrees: Degrees) -> int:
         """Number of parts into which the ranks of a stage divide the layer, without experts."""
-        return degrees.tp if self.divided else 1
+        return degrees.ranks // degrees.copies if self.divided else 1
 
     def expert_parts(self, degrees: Degrees) -> int:
         """Number of parts into which they divide its experts: whole experts, or without expert parallelism a part of

@@ -58,7 +58,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PageSection:
     """A section with heading and note; `key` is unique on its page. Shown only if it has parts, and on a terminal only
     if it is `in_terminal`, without its note."""
 

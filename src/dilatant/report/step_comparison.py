@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
-from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, number
+from dilatant.report.parts import HUES, Cell, Column, PageSection, Part, Table, bar_part, number
 from dilatant.report.text.wording import lost_to, seconds_text
 from dilatant.schedule.timeline import Timeline
 
@@ -98,7 +98,7 @@ def comparison_section(
     lines = [line("The step", predicted.seconds, measured.seconds, "")]
     lines += [line(name, one.predicted_seconds, one.measured_seconds, tone(one)) for name, one in named]
     figures = (number("predicted"), number("measured"), number("difference", ""), Column("", "number soft"))
-    return "section", Section(
+    return "section", PageSection(
         "comparison",
         "Predicted beside measured",
         f"The mean over devices; what is below the step adds up to it. {note}",

@@ -1,12 +1,16 @@
-"""Export the weights of a checkpoint as Hugging Face files."""
+"""Export the weights of a checkpoint as Hugging Face files, with a model card."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from pathlib import Path
 
 import torch
 
-from dilatant.config import Config
+from dilatant.config import Config, UserError
+from dilatant.config.files.own_files import read_text
+from dilatant.config.printable import printable
 from dilatant.data.text.encoding import Encoding
 from dilatant.hf.export import export_model
 from dilatant.hf.stored_weights import read_pretrained, stored_dtypes
@@ -16,10 +20,58 @@ from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
+from dilatant.planning.layout import TrainingPlan
+from dilatant.report.text.search_reasons import layout_text
 from dilatant.training.checkpoints.checkpoint import load, stored_shapes
 from dilatant.training.checkpoints.files import read_manifest
-from dilatant.training.model_card import model_card
 from dilatant.training.optimizers.master_weights import AVERAGE
+
+
+def model_card(config: Config, run: Path, step: int, licence: str | None = None) -> str:
+    """Return the card of a run's export, with metadata for the hub. Local data and models appear by the last part of
+    their paths. licence: an identifier of the hub."""
+    from huggingface_hub import ModelCardData
+
+    model, train = config.model, config.train
+    sources = dict.fromkeys([model.text.id, *(entry.id for entry in model.encoders.values())])
+    names = [source for source in sources if source is not None]
+    ids = [name for name in names if not Path(name).exists()]
+    data = {entry.id or Path(str(entry.path)).name: entry.weight for entry in config.data.train}
+    trained = f"all weights but {', '.join(model.freeze)}" if model.freeze else "all weights"
+    if model.lora is not None:
+        trained = f"LoRA of rank {model.lora.r} on {', '.join(model.lora.units)}"
+    try:
+        plan = layout_text(TrainingPlan.from_json(read_text(run / "plan.json")).plan)
+    except (OSError, ValueError, UserError):
+        plan = "not stored"
+    versions = (f"{name} {_version(name)}" for name in ("dilatant", "torch", "transformers"))
+    rows = {
+        "from": ", ".join(name if name in ids else Path(name).name for name in names) or "random weights",
+        "data": ", ".join(f"{name} (weight {weight:g})" for name, weight in data.items()) or "given in Python",
+        "steps": f"{step:,} of {train.global_batch_size:,} samples each",
+        "trained": trained,
+        "learning rate": f"{train.optimizer.learning_rate:g} at its peak, {train.schedule.kind}",
+        "plan": plan,
+        "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
+        "licence": licence or "not stated; that of the model it comes from holds for its weights",
+    }
+    card = ModelCardData(
+        base_model=ids or None,
+        datasets=[entry.id for entry in config.data.train if entry.id is not None] or None,
+        library_name="transformers" if model.is_whole else None,
+        license=licence,
+        tags=["dilatant"],
+    )
+    cells = {name: " ".join(printable(text).replace("|", "/").split()) for name, text in rows.items()}
+    lines = ["---", card.to_yaml(), "---", "", f"# {printable(run.resolve().name)}", "", "| | |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {text} |" for name, text in cells.items()), ""])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"  # a source tree on PYTHONPATH
 
 
 def export_checkpoint(

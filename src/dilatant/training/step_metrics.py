@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dilatant.data.workers.loader import GlobalBatch
+from dilatant.data.workers.batches import GlobalBatch
 from dilatant.models.language.pair_loss import REWARDS
 from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.step.step_result import StepResult

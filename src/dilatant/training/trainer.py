@@ -21,7 +21,7 @@ from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.data.order.blend import Blend
 from dilatant.data.order.sampler import Sampler
-from dilatant.data.workers.loader import GlobalBatch
+from dilatant.data.workers.batches import GlobalBatch
 from dilatant.hf.stored_weights import first_weights
 from dilatant.models.core.freeze import select
 from dilatant.models.multimodal import MultimodalModel

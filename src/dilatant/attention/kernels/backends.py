@@ -62,7 +62,7 @@ class MachineCapabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """The chosen backend, the reason, and why each of the others was not chosen."""
 
     name: str
@@ -75,7 +75,7 @@ def unsupported_reason(name: str, request: AttentionCall, installed: MachineCapa
     return _OBSTACLES[name](request, installed)
 
 
-def choose_backend(request: AttentionCall, installed: MachineCapabilities, wanted: str = "auto") -> Choice:
+def choose_backend(request: AttentionCall, installed: MachineCapabilities, wanted: str = "auto") -> BackendChoice:
     """Return the backend for a request on a machine; a pure function, which `dilatant doctor` shows. Raises
     AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives."""
     if wanted != "auto" and wanted not in _OBSTACLES:
@@ -95,8 +95,8 @@ def choose_backend(request: AttentionCall, installed: MachineCapabilities, wante
     chosen = able[0] if wanted == "auto" else wanted
     others = {name: obstacles[name] or f"{chosen} is preferred" for name in order if name != chosen}
     if wanted != "auto":
-        return Choice(chosen, "asked for", {name: why for name, why in others.items() if obstacles[name]})
-    return Choice(chosen, _REASONS[chosen], others)
+        return BackendChoice(chosen, "asked for", {name: why for name, why in others.items() if obstacles[name]})
+    return BackendChoice(chosen, _REASONS[chosen], others)
 
 
 def choose_kernel(request: AttentionCall, installed: MachineCapabilities, wanted: str = "auto") -> str:

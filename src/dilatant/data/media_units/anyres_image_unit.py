@@ -108,6 +108,9 @@ class AnyresImageUnit(ImageUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.shape.rows(size.height, size.width, size.alone)
 
+    def process_item(self, media: Media, grid: Mapping[str, EncoderInput]) -> dict[str, EncoderInput]:
+        return self.process(media, int(np.asarray(grid[SHAPES])[0, 2]) == ALONE)
+
     def process(self, media: Media, alone: bool = True) -> dict[str, EncoderInput]:
         pixels = decode_image(media, self.processor.channels)
         size = MediaSize(pixels.shape[1], pixels.shape[0], alone=alone)

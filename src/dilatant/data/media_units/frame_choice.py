@@ -16,7 +16,7 @@ from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
-from dilatant.data.media_units.unit_base import ClipUnitBase
+from dilatant.data.media_units.unit_base import PiecedClipUnit
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 UNTIMED_FPS = 24.0
@@ -169,7 +169,7 @@ def _clock(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class FramedClipUnit(ClipUnitBase):
+class FramedClipUnit(PiecedClipUnit):
     """Media unit for clips. frame: the unit for one frame, with the texts around an image. choice: selects the frames.
     texts: key in `FRAME_TEXTS` of the additional texts."""
 

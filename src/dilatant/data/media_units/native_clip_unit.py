@@ -16,7 +16,7 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.frame_choice import moments
 from dilatant.data.media_units.native_image_unit import GRID, STEP, PatchProcessor
-from dilatant.data.media_units.unit_base import ClipUnitBase
+from dilatant.data.media_units.unit_base import PiecedClipUnit
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 
@@ -56,7 +56,7 @@ class FrameSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class NativeClipUnit(ClipUnitBase):
+class NativeClipUnit(PiecedClipUnit):
     """Media unit for clips: one item, with one temporal patch for every `processor.frames` frames.
 
     processor: holds the pixel limits of a frame. total_pixels: limit over all temporal patches, shared evenly by the

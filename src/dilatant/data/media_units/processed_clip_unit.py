@@ -19,7 +19,7 @@ from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.frame_choice import UNTIMED_FPS
 from dilatant.data.media_units.processed_unit import IS_CLIP, Arrays, CountsTokens, ProcessedUnit, flatten
 from dilatant.data.media_units.processors import of_family
-from dilatant.data.media_units.unit_base import ClipUnitBase, Fingerprinted
+from dilatant.data.media_units.unit_base import Fingerprinted, PiecedClipUnit
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 
@@ -88,7 +88,7 @@ _MARKS = ("<dilatant:image>", "<dilatant:video>")
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessedClipUnit(ProcessedUnit, ClipUnitBase):
+class ProcessedClipUnit(ProcessedUnit, PiecedClipUnit):
     """Media unit of clips that a model's own processor prepares."""
 
     name: str

@@ -41,6 +41,9 @@ class UnitBase(Fingerprinted):
         """Return the inputs that later stages need of an item, which are computed from its size alone."""
         return {}
 
+    def process_item(self, media: Media, grid: Mapping[str, EncoderInput]) -> dict[str, EncoderInput]:
+        return dict(cast(Any, self).process(media))
+
 
 class ImageUnitBase(UnitBase):
     """Base class of media units for images."""
@@ -90,3 +93,13 @@ class ClipUnitBase(UnitBase):
 
     __slots__ = ()
     kind: MediaKind = "video"
+
+
+class PiecedClipUnit(ClipUnitBase):
+    """Base class of media units for clips that are written in several places, with text between."""
+
+    __slots__ = ()
+
+    def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
+        """Return, for each group of the clip's tokens, the text before them, their number, and the text after them."""
+        raise NotImplementedError

@@ -10,10 +10,8 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from dilatant.config.model import LANGUAGE
-from dilatant.data.media_units.frame_choice import FramedClipUnit
 from dilatant.data.media_units.image_target import ImageTarget
-from dilatant.data.media_units.native_clip_unit import NativeClipUnit
-from dilatant.data.media_units.processed_clip_unit import ProcessedClipUnit
+from dilatant.data.media_units.unit_base import PiecedClipUnit
 from dilatant.data.sample import MediaKind, MediaMarkup, MediaUnit, Role, Sample, Turn
 from dilatant.data.text.chat import ChatTokenizer
 
@@ -22,8 +20,6 @@ TOKENS = "tokens"
 """Part of a sample: ids and labels. The other parts are the media units, by name."""
 QUESTION = "question"
 """Like `TOKENS`, but with labels on the last answer only, for the evaluation of held-out samples."""
-IN_PIECES = NativeClipUnit | FramedClipUnit | ProcessedClipUnit
-"""Units whose items are written in several places, with text between."""
 EncodingUnit = MediaUnit | ImageTarget
 """The unit of a media item: an encoder's input or a generator's target."""
 
@@ -93,7 +89,7 @@ class Encoding:
         for unit in self.units:
             written = unit.written or MediaMarkup(unit.marker)
             before, after = self.chat.template.around_media(unit.kind, written.token)
-            opens, closes = ("", "") if isinstance(unit, IN_PIECES) else (written.opens, written.closes)
+            opens, closes = ("", "") if isinstance(unit, PiecedClipUnit) else (written.opens, written.closes)
             found[unit.name, unit.kind] = before + opens, closes + after
         return found
 

@@ -18,10 +18,11 @@ from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.image_target import ImageTarget
+from dilatant.data.media_units.unit_base import PiecedClipUnit
 from dilatant.data.sample import Media, MediaKind, MediaUnit, Sample
 from dilatant.data.text.chat import BREAK, MEDIA, RESERVED
 from dilatant.data.text.chat_template import TemplateMessage
-from dilatant.data.text.encoding import ESCAPE, IN_PIECES, NO_LOSS, Encoding, EncodingUnit
+from dilatant.data.text.encoding import ESCAPE, NO_LOSS, Encoding, EncodingUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
             reader = read_by.get(media.kind) if is_followed else None
             return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
         before, after = encoding.around[unit.name, unit.kind]
-        if isinstance(unit, IN_PIECES):
+        if isinstance(unit, PiecedClipUnit):
             with name_item_in_errors(sample, media):
                 pieces = unit.pieces(media_size(media))
             placed.extend(

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.model import LANGUAGE
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.stage import Boundary, Loss, RowCount, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights
+from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.encoders.projector import build_projector
 from dilatant.models.generators.denoiser_families import BLOCKS, DenoiserCut, net_width
 from dilatant.models.generators.denoisers import DenoiserSlice, rows_between
@@ -48,6 +50,50 @@ class Generator:
     tokens_per_item: int = 1
     loss_weight: float = 1.0
     connector_layers: int = 2
+
+
+def check_specs(
+    encoders: Mapping[str, Encoder],
+    generators: Mapping[str, Generator],
+    asked: Sequence[str],
+    placeholder_ids: Mapping[str, int],
+    vocabulary: int,
+) -> None:
+    """Check names, ids and sizes of a model's encoders and generators. asked: generators with learned queries, whose
+    ids are outside the `vocabulary`. Raises UserError with all problems."""
+    names = [*encoders, *generators]
+    problems = [
+        f"name {name!r} cannot be used; take a plain word such as 'vision'"
+        for name in names
+        if name == LANGUAGE or not name.isidentifier() or hasattr(nn.ModuleDict, name)
+    ]
+    problems += [f"{name!r} is an encoder and a generator" for name in generators if name in encoders]
+    problems += [
+        f"generator {name!r}: token_id {generator.token_id} is not in the vocabulary of {vocabulary}"
+        for name, generator in generators.items()
+        if generator.token_id is not None
+        and (
+            (name not in asked and not 0 <= generator.token_id < vocabulary)
+            or generator.token_id in placeholder_ids.values()
+        )
+    ]
+    problems += [
+        f"generator {name!r}: {key} is {value}; it must be {wanted}"
+        for name, generator in generators.items()
+        for key, value, is_right, wanted in (
+            ("width", generator.width, generator.width >= 1, "at least 1"),
+            ("tokens_per_item", generator.tokens_per_item, generator.tokens_per_item >= 1, "at least 1"),
+            ("loss_weight", generator.loss_weight, 0 <= generator.loss_weight < math.inf, "0 or more"),
+        )
+        if not is_right
+    ]
+    if len(set(placeholder_ids.values())) != len(placeholder_ids):
+        problems.append(f"encoders share a placeholder id: {placeholder_ids}")
+    taken = [generator.token_id for generator in generators.values()]
+    if len(set(taken)) != len(taken):
+        problems.append(f"generators share a token_id: {taken}")
+    if problems:
+        raise list_problems("these units do not fit together:", problems)
 
 
 class GeneratorStage(Stage):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dilatant.report.pages.page import render, write_page
 from dilatant.report.pages.replay_page import TONES
-from dilatant.report.parts import Cell, Column, Section, Table, bar_part, legend, number, summary
+from dilatant.report.parts import Cell, Column, PageSection, Table, bar_part, legend, number, summary
 from dilatant.report.text.wording import counted, listed, seconds_text
 
 
@@ -66,7 +66,7 @@ def render_generations_page(generations: Sequence[Generation], title: str, stopp
             summary(summarize(generations, stopped)),
             (
                 "section",
-                Section(
+                PageSection(
                     "generations",
                     "Generations",
                     "A generation is one membership of the run. The bar is the time from when a change was noticed to "

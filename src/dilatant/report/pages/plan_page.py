@@ -18,8 +18,8 @@ from dilatant.report.parts import (
     HUES,
     Cell,
     Column,
+    PageSection,
     Part,
-    Section,
     Table,
     bar_part,
     legend,
@@ -131,7 +131,7 @@ def _tiles(report: PlanReport) -> Part:
     return tiles(entries)
 
 
-def _model(report: PlanReport) -> Section:
+def _model(report: PlanReport) -> PageSection:
     notes = [
         "A box is a stage with its layers; the filled part is how much of the step it computes. Replicas that are cut "
         "alike are drawn once."
@@ -141,16 +141,16 @@ def _model(report: PlanReport) -> Section:
     if any(len(placed) > 1 for placed in report.plan.stages_of_rank.values()):
         notes.append("Dashed boxes share their devices with another unit.")
     graph: Part = "graph", model_graph(report)
-    return Section("graph", "The model on the devices", " ".join(notes), [graph], "graph")
+    return PageSection("graph", "The model on the devices", " ".join(notes), [graph], "graph")
 
 
-def _data(report: PlanReport) -> Section:
+def _data(report: PlanReport) -> PageSection:
     parts: list[Part] = []
     if report.sizes or report.ratio:
         parts.append(("charts", [_histogram(report, sizes) for sizes in report.sizes]))
     if report.ratio:
         parts.append(("table", _shares(report, report.ratio)))
-    return Section(
+    return PageSection(
         "data",
         "The data it was planned for",
         "How many tokens a sample brings to each unit. The wider these spread, the more microbatches must be balanced.",
@@ -214,7 +214,7 @@ def _shares(report: PlanReport, ratio: WorkloadRatio) -> Table:
     return Table(columns, rows, row_styles=hues, caption=f"{caption}.")
 
 
-def _memory(report: PlanReport) -> Section:
+def _memory(report: PlanReport) -> PageSection:
     stages, uses = (report.plan.stages(), list(dict.fromkeys(n for use in report.memory for n in use.bytes_by_use)))
     fullest: dict[str, MemoryUse] = {}
     for use in report.memory:
@@ -240,10 +240,10 @@ def _memory(report: PlanReport) -> Section:
     columns = (Column("Stage"), Column("Use", "wide"), number("needs"), number("of"), number("full", ""))
     note = "Peak on the fullest rank of each stage; a full line is the device's capacity."
     table = Table(columns, rows, legend=legend(tones), most=12, more="more stages")
-    return Section("memory", "Memory", note, [("table", table)] if rows else ())
+    return PageSection("memory", "Memory", note, [("table", table)] if rows else ())
 
 
-def _candidates(report: PlanReport, tones: dict[str, str]) -> Section:
+def _candidates(report: PlanReport, tones: dict[str, str]) -> PageSection:
     slowest = max((candidate.step_seconds for candidate in report.candidates), default=0.0) or 1.0
     rows = []
     for one in report.ranked:
@@ -274,10 +274,10 @@ def _candidates(report: PlanReport, tones: dict[str, str]) -> Section:
     if rows:
         parts_shown.append(("table", Table(columns, rows, "plans stack", styles)))
     note = "All timed by the same simulation on the same samples."
-    return Section("plans", "This plan and the runners-up", note, parts_shown)
+    return PageSection("plans", "This plan and the runners-up", note, parts_shown)
 
 
-def _searched(report: PlanReport) -> Section:
+def _searched(report: PlanReport) -> PageSection:
     rows = [
         (
             group.name,
@@ -293,17 +293,17 @@ def _searched(report: PlanReport) -> Section:
     figures = ("candidates", "simulated", "cut off", "left", "least bound", "fastest")
     table = Table((Column("Shape"), *map(number, figures)), rows, most=24, more="more shapes are in report.json.")
     note = "Cut off: no schedule of such a plan can beat this one. Left: others promised more by their closed form."
-    return Section("searched", "What was searched", note, [("table", table)] if rows else (), in_terminal=False)
+    return PageSection("searched", "What was searched", note, [("table", table)] if rows else (), in_terminal=False)
 
 
-def _why_not(report: PlanReport) -> list[Section]:
+def _why_not(report: PlanReport) -> list[PageSection]:
     return [
-        Section(f"why-{index}", f"Why not {one.asked}?", parts=[("list", ("reasons", one.answer))])
+        PageSection(f"why-{index}", f"Why not {one.asked}?", parts=[("list", ("reasons", one.answer))])
         for index, one in enumerate(report.why_not, 1)
     ]
 
 
-def _devices(report: PlanReport) -> Section:
+def _devices(report: PlanReport) -> PageSection:
     """Return, node by node, the stages of its ranks, grouped by the network port that they use."""
     held = report.plan.stages_of_rank
     rows = []
@@ -322,7 +322,7 @@ def _devices(report: PlanReport) -> Section:
     table = Table(columns, rows, most=32, more="more lines are left out; plan.json has all ranks.")
     note = "What each node's ranks hold, in order, and the network port through which they reach other nodes."
     shown: list[Part] = [("table", table)] if report.gpus_per_node and rows else []
-    return Section("ranks", "Ranks, nodes and ports", note, shown, in_terminal=False)
+    return PageSection("ranks", "Ranks, nodes and ports", note, shown, in_terminal=False)
 
 
 def _nodes(report: PlanReport, last: int) -> Iterator[tuple[str, int, int, int]]:

@@ -20,7 +20,7 @@ from dilatant.plan.replay.replay import (
     Replay,
 )
 from dilatant.report.pages.page import render
-from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, legend, number, summary
+from dilatant.report.parts import HUES, Cell, Column, PageSection, Part, Table, bar_part, legend, number, summary
 from dilatant.report.text.wording import bytes_text, count_text, counted, listed, percent_text, ranks_text, seconds_text
 
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
@@ -156,8 +156,8 @@ def replay_parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part
     return [
         summary(summarize_replays(replays)),
         summary(setting.sentences(), "What was replayed, and what was assumed"),
-        ("section", Section("rate", "Throughput over time", note, [("throughput", _chart(replays))], "replay")),
-        ("section", Section("lost", "What time was lost to", parts=[("table", lost)])),
+        ("section", PageSection("rate", "Throughput over time", note, [("throughput", _chart(replays))], "replay")),
+        ("section", PageSection("lost", "What time was lost to", parts=[("table", lost)])),
     ]
 
 

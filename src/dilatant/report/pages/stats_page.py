@@ -11,7 +11,7 @@ from dilatant.data.index.stats import DataStats, JointHistogram, UnitStats
 from dilatant.data.sample import Example, ExampleSpan
 from dilatant.report.pages.charts import HEIGHT, LEFT, TOP, WIDTH, frame, histogram, scale, span_text, ticks
 from dilatant.report.pages.page import render
-from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, number, plain_bar, summary, tiles
+from dilatant.report.parts import HUES, Cell, Column, PageSection, Part, Table, number, plain_bar, summary, tiles
 from dilatant.report.text.stats_summary import StatsReport, constant_text, summarize_stats
 from dilatant.report.text.wording import count_text, counted, percent_text, unbroken
 
@@ -62,15 +62,15 @@ def _tiles(stats: DataStats) -> Part:
     )
 
 
-def _refusals(stats: DataStats) -> Section:
+def _refusals(stats: DataStats) -> PageSection:
     hidden = stats.refused - len(stats.refusals)
     texts = [*stats.refusals, *([f"and {hidden:,} more"] if hidden > 0 else [])]
     note = Markup("Known from headers and text alone; <code>dilatant data lint</code> also decodes.")
     parts: list[Part] = [("list", ("refusals", texts))] if stats.refusals else []
-    return Section("refused", "What training would refuse", note, parts)
+    return PageSection("refused", "What training would refuse", note, parts)
 
 
-def _units(stats: DataStats, hues: dict[str, int]) -> Section:
+def _units(stats: DataStats, hues: dict[str, int]) -> PageSection:
     parts: list[Part] = [("charts", [_unit(unit, hues[unit.unit]) for unit in stats.units])]
     if len(stats.mixes) > 1:
         rows = [
@@ -80,7 +80,7 @@ def _units(stats: DataStats, hues: dict[str, int]) -> Section:
         columns = (Column(), Column("", "wide"), Column("", "number", "samples"))
         parts.append(("table", Table(columns, rows, caption="What samples hold")))
     note = "Of the samples that have work in a unit. The wider these spread, the more there is to balance."
-    return Section("units", "Tokens per sample", note, parts)
+    return PageSection("units", "Tokens per sample", note, parts)
 
 
 def _unit(unit: UnitStats, hue: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _unit(unit: UnitStats, hue: int) -> dict[str, Any]:
     return {"title": unit.unit, "label": label, "hue": hue, "facts": facts, "sentence": sentence, **chart}
 
 
-def _ratios(stats: DataStats, hues: dict[str, int]) -> Section:
+def _ratios(stats: DataStats, hues: dict[str, int]) -> PageSection:
     joint = {one.unit: one for one in stats.joint}
     rows = [
         (
@@ -124,7 +124,7 @@ def _ratios(stats: DataStats, hues: dict[str, int]) -> Section:
         "in one is nearly so in the other."
     )
     parts: list[Part] = [("table", Table(columns, rows, "figures stack")), ("charts", charts)]
-    return Section("ratios", "Units against each other", note, parts if rows else ())
+    return PageSection("ratios", "Units against each other", note, parts if rows else ())
 
 
 def _joint_chart(joint: JointHistogram, hue: int) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _joint_chart(joint: JointHistogram, hue: int) -> dict[str, Any]:
     }
 
 
-def _sources(stats: DataStats, hues: dict[str, int]) -> Section:
+def _sources(stats: DataStats, hues: dict[str, int]) -> PageSection:
     """Return a line for each source of a blend; empty for a single source."""
     largest = {unit: max(source.tokens[unit] for source in stats.sources) or 1 for unit in hues}
     rows = []
@@ -182,10 +182,10 @@ def _sources(stats: DataStats, hues: dict[str, int]) -> Section:
     for unit in hues:
         columns += [Column(f"{unit} tokens", "third"), number("mean", f"{unit} mean")]
     parts: list[Part] = [("table", Table(columns, rows))] if len(rows) > 1 else []
-    return Section("sources", "Sources", "Tokens in all, and the mean of a sample.", parts)
+    return PageSection("sources", "Sources", "Tokens in all, and the mean of a sample.", parts)
 
 
-def _balance(report: StatsReport, hues: dict[str, int]) -> Section:
+def _balance(report: StatsReport, hues: dict[str, int]) -> PageSection:
     """Return lines for every number of groups: all devices together, then each unit alone."""
     rows, styles = [], []
 
@@ -212,16 +212,16 @@ def _balance(report: StatsReport, hues: dict[str, int]) -> Section:
         "does not delay it may wait longer than by count."
     ).format(f"{report.batch_size:,}")
     parts: list[Part] = [("table", Table(columns, rows, row_styles=styles))] if rows else []
-    return Section("balance", "What balancing is worth", note, parts)
+    return PageSection("balance", "What balancing is worth", note, parts)
 
 
-def _examples(report: StatsReport, hues: dict[str, int]) -> Section:
+def _examples(report: StatsReport, hues: dict[str, int]) -> PageSection:
     note = Markup(
         'The text after the chat template. <span class="loss">Marked</span> is what carries loss: the model learns to '
         "write it."
     )
     parts: list[Part] = [("examples", [_example(one, hues) for one in report.examples])]
-    return Section(
+    return PageSection(
         "examples", "Samples as the model sees them", note, parts if report.examples else (), in_terminal=False
     )
 

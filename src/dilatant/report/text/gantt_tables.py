@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dilatant.plan import Plan
 from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt import BETWEEN, GanttChart
-from dilatant.report.parts import HUES, Cell, Column, Part, Section, Table, bar_part, legend, number
+from dilatant.report.parts import HUES, Cell, Column, PageSection, Part, Table, bar_part, legend, number
 from dilatant.report.text.wording import ACTION_NAMES, lost_to, percent_text
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
 
@@ -77,7 +77,7 @@ def idle_section(timeline: GanttChart, plan: Plan, tones: Mapping[str, str]) -> 
         Column("Stage"), Column("Time", "wide"), number("computes"), Column("Largest loss", label="most lost:")
     )  # fmt: skip
     entries = legend({lost_to(cause): tone for cause, tone in tones.items()} or {"waiting": "idle"})
-    return "section", Section(
+    return "section", PageSection(
         "idle",
         "Where the time goes",
         "Each line is all the time of its devices in one step: coloured while they compute, by cause while they wait.",

@@ -10,9 +10,9 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from dilatant.schedule.assignment import entrain_kernels as kernels
 from dilatant.schedule.assignment.pipeline_shape import ByUnit, MicrobatchProblem, PipelineShape, shape_seconds
 from dilatant.schedule.schedule import Microbatch
 
@@ -124,9 +124,9 @@ class _SubsetSums:
         seconds = language[batch]
         step = float(seconds.sum()) / RESOLUTION if batch else 0.0
         units = np.rint(seconds / step).astype(np.int64) if step > 0 else np.zeros(len(batch), dtype=np.int64)
-        last = kernels.reachable_sums(units, int(units.sum()))
+        last = reachable_sums(units, int(units.sum()))
         scaled = targets / step if step > 0 else np.zeros(len(targets))
-        nearest, moved = kernels.closest_sums(last, units, seconds, scaled)
+        nearest, moved = closest_sums(last, units, seconds, scaled)
         return cls(batch, units, last, nearest, moved)
 
     def subset(self, partner: int) -> set[int]:
@@ -159,7 +159,7 @@ def _match(
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2
-        if kernels.matchable(after <= values[middle], own > values[middle]):
+        if pairs_within(after, own, values[middle]):
             high = middle
         else:
             low = middle + 1
@@ -168,5 +168,93 @@ def _match(
     give = np.where(after <= limit, (own[:, None] - moved) ** 2 + (other[None, :] + moved) ** 2, np.inf)
     cost = np.minimum(keep, give)
     impossible = 1.0 + float(cost[np.isfinite(cost)].max()) * (len(heavy) + 1)
-    column = kernels.least_cost_matching(np.where(np.isfinite(cost), cost, impossible))
+    column = least_cost_matching(np.where(np.isfinite(cost), cost, impossible))
     return [(int(j), bool(give[i, j] < keep[i, j])) for i, j in enumerate(column)]
+
+
+def pairs_within(after: NDArray[np.float64], own: NDArray[np.float64], limit: float) -> bool:
+    """Return whether some pairing lets every heavy microbatch last at most `limit`: by itself (`own`) or once it has
+    deferred samples to its partner (`after`: `[heavy, light]`, the longer of the two)."""
+    too_long = (after > limit) & (own > limit)[:, None]
+    column = least_cost_matching(too_long.astype(np.float64))
+    return not too_long[np.arange(len(own)), column].any()
+
+
+@njit(cache=True, nogil=True)
+def reachable_sums(units, size):
+    """Return `last[s]`: the sample that first reached sum s of `units`, -1 if unreached, -2 for the empty sum.
+
+    Samples are added one by one, so following `last` downwards never uses a sample twice.
+    """
+    last = np.empty(size + 1, dtype=np.int32)
+    for total in range(size + 1):
+        last[total] = -1
+    last[0] = -2
+    for sample in range(len(units)):
+        step = units[sample]
+        if step == 0:
+            continue
+        for total in range(size, step - 1, -1):
+            if last[total] == -1 and last[total - step] != -1:
+                last[total] = sample
+    return last
+
+
+@njit(cache=True, nogil=True)
+def closest_sums(last, units, seconds, targets):
+    """Return, for each target, the nearest reached sum (the smaller of two) and the seconds of its samples."""
+    nearest = np.zeros(len(targets), dtype=np.int64)
+    moved = np.zeros(len(targets))
+    for number in range(len(targets)):
+        target = targets[number]
+        if target <= 0.0:
+            continue
+        least = np.inf
+        for total in range(len(last)):
+            if last[total] != -1 and abs(total - target) < least:
+                least, nearest[number] = abs(total - target), total
+        total = nearest[number]
+        while total > 0:
+            moved[number] += seconds[last[total]]
+            total -= units[last[total]]
+    return nearest, moved
+
+
+@njit(cache=True, nogil=True)
+def least_cost_matching(cost):
+    """Return each row's column in a perfect matching of least total cost (square; shortest augmenting paths)."""
+    n = len(cost)
+    row_price, column_price = np.zeros(n + 1), np.zeros(n + 1)
+    owner = np.zeros(n + 1, dtype=np.int64)
+    way = np.zeros(n + 1, dtype=np.int64)
+    slack = np.empty(n + 1)
+    used = np.empty(n + 1, dtype=np.bool_)
+    for row in range(1, n + 1):
+        owner[0] = row
+        column = 0
+        for other in range(n + 1):
+            slack[other], used[other] = np.inf, False
+        while owner[column] != 0:
+            used[column] = True
+            current, least, following = owner[column], np.inf, 0
+            for other in range(1, n + 1):
+                if not used[other]:
+                    reduced = cost[current - 1, other - 1] - row_price[current] - column_price[other]
+                    if reduced < slack[other]:
+                        slack[other], way[other] = reduced, column
+                    if slack[other] < least:
+                        least, following = slack[other], other
+            for other in range(n + 1):
+                if used[other]:
+                    row_price[owner[other]] += least
+                    column_price[other] -= least
+                else:
+                    slack[other] -= least
+            column = following
+        while column != 0:
+            owner[column] = owner[way[column]]
+            column = way[column]
+    result = np.empty(n, dtype=np.int64)
+    for column in range(1, n + 1):
+        result[owner[column] - 1] = column - 1
+    return result

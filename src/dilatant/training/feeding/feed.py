@@ -23,7 +23,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.encoding import QUESTION, TOKENS
-from dilatant.data.workers.loader import GlobalBatch
+from dilatant.data.workers.batches import GlobalBatch
 from dilatant.data.workers.pool import SampleRequest, SampleSource
 from dilatant.training.feeding.step_data import IndexedData, StepSamples, StreamedData
 

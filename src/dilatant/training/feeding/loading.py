@@ -8,14 +8,15 @@ from typing import Any, Literal, Self
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.own_parts import OwnPart
 from dilatant.data.index.sizes import blend_sizes
-from dilatant.data.order.blend import Blend, StreamBlend, open_blend
+from dilatant.data.order.blend import Blend, StreamBlend, open_blend, open_own_data
 from dilatant.data.order.sampler import Sampler, StreamSampler
 from dilatant.data.sample import EncodedSample, MediaUnit
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import TOKENS, Encoding
 from dilatant.data.text.tokenizer import generation_ends
-from dilatant.data.workers.loader import GlobalBatch
+from dilatant.data.workers.batches import GlobalBatch
 from dilatant.models.families.media_units import units_of_encoder, units_of_pretrained
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
@@ -28,7 +29,7 @@ from dilatant.training.feeding.step_data import IndexedData, StreamedData, draws
 
 def make_loader(
     model: MultimodalModel,
-    sources: Sequence[str | Path | DataSource],
+    sources: Sequence[str | Path | DataSource] | Any,
     global_batch_size: int,
     *,
     tokenizer: Any = None,
@@ -46,7 +47,8 @@ def make_loader(
     """Return global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without
     `steps`.
 
-    sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own by default. processors: encoder →
+    sources: as `data.train` in a YAML file, or just paths; or a list of records, or any object with `__len__` and
+    `__getitem__`, as `train_data` of `dilatant.train`. tokenizer: the model's own by default. processors: encoder →
     an id, a folder or settings; by default they follow from the encoder's shape or, in a pretrained multimodal model,
     from its files. workers: processes on every machine that decode (None: as many as it has room for).
     cache_dir: where the index of the data is kept (None: the user's cache).
@@ -62,10 +64,11 @@ def make_loader(
     units, source = _media_units(model, processors or {}, tokenizer)
     chat = chat_tokenizer(tokenizer, chat_template, processed=bool(model.whole and units), ends=generation_ends(source))
     encoding = Encoding(chat, units, train_on, max_length)
-    blend = open_blend(
-        [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources],
-        cache_dir=cache_dir,
-    )
+    if isinstance(sources, Sequence) and all(isinstance(each, str | Path | DataSource) for each in sources):
+        named = [each if isinstance(each, DataSource) else DataSource(path=str(each)) for each in sources]
+        blend = open_blend(named, cache_dir=cache_dir)
+    else:
+        blend = open_own_data(OwnPart("sources", sources))
     sampler = blend.sampler(seed, global_batch_size)
     how = Decoding(workers)
     return LoadedBatches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)

@@ -21,7 +21,7 @@ from dilatant.data.order.blend import Blend
 from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS
-from dilatant.data.workers.loader import read_batches
+from dilatant.data.workers.batches import read_batches
 from dilatant.data.workers.pool import SampleSource
 from dilatant.planning.assemble import Samples
 

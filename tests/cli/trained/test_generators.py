@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load, load_file
 from transformers import CLIPVisionModel
 
-from cases.tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
+from cases.models.tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
 from cases.tiny_project import Dilatant, tiny_config, write_images
 from cases.tiny_wholes import save_as_the_hub_does
 from dilatant.hf.export import load_exported

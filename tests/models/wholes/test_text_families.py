@@ -1,7 +1,7 @@
 """Every text family of transformers: what the proof before a first training finds, and how Dilatant then runs it.
 
-The table in docs/models.md is written here: `PYTHONPATH=src:tests python tests/models/test_text_families.py`, for some
-families alone with their names behind it.
+The table in docs/models.md is written here, for some families alone with their names behind it:
+`PYTHONPATH=src:tests python tests/models/wholes/test_text_families.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import choose_attention
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 BEGIN, END = "<!-- text families: begin -->\n", "<!-- text families: end -->\n"
 HEAD = "| family | a packed row | cut into stages | loss, gradients | attention |\n|---|---|---|---|---|\n"
 PLANS, MASK, ALONE = "plans of rows", "dense mask", "one sample a row"

@@ -1,6 +1,6 @@
 """Producers on a Ray cluster give what the caller would make itself, whatever dies meanwhile.
 
-pip install "dilatant[ray]" && pytest -m slow tests/data/test_ray_gives_what_the_pool_gives.py
+pip install "dilatant[ray]" && pytest -m slow tests/data/workers/test_ray_gives_what_the_pool_gives.py
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from dilatant.config.errors import UserError
 from dilatant.plan.replay.node_trace import NodeEvent, load_node_trace
 
-SHARED = Path(os.environ.get("DILATANT_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "traces"
+SHARED = Path(os.environ.get("DILATANT_SHARED", Path(__file__).resolve().parents[4] / "shared")) / "traces"
 
 
 def write(tmp_path, text, name="trace.csv"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from cases.cut_and_packed import find_problems
+from cases.models.cut_and_packed import find_problems
 from cases.often import often
 from cases.tiny_models import ENCODER_FAMILIES, LANGUAGE_MODELS, language_only, vision_language
 from dilatant.config.errors import UserError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from dilatant import MultimodalModel, ParallelSpec, UserError, load_config, make
 from dilatant.config import DataSource
 from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import open_blend
-from dilatant.data.workers.loader import Loader
 from dilatant.models import Generator
 from dilatant.planning.assemble import assemble_encoding, assemble_model, assemble_samples
+from harness.loader import Loader
 
 
 @pytest.fixture
@@ -104,6 +105,19 @@ def test_a_whole_model_s_samples_are_those_of_the_config(family: str, config_pat
     ):
         with pytest.raises(UserError, match=says):
             make_loader(model, [source], 4, processors=processors)
+
+
+def test_records_of_a_list_are_loaded_as_those_of_a_file(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(config_path.parent)  # relative paths of a list's media start from here
+    config = load_config(config_path)
+    model = assemble_model(config, *assemble_encoding(config), hollow=True)
+    records = [json.loads(line) for line in Path("train.jsonl").read_text(encoding="utf-8").splitlines()]
+    how = {"steps": 3, "workers": 0, "max_length": 64}
+    with make_loader(model, ["train.jsonl"], 4, **how) as of_file, make_loader(model, records, 4, **how) as of_list:
+        for batch, other in zip(of_file, of_list, strict=True):
+            for sample, same in zip(batch.samples, other.samples, strict=True):
+                assert np.array_equal(sample.input_ids, same.input_ids)
+                assert sample.media["vision"].keys() == same.media["vision"].keys()
 
 
 def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None:

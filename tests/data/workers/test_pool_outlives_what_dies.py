@@ -294,7 +294,7 @@ if __name__ == "__main__":
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """An idle worker and one that hangs in C code (until its deadline) both end, and their folders are removed."""
     (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 1.0)"))
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     command = subprocess.Popen([sys.executable, tmp_path / "owner.py", tests], stdout=subprocess.PIPE, text=True)
     address, shared, *pids = command.stdout.readline().split()
     source = PoolSource(address, PLENTY)

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from cases.planning_verbs import FEW
+from cases.planning.planning_verbs import FEW
 from cases.tiny_project import Dilatant
 from dilatant.plan import Plan
 from dilatant.planning.layout import TrainingPlan

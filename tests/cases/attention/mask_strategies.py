@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from cases import mask_kinds
+from cases.attention import mask_kinds
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask, pack_fields
 from dilatant.attention.masks.packing import RowLayout

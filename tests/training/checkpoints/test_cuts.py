@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cases.planned_project import LANGUAGE, VISION, config, model_section, write_samples
+from cases.planning.planned_project import LANGUAGE, VISION, config, model_section, write_samples
 from dilatant.plan.plan import ParallelSpec
 from dilatant.planning.layout import TrainingPlan
 from dilatant.training.prepare import prepare

@@ -166,7 +166,7 @@ def test_a_sharded_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, d
 
 
 def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][:11]
     said = {row[0].strip("`"): [float(cell.partition(" ")[0]) for cell in row[1:]] for row in rows[1:]}
     for name, rules in (("fp32", FP32), ("bf16", BF16)):

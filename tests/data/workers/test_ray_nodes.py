@@ -1,6 +1,6 @@
 """A node of a Ray cluster dies while it makes samples.
 
-pip install "dilatant[ray]" && pytest -m slow tests/data/test_ray_nodes.py
+pip install "dilatant[ray]" && pytest -m slow tests/data/workers/test_ray_nodes.py
 """
 
 from __future__ import annotations

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cases.planned_project import BATCH, config, model_section, write_samples
+from cases.planning.planned_project import BATCH, config, model_section, write_samples
 from dilatant.config import Config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.model import save_costs
-from dilatant.data.workers.loader import Loader
 from dilatant.planning.assemble import assemble_samples, load_model_tokenizer
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.plan_advice import score_unfrozen
@@ -27,6 +26,7 @@ from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
 from dilatant.training.prepare import PreparedRun, prepare
+from harness.loader import Loader
 
 NARROW: dict[str, Any] = {
     "microbatch_sizes": [4],

@@ -23,8 +23,8 @@ from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import open_blend
 from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import Sample, Turn
-from dilatant.data.workers.loader import Loader
 from dilatant.data.workers.ordered_map import WorkerError, WorkerPool, unpickle_job
+from harness.loader import Loader
 from harness.patience import HANG_SECONDS, wait_until
 
 ENCODING = replace(small_encoding(), max_length=100)

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 from dilatant.config import UserError
 from dilatant.config.config import parse_config
 from dilatant.hf.hub_upload import push
-from dilatant.training.model_card import model_card
+from dilatant.training.export_checkpoint import model_card
 
 
 def card_of(base: Path, licence: str | None = None, **model: Any) -> ModelCard:

@@ -30,7 +30,7 @@ from dilatant.plan.templates.templates import plan_templates
 from dilatant.planning.failures import compare_recovery, restart_from_checkpoint, without_cost
 from oracles.stepwise_replay import stepwise_replay
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from papers.node_reactions import from_templates  # noqa: E402

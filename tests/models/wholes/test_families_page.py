@@ -1,6 +1,6 @@
 """docs/families.md is what is measured here: packed samples against each sample alone in transformers.
 
-`PYTHONPATH=src:tests python tests/models/test_families_page.py > docs/families.md` writes it.
+`PYTHONPATH=src:tests python tests/models/wholes/test_families_page.py > docs/families.md` writes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 
 BEGIN = "## Other multimodal architectures of transformers\n"
 """From here on the page is written by `benchmarks/families_of_transformers.py`."""
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units", "tp")
 HEAD = """# Families: packed equals alone, measured
 
@@ -29,15 +29,16 @@ Some samples (two images or sounds of unlike sizes, none, one at the end, one at
 where a family sees them; images and sounds where it has both) in one packed row of our units, against each of them
 alone in transformers (with LoRA: in peft on the plain model). Tiny random models in fp32 on a CPU. Each cell:
 difference of the loss, and the largest difference of any gradient, relative to that gradient's largest number. What is
-beyond rounding would be parts of 1. `tests/models/test_families_page.py` writes this page and guards it.
+beyond rounding would be parts of 1. `tests/models/wholes/test_families_page.py` writes this page and guards it.
 
 """
 FOOT = """
 M-RoPE: positions in time, height and width. State: layers of linear attention, whose state begins anew with each
 sample; their gradients of `A_log` and `dt_bias` nearly cancel and agree to 4e-4. Prefix: all tokens before the answer
 see each other. tp: the units that two ranks can share, as told by their plans. That all of these compute the same
-loss and gradients is measured on two ranks (`tests/runtime/test_wholes_tensor_parallel.py`, to 2e-5), for some
-families with adapters, recomputation, unlike degrees and cp, and in whole runs (`tests/cli/test_whole_models.py`).
+loss and gradients is measured on two ranks (`tests/runtime/parallel/test_wholes_tensor_parallel.py`, to 2e-5), for some
+families with adapters, recomputation, unlike degrees and cp, and in whole runs
+(`tests/cli/trained/test_whole_models.py`).
 """
 
 
