@@ -77,8 +77,8 @@ class Replica:
 
     def renamed(self, names: Mapping[int, int]) -> Replica:
         """Return the replica on other ranks. names: rank → its new number."""
-        own = ((stage, tuple([names[rank] for rank in stage.ranks])) for stage in self.stages)
-        return Replica(tuple(Stage(stage.first, stage.end, ranks, *stage.degrees) for stage, ranks in own))
+        own = [(stage, tuple([names[rank] for rank in stage.ranks])) for stage in self.stages]
+        return Replica(tuple([Stage(stage.first, stage.end, ranks, *stage.degrees) for stage, ranks in own]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,30 +65,62 @@ def _most(best, least, num_nodes):
 
 
 @njit(cache=True)
-def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, least, levels, saturate):
-    """Return the least time limit within which some composition runs `total` microbatches, and its tables.
+def _ends_around(counts, seconds, bottleneck, planned, total):
+    """Return the latest time at which a template ends `counts` microbatches, and the next at which one can end more."""
+    reached = -np.inf
+    following = np.inf
+    for i in range(seconds.size):
+        if counts[i] > 0:
+            reached = max(reached, seconds[i] + (counts[i] - planned[i]) * bottleneck[i])
+        if counts[i] < total:
+            following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
+    return reached, following
 
-    `low` is a lower bound that is tried first, `high` a limit known to suffice. Both ends always move onto times at
-    which some template can finish, so they meet on the optimum.
-    """
-    best = np.empty((levels, num_nodes + 1), np.int64)
-    choice = np.zeros((levels, num_nodes + 1), np.int64)
+
+@njit(cache=True)
+def _divisible_bound(nodes, seconds, bottleneck, planned, num_nodes, total, low, high):
+    """Return the least time limit, between `low` and `high`, within which pipelines that may be divided run `total`
+    microbatches: no whole ones end earlier."""
     limit = low
     while low < high:
         counts = microbatches_within(limit, seconds, bottleneck, planned, total)
-        _fill(nodes, counts, num_nodes, levels, saturate, best, choice)
-        reached = -np.inf
-        following = np.inf
+        enough = False
         for i in range(nodes.size):
-            if counts[i] > 0:
-                reached = max(reached, seconds[i] + (counts[i] - planned[i]) * bottleneck[i])
-            if counts[i] < total:
-                following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
-        if _most(best, least, num_nodes) >= total:
+            if counts[i] * num_nodes >= total * nodes[i]:
+                enough = True
+        reached, following = _ends_around(counts, seconds, bottleneck, planned, total)
+        if enough:
             high = reached
         else:
             low = min(following, high)
         limit = low + (high - low) / 2
+        if limit >= high:
+            limit = low
+    return high
+
+
+@njit(cache=True)
+def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, least, levels, saturate):
+    """Return the least time limit within which some composition runs `total` microbatches, and its tables.
+
+    `low` is a lower bound that is tried first, then limits above it in steps that double, since the optimum is near;
+    `high` is a limit known to suffice. Both ends always move onto times at which some template can finish, so they meet
+    on the optimum.
+    """
+    best = np.empty((levels, num_nodes + 1), np.int64)
+    choice = np.zeros((levels, num_nodes + 1), np.int64)
+    limit = low
+    stride = bottleneck.max()
+    while low < high:
+        counts = microbatches_within(limit, seconds, bottleneck, planned, total)
+        _fill(nodes, counts, num_nodes, levels, saturate, best, choice)
+        reached, following = _ends_around(counts, seconds, bottleneck, planned, total)
+        if _most(best, least, num_nodes) >= total:
+            high = reached
+        else:
+            low = min(following, high)
+            stride *= 2
+        limit = low + min(stride, high - low) / 2
         if limit >= high:
             limit = low
     counts = microbatches_within(high, seconds, bottleneck, planned, total)
@@ -147,6 +179,7 @@ def compose(nodes, seconds, bottleneck, planned, num_nodes, fewest, total):
     for i in range(nodes.size):
         low = min(low, seconds[i] + (1 - planned[i]) * bottleneck[i])
         high = max(high, seconds[i] + (total - planned[i]) * bottleneck[i])
+    low = _divisible_bound(nodes, seconds, bottleneck, planned, num_nodes, total, low, high)
     smallest = num_nodes
     for size in nodes:
         smallest = min(smallest, size)
