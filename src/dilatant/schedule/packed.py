@@ -33,7 +33,8 @@ class PlanArrays:
 
     `unit_of[chain]` indexes `units`; `stages_of[chain]` is the half-open range of its stages. `before[stage]` and
     `after[stage]` are the neighbours in the same chain, -1 at its ends. `feeds` lists pairs of unit indices.
-    `lead[stage]` is the position, in `ranks`, of the stage's first rank.
+    `lead[stage]` is the position, in `ranks`, of the stage's first rank. `holders` are the ranks of all stages, those
+    of a stage at `holders[holder_offsets[stage]:holder_offsets[stage + 1]]`.
     """
 
     placed: tuple[PlacedStage, ...]
@@ -47,14 +48,21 @@ class PlanArrays:
     after: NDArray[np.int64]
     ranks: tuple[int, ...]
     lead: NDArray[np.int64]
+    holders: NDArray[np.int64]
+    holder_offsets: NDArray[np.int64]
 
     @property
     def num_chains(self) -> int:
         return len(self.unit_of)
 
-    def chains_of(self, unit: int) -> list[int]:
+    @property
+    def is_sharded(self) -> bool:
+        """True if a stage has several ranks."""
+        return len(self.holders) > len(self.placed)
+
+    def chains_of(self, unit: int) -> range:
         """Return the chain numbers of a unit's replicas, in replica order."""
-        return [int(chain) for chain in np.flatnonzero(self.unit_of == unit)]
+        return range(*np.searchsorted(self.unit_of, (unit, unit + 1)).tolist())
 
 
 @lru_cache(maxsize=4)  # many schedules share one plan
@@ -98,6 +106,8 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         after=after,
         ranks=ranks,
         lead=np.asarray([position[stage.stage.ranks[0]] for stage in placed], dtype=np.int64),
+        holders=np.asarray([rank for stage in placed for rank in stage.stage.ranks], dtype=np.int64),
+        holder_offsets=np.cumsum([0, *(len(stage.stage.ranks) for stage in placed)]),
     )
 
 
@@ -182,27 +192,37 @@ class PackedActions(Mapping[int, tuple[Action, ...]]):
         return f"PackedActions({dict(self)!r})"
 
 
-def pieces_of(
-    arrays: PlanArrays, assignment: Assignment, parts: list[list[tuple[int, tuple[int, ...] | None]]]
-) -> Pieces:
-    """Number the pieces. `parts[chain]` lists (microbatch, named samples or None for all) in execution order."""
+_Parts = list[list[tuple[int, tuple[int, ...] | None]]]
+"""By replica of a unit, its pieces in execution order: (microbatch, named samples or None for all)."""
+
+
+def pieces_of(arrays: PlanArrays, assignment: Assignment, parts: Mapping[int, _Parts]) -> Pieces:
+    """Number the pieces. parts: by the number of a unit; without an entry, a unit's pieces are its microbatches that
+    are not empty. Raises ValueError if the assignment has other numbers of replicas than the plan."""
     microbatch: list[int] = []
     named: list[tuple[int, ...] | None] = []
     members: list[tuple[int, ...]] = []
-    first = [0]
-    for replica, entries in enumerate(parts):
-        batches = assignment.microbatches[arrays.units[arrays.unit_of[replica]]][arrays.replica_of[replica]]
-        for number, part in entries:
-            microbatch.append(number)
-            named.append(part)
-            members.append(batches[number] if part is None else part)
-        first.append(len(microbatch))
+    counts: list[int] = []
+    for unit, name in enumerate(arrays.units):
+        replicas = assignment.microbatches[name]
+        if len(replicas) != len(arrays.chains_of(unit)):
+            raise ValueError(f"the assignment has {len(replicas)} replicas of {name!r}, the plan others")
+        if unit in parts:
+            for batches, entries in zip(replicas, parts[unit], strict=True):
+                microbatch += [number for number, _ in entries]
+                named += [part for _, part in entries]
+                members += [batches[number] if part is None else part for number, part in entries]
+                counts.append(len(entries))
+        else:
+            microbatch += [number for batches in replicas for number, batch in enumerate(batches) if batch]
+            members += [batch for batches in replicas for batch in batches if batch]
+            named += [None] * (len(members) - len(named))
+            counts += [sum(map(bool, batches)) for batches in replicas]
     offsets = np.zeros(len(members) + 1, dtype=np.int64)
-    np.cumsum([len(member) for member in members], out=offsets[1:])
-    samples = np.array(list(itertools.chain.from_iterable(members)), dtype=np.int64)
-    return Pieces(
-        np.asarray(microbatch, dtype=np.int64), tuple(named), np.asarray(first, dtype=np.int64), offsets, samples
-    )
+    np.cumsum([*map(len, members)], out=offsets[1:])
+    samples = np.fromiter(itertools.chain.from_iterable(members), np.int64, int(offsets[-1]))
+    first = np.append(0, np.cumsum(counts, dtype=np.int64))
+    return Pieces(np.asarray(microbatch, dtype=np.int64), tuple(named), first, offsets, samples)
 
 
 @lru_cache(maxsize=8)  # a few steps under several families
@@ -216,32 +236,41 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
     for source, target in arrays.feeds:
         consumers.setdefault(source, []).append(target)
     place_of: list[dict[int, int]] = [{} for _ in arrays.units]
-    parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(arrays.num_chains)]
+    parts: dict[int, _Parts] = {}
     goes_back = {
         unit
         for unit, end in zip(arrays.unit_of.tolist(), arrays.stages_of[:, 1].tolist())
         if trainability.backward[end - 1]
     }
     for unit in reversed(range(len(arrays.units))):
-        asked = any(target == unit and source in goes_back for source, target in arrays.feeds)
-        places = place_of[unit]
-        for chain in arrays.chains_of(unit):
-            last = int(arrays.stages_of[chain, 1]) - 1
-            by_consumer = [place_of[target] for target in consumers.get(unit, [])]
-            cut = trainability.backward[last] and bool(by_consumer)
-            batches = assignment.microbatches[arrays.units[unit]][arrays.replica_of[chain]]
-            for number, batch in enumerate(batches):
-                if not batch:
-                    continue
-                for part in _parts(batch, by_consumer) if cut else (None,):
-                    parts[chain].append((number, part))
-                    if asked:
-                        places.update(dict.fromkeys(batch if part is None else part, len(places)))
+        by_consumer = [place_of[target] for target in consumers.get(unit, ())]
+        replicas = assignment.microbatches[arrays.units[unit]]
+        members = (batch for batches in replicas for batch in batches)
+        if by_consumer and unit in goes_back:
+            lasts = (arrays.stages_of[arrays.unit_of == unit, 1] - 1).tolist()
+            parts[unit] = [
+                [
+                    (number, part)
+                    for number, batch in enumerate(batches)
+                    if batch
+                    for part in (_parts(batch, by_consumer) if trainability.backward[last] else (None,))
+                ]
+                for batches, last in zip(replicas, lasts, strict=True)
+            ]
+            members = (
+                batches[number] if part is None else part
+                for batches, own in zip(replicas, parts[unit])
+                for number, part in own
+            )
+        if any(target == unit and source in goes_back for source, target in arrays.feeds):
+            place_of[unit] = {sample: place for place, batch in enumerate(members) for sample in batch}
     return pieces_of(arrays, assignment, parts)
 
 
 def _parts(batch: Microbatch, by_consumer: list[dict[int, int]]) -> list[tuple[int, ...] | None]:
     """Group samples by their places in all consumers, in the order of places; return [None] if there is one group."""
+    if len(batch) == 1:
+        return [None]
     if len(by_consumer) == 1:
         place = by_consumer[0]
         keys: list[tuple[int, ...]] = [(place.get(sample, -1),) for sample in batch]
@@ -322,5 +351,7 @@ def pack(arrays: PlanArrays, assignment: Assignment, schedule: Schedule) -> Pack
         table[:, 0].astype(np.int8),
         table[:, 1].astype(np.int32),
         piece.astype(np.int32),
-        pieces_of(arrays, assignment, parts),
+        pieces_of(
+            arrays, assignment, {unit: [parts[c] for c in arrays.chains_of(unit)] for unit in range(len(arrays.units))}
+        ),
     )

@@ -263,21 +263,14 @@ def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability
     """Build the schedule in which every rank runs the actions of its stages by virtual time."""
     from dilatant.schedule.rank_kernels import order_within
 
-    groups, group_of = _stages_on_ranks(arrays)
-    runs = [
-        (group, stage, code)
-        for group, stages in enumerate(groups)
-        for stage in stages
-        for code in ((FORWARD, BACKWARD) if trainability.backward[stage] else (FORWARD,))
-    ]
-    group, stage, code = np.array(runs).T
+    group_of, group, stage, code = _runs(arrays, trainability)
     chain = arrays.chain[stage]
     local = (stage - arrays.stages_of[chain, 0]).tolist()
     when = [times[own][kind][row] for own, kind, row in zip(chain.tolist(), code.tolist(), local)]
     counts = np.diff(pieces.first)[chain]
-    run = np.repeat(np.arange(len(runs)), counts)
+    run = np.repeat(np.arange(len(stage)), counts)
     piece = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts - pieces.first[chain], counts)
-    sizes = np.bincount(group, counts, len(groups)).astype(np.int64)
+    sizes = np.bincount(group, counts).astype(np.int64)
     firsts, offsets = np.cumsum(np.append(0, sizes)), np.cumsum(np.append(0, sizes[group_of]))
     order = order_within(firsts, np.concatenate(when))
     rows = order[np.arange(offsets[-1]) + np.repeat(firsts[group_of] - offsets[:-1], sizes[group_of])]
@@ -293,15 +286,25 @@ def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability
 
 
 @lru_cache(maxsize=1)  # many schedules share one plan
-def _stages_on_ranks(arrays: PlanArrays) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.int64]]:
-    """Return the distinct sets of stages on ranks, and each rank's set: ranks with equal sets run the same actions."""
+def _runs(
+    arrays: PlanArrays, trainability: Trainability
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the group of each rank, and (group, stage, kind) of all runs of actions: ranks with the same stages form a
+    group, which runs the same actions."""
     on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
     for placed in arrays.placed:
         for rank in placed.stage.ranks:
             on_rank[rank].append(placed.index)
     groups: dict[tuple[int, ...], int] = {}
     group_of = [groups.setdefault(tuple(own), len(groups)) for own in on_rank.values()]
-    return tuple(groups), np.array(group_of, dtype=np.int64)
+    runs = [
+        (group, stage, code)
+        for stages, group in groups.items()
+        for stage in stages
+        for code in ((FORWARD, BACKWARD) if trainability.backward[stage] else (FORWARD,))
+    ]
+    group, stage, code = np.array(runs, dtype=np.int64).T
+    return np.array(group_of, dtype=np.int64), group, stage, code
 
 
 def zero_bubble_h1(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:

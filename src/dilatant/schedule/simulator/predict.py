@@ -118,6 +118,8 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
 
     A gradient has the rows of the forward message in the other direction.
     """
+    if not graph.num_messages:
+        return np.empty((0, 3))
     pieces, arrays = graph.packed.pieces, graph.arrays
     source, target = graph.messages
     forward = graph.kind[source] == FORWARD
@@ -245,13 +247,14 @@ def synced_seconds(
     last = ends_of_backward(graph)[1]
     if not len(last):
         return 0.0
-    stage_of = graph.stage[last]
+    stage_of, arrays = graph.stage[last], graph.arrays
     end = ends[last]
     begin = np.where(graph.kind[last] == WEIGHT_GRADIENT, end, end - durations[last])
     held = np.maximum(costs.stages.gradient_bytes[stage_of], 1.0)
-    counts = [len(graph.arrays.placed[stage].stage.ranks) for stage in stage_of.tolist()]
+    counts = np.diff(arrays.holder_offsets)[stage_of]
     pair = np.repeat(np.arange(len(last)), counts)  # one per (stage, rank)
-    rank = np.concatenate([graph.arrays.placed[stage].stage.ranks for stage in stage_of.tolist()])
+    skipped = arrays.holder_offsets[stage_of] - (np.cumsum(counts) - counts)
+    rank = arrays.holders[np.arange(len(pair)) + np.repeat(skipped, counts)]
     beside, after = (
         np.asarray([seconds.get(one, 0.0) for one in rank.tolist()])
         for seconds in (costs.sync.beside, costs.sync.after)
@@ -278,10 +281,10 @@ def unevenness(
     arrays, pieces = graph.arrays, graph.packed.pieces
     times = np.ones(graph.num_ops)
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for stage, (placed, items) in enumerate(zip(arrays.placed, items_per_token.tolist(), strict=True)):
-        if (wide := placed.stage.degrees.row_parts) == 1 or items >= 1.0:
+    for stage in np.flatnonzero(items_per_token < 1.0).tolist():
+        if (wide := arrays.placed[stage].stage.degrees.row_parts) == 1:
             continue
-        chain = int(arrays.chain[stage])
+        chain, items = int(arrays.chain[stage]), float(items_per_token[stage])
         first, end = pieces.first[chain : chain + 2]
         if (chain, wide) not in known:
             own = tokens[arrays.unit_of[chain]]
