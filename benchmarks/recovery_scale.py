@@ -5,7 +5,8 @@
 
 1. agents: light agents (the protocol's own state machine, over real sockets on loopback, without workers) on one
    coordinator process: its CPU for heartbeats, the seconds of a vote, and, after the loss of a node, the seconds until
-   the last agent is fenced, has the order to rebuild, and runs again; its memory. Goal: 2 s for a loss.
+   the last agent is fenced, has the order to rebuild, and runs again; the same for a node that joins during a loss; its
+   memory. Goal: 2 s for a loss.
 2. planning: seconds of a membership after a loss and after a join, and of a step (assignment, schedule, simulation and
    routes of one rank) for as many replicas and 8 samples each. Goal: 50 ms a rank.
 3. copies: bytes a second that a recovery's copy takes besides its transfer, on one core at each end.
@@ -86,9 +87,10 @@ class LightAgent:
         self._agent.on_event(0, event)
 
 
-def drive(first: int, count: int, port: int, settings: Settings, votes: Any, heard: Any, lost: Any) -> None:
+def drive(first: int, count: int, port: int, settings: Settings, votes: Any, heard: Any, lost: Any, begin: Any) -> None:
     """Run light agents in this process. heard: gets (task, generation, committed, seconds) when the last of them has
-    received an order of that kind. lost: number of an agent to close, which then is -1."""
+    received an order of that kind. lost: number of an agent to close, which then is -1. begin: event to wait for."""
+    begin.wait()
     agents = {number: LightAgent(f"n{number:05}", port, settings) for number in range(first, first + count)}
     selector = selectors.DefaultSelector()
     for agent in agents.values():
@@ -151,20 +153,20 @@ def coordination(count: int) -> dict[str, Any]:
     """Measure one coordinator with `count` light agents."""
     from dilatant.resilience.processes.process import COORDINATOR, Child, ProcessStart
 
-    settings = Settings(initial=count)
+    settings = Settings(initial=count, join_seconds=0.0)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         coordinator = Child(COORDINATOR, ProcessStart("127.0.0.1", 0, TOKEN.hex(), settings, folder))
         pid, heard = coordinator.process.pid, context.Queue()
         votes, lost = context.Value("q", 0), context.Value("q", -1)
-        each = -(-count // DRIVERS)
+        each, news, joins, now = -(-count // DRIVERS), context.Queue(), context.Event(), context.Event()
+        now.set()
+        crowds = [(first, min(each, count - first), heard, now) for first in range(0, count, each)]
         drivers = [
             context.Process(
-                target=drive,
-                args=(first, min(each, count - first), coordinator.port, settings, votes, heard, lost),
-                daemon=True,
+                target=drive, args=(first, own, coordinator.port, settings, votes, to, lost, begin), daemon=True
             )
-            for first in range(0, count, each)
+            for first, own, to, begin in [*crowds, (count, 1, news, joins)]
         ]
         began = time.monotonic()
         for driver in drivers:
@@ -177,15 +179,24 @@ def coordination(count: int) -> dict[str, Any]:
         votes.value = VOTES
         voted = last_of(heard, Task.RUN, 1, VOTES) - since
         voting = cpu_seconds(pid) - before
-        losses = []
-        for number in range(LOSSES):
+        losses, at, joined = [], 0.0, 0.0
+        for number in range(LOSSES + 1):
             lost.value, generation = number, number + 2
             while (first := heard.get(timeout=60.0))[0] != "lost":
                 pass
-            times = {
-                task.value: last_of(heard, task, generation) - first[3] for task in (Task.FENCE, Task.REBUILD, Task.RUN)
-            }
-            losses.append(times)
+            at = first[3]
+            if number == LOSSES:
+                joins.set()
+            losses.append(
+                {task.value: last_of(heard, task, generation) - at for task in (Task.FENCE, Task.REBUILD, Task.RUN)}
+            )
+        votes.value += 1  # where it was too late for that generation, it joins at the end of a step
+        while not joined:
+            what, generation, _, seconds = news.get(timeout=60.0)
+            joined = seconds if what == Task.RUN else 0.0
+        if generation > LOSSES + 2:
+            joined = max(joined, last_of(heard, Task.RUN, generation))
+        loss_and_join = {**losses.pop(), "all with the new one": joined - at}
         memory = resident_bytes(pid)
         for driver in drivers:
             driver.terminate()
@@ -198,6 +209,7 @@ def coordination(count: int) -> dict[str, Any]:
         "vote_seconds": voted / VOTES,
         "vote_cpu_seconds": voting / VOTES,
         "losses": losses,
+        "loss_and_join": loss_and_join,
         "memory_bytes": memory,
     }
     slowest = max(times[Task.RUN.value] for times in losses)
@@ -205,19 +217,24 @@ def coordination(count: int) -> dict[str, Any]:
     print(f"{count:,} agents: begun after {begun:.2f} s; heartbeats take {beats:.1%} of a core")
     print(f"  a vote takes {1e3 * voted / VOTES:.0f} ms, and {1e3 * voting / VOTES:.0f} ms of the coordinator's core")
     print(f"  a loss, until the last agent has the order (slowest of {LOSSES}): {parts}; goal {LOSS_GOAL:g} s")
+    parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in loss_and_join.items())
+    print(f"  a loss while another joins: {parts}")
     print(f"  memory of the coordinator: {memory / 2**20:.0f} MiB", flush=True)
     return found | {"loss_seconds": slowest}
 
 
-def milliseconds(function: Callable[[], Any], runs: int = 7) -> float:
-    """Return the median of this process's time on a core, after one run that is not counted."""
-    function()
+RUNS = 8
+"""The first one is not counted."""
+
+
+def milliseconds(function: Callable[[int], Any]) -> float:
+    """Return the median of this process's time on a core over the numbers of runs."""
     found = []
-    for _ in range(runs):
+    for number in range(RUNS):
         began = time.process_time()
-        function()
+        function(number)
         found.append(1e3 * (time.process_time() - began))
-    return statistics.median(found)
+    return statistics.median(found[1:])
 
 
 @dataclass(frozen=True)
@@ -260,8 +277,8 @@ def planning(nodes: int) -> dict[str, Any]:
     first_seconds = time.perf_counter() - began
     survivors = {rank: rank - (rank > 5) for rank in range(nodes) if rank != 5}
     everyone = {rank: rank for rank in range(nodes)}
-    lost = milliseconds(lambda: planner.next(first.plan, survivors, range(nodes - 1)))
-    joined = milliseconds(lambda: planner.next(first.plan, everyone, range(nodes + 1)))
+    lost = milliseconds(lambda _: planner.next(first.plan, survivors, range(nodes - 1)))
+    joined = milliseconds(lambda _: planner.next(first.plan, everyone, range(nodes + 1)))
     print(
         f"membership of {nodes:,} nodes: first {first_seconds:.2f} s (templates included), after a loss {lost:.0f} ms, "
         f"after a join {joined:.0f} ms; goal {1e3 * PLAN_GOAL:.0f} ms"
@@ -291,32 +308,34 @@ def step_milliseconds(plan: Any, nodes: int) -> dict[str, float]:
     from dilatant.runtime.step.step_planner import StepPlanner
     from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
     from dilatant.schedule.families.families import one_f_one_b
+    from dilatant.schedule.packed import cut_pieces
     from dilatant.schedule.simulator.graph import build
     from dilatant.schedule.simulator.predict import time_step
     from dilatant.schedule.trainability import all_trainable
 
     draw = np.random.default_rng(0)
-    tokens = np.exp(draw.normal(6.0, 0.8, 8 * nodes)).astype(np.int64) + 1
-    samples = [Sized({"language": int(count)}, number) for number, count in enumerate(tokens)]
+    steps = [np.exp(draw.normal(6.0, 0.8, 8 * nodes)).astype(np.int64) + 1 for _ in range(RUNS)]
+    samples = [[Sized({"language": int(count)}, number) for number, count in enumerate(tokens)] for tokens in steps]
     trains, microbatching = all_trainable(plan), Microbatching(8)
     costs = CostCorrection(plan, token_costs(plan, trains.backward))
     graph = ModelGraph(("language",), {"language": ()}, "language")
     planner = StepPlanner(plan, trains, graph, microbatching, costs, 0)
-    whole = milliseconds(lambda: planner.plan_step(samples, 0))
+    whole = milliseconds(lambda run: planner.plan_step(samples[run], 0))
     origin = costs.origin
-    workload = origin.workload({"language": tokens.astype(np.float64)})
-    assignment = assign_step(plan, origin, workload, microbatching, "language")
-    schedule = one_f_one_b(plan, assignment, trains)
-    built = build(plan, assignment, schedule)
-    timed = time_step(built, origin, workload)
+    work = [origin.workload({"language": tokens.astype(np.float64)}) for tokens in steps]
+    assigned = [assign_step(plan, origin, each, microbatching, "language") for each in work]
+    schedules = [one_f_one_b(plan, each, trains) for each in assigned]
+    built = [build(plan, assignment, schedule) for assignment, schedule in zip(assigned, schedules)]
+    timed = [time_step(each, origin, workload) for each, workload in zip(built, work)]
     backward = {index for index, flag in enumerate(trains.backward) if flag}
+    cut_pieces.cache_clear()  # of which every step has others
     return {
         "all": whole,
-        "assignment": milliseconds(lambda: assign_step(plan, origin, workload, microbatching, "language")),
-        "schedule": milliseconds(lambda: one_f_one_b(plan, assignment, trains)),
-        "graph": milliseconds(lambda: build(plan, assignment, schedule)),
-        "simulation": milliseconds(lambda: time_step(built, origin, workload)),
-        "routes": milliseconds(lambda: derive_routes(built, 0, backward, timed.durations)),
+        "assignment": milliseconds(lambda run: assign_step(plan, origin, work[run], microbatching, "language")),
+        "schedule": milliseconds(lambda run: one_f_one_b(plan, assigned[run], trains)),
+        "graph": milliseconds(lambda run: build(plan, assigned[run], schedules[run])),
+        "simulation": milliseconds(lambda run: time_step(built[run], origin, work[run])),
+        "routes": milliseconds(lambda run: derive_routes(built[run], 0, backward, timed[run].durations)),
     }
 
 
@@ -330,9 +349,9 @@ def copies() -> dict[str, Any]:
     sent = [torch.randn(1 << 20) for _ in range(16)]
     received = [torch.empty_like(tensor) for tensor in sent]
     count = sum(tensor.nbytes for tensor in sent)
-    packing = count / milliseconds(lambda: pack(sent)) * 1e3
+    packing = count / milliseconds(lambda _: pack(sent)) * 1e3
     packed = pack(sent)
-    unpacking = count / milliseconds(lambda: unpack(packed, 0, received)) * 1e3
+    unpacking = count / milliseconds(lambda _: unpack(packed, 0, received)) * 1e3
     both = 1.0 / (1.0 / packing + 1.0 / unpacking)
     print(
         f"a copy: packed and hashed at {packing / 1e9:.2f} GB/s, checked and unpacked at {unpacking / 1e9:.2f} GB/s, "
