@@ -65,16 +65,28 @@ def _most(best, least, num_nodes):
 
 
 @njit(cache=True)
-def _ends_around(counts, seconds, bottleneck, planned, total):
-    """Return the latest time at which a template ends `counts` microbatches, and the next at which one can end more."""
+def _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high):
+    """Return the ends of the times that are left: up to the latest end of `counts` microbatches if these are enough,
+    else from the next time on at which a template ends one more."""
     reached = -np.inf
-    following = np.inf
+    following = high
     for i in range(seconds.size):
         if counts[i] > 0:
             reached = max(reached, seconds[i] + (counts[i] - planned[i]) * bottleneck[i])
         if counts[i] < total:
             following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
-    return reached, following
+    return (low, reached) if enough else (following, high)
+
+
+@njit(cache=True)
+def _times(seconds, bottleneck, planned, total):
+    """Return the earliest end of one microbatch and the latest end of all of them in one pipeline."""
+    low = np.inf
+    high = -np.inf
+    for i in range(seconds.size):
+        low = min(low, seconds[i] + (1 - planned[i]) * bottleneck[i])
+        high = max(high, seconds[i] + (total - planned[i]) * bottleneck[i])
+    return low, high
 
 
 @njit(cache=True)
@@ -88,11 +100,7 @@ def _divisible_bound(nodes, seconds, bottleneck, planned, num_nodes, total, low,
         for i in range(nodes.size):
             if counts[i] * num_nodes >= total * nodes[i]:
                 enough = True
-        reached, following = _ends_around(counts, seconds, bottleneck, planned, total)
-        if enough:
-            high = reached
-        else:
-            low = min(following, high)
+        low, high = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high)
         limit = low + (high - low) / 2
         if limit >= high:
             limit = low
@@ -114,11 +122,9 @@ def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, le
     while low < high:
         counts = microbatches_within(limit, seconds, bottleneck, planned, total)
         _fill(nodes, counts, num_nodes, levels, saturate, best, choice)
-        reached, following = _ends_around(counts, seconds, bottleneck, planned, total)
-        if _most(best, least, num_nodes) >= total:
-            high = reached
-        else:
-            low = min(following, high)
+        enough = _most(best, least, num_nodes) >= total
+        low, high = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high)
+        if not enough:
             stride *= 2
         limit = low + min(stride, high - low) / 2
         if limit >= high:
@@ -135,11 +141,7 @@ def share(seconds, bottleneck, planned, total):
     The limit is the least one at which max(1, microbatches that fit) adds up to `total`; the pipelines that end exactly
     on it then give back the surplus (which is smaller than their number, or the limit would be lower).
     """
-    low = np.inf
-    high = -np.inf
-    for i in range(seconds.size):
-        low = min(low, seconds[i] + (1 - planned[i]) * bottleneck[i])
-        high = max(high, seconds[i] + (total - planned[i]) * bottleneck[i])
+    low, high = _times(seconds, bottleneck, planned, total)
     limit = low
     while low < high:
         counts = np.maximum(1, microbatches_within(limit, seconds, bottleneck, planned, total))
@@ -174,11 +176,7 @@ def compose(nodes, seconds, bottleneck, planned, num_nodes, fewest, total):
     The composition has at least `fewest` and at most `total` pipelines (each runs a microbatch) on exactly `num_nodes`
     nodes. Such a composition must exist.
     """
-    low = np.inf
-    high = -np.inf
-    for i in range(nodes.size):
-        low = min(low, seconds[i] + (1 - planned[i]) * bottleneck[i])
-        high = max(high, seconds[i] + (total - planned[i]) * bottleneck[i])
+    low, high = _times(seconds, bottleneck, planned, total)
     low = _divisible_bound(nodes, seconds, bottleneck, planned, num_nodes, total, low, high)
     smallest = num_nodes
     for size in nodes:

@@ -21,8 +21,8 @@ from dilatant.plan.templates.templates import LayerMemory, Template, plan_templa
 Pipeline = Mapping[str, tuple[Replica, ...]]
 """Unit → its replicas in one pipeline: exactly one replica if the pipeline is an instance of a template."""
 
-_Shape = Mapping[str, Sequence[tuple[int, int, slice, Degrees]]]
-"""Unit → (first layer, end layer, places among the pipeline's ranks, degrees) of its stages in a template."""
+_TemplateStage = tuple[int, int, slice, Degrees]
+"""First layer of a unit, end layer, places among the pipeline's ranks, and degrees of a stage."""
 
 LESS_MEMORY = 0.95
 """Share of the bytes of a rank that ran out of memory that later plans may use: a run ends after a few such plans."""
@@ -102,6 +102,7 @@ class MembershipPlanner:
         for name in costs.layers:
             self._first[name] = sum(costs.layers[other] for other in self._first)
         self._templates: dict[tuple[int, int], dict[int, Template]] = {}
+        self._stages: dict[Template, dict[str, list[_TemplateStage]]] = {}
 
     def first(self, nodes: int) -> Membership:
         """Return the fastest plan of `nodes` nodes. Raises PlanError if they cannot hold the model."""
@@ -212,16 +213,14 @@ class MembershipPlanner:
                 + (f"the smallest takes {smallest}" if smallest else "nor does a longer one")
                 + "; take more nodes or more memory, other tensor-parallel degrees, or recomputation"
             )
-        shapes: dict[int, _Shape] = {}  # of templates, by their nodes
-        for count in templates.keys() & {len(ranks) // devices for ranks in whole}:
-            shapes[count] = self._shape(templates[count])
         running, used = [], 0
         instances: dict[tuple[int, ...], Pipeline] = {}  # whole pipelines by their nodes
         for ranks, one in whole.items():
             own = tuple(range(used, used + len(ranks) // devices))
             used += len(own)
-            if len(own) in shapes and _is_instance(one, shapes[len(own)], ranks):
-                instances[own], template = one, templates[len(own)]
+            template = templates.get(len(own))
+            if template is not None and one == self._instance(template, ranks):
+                instances[own] = one
                 running.append(RunningPipeline(own, node_layers(template, len(own)), template))
             else:
                 spans = tuple(self._span(nodes[node], held) for node in own)
@@ -235,14 +234,12 @@ class MembershipPlanner:
         if not held:  # no node has state: neighbouring nodes form pipelines
             each = iter(range(len(nodes)))
             groups = [tuple(itertools.islice(each, len(group))) for group in groups]
-        for count in {*map(len, groups)} - shapes.keys():
-            shapes[count] = self._shape(templates[count])
         made: dict[int, Pipeline] = {}  # one of each length
         all_whole = [*whole.items()]
         ranked = [all_whole[number] for number in found.kept]
         for group in groups:
             ranks = tuple(itertools.chain(*(nodes[node] for node in group)))
-            made[len(group)] = instances.get(group) or _instance(shapes[len(group)], ranks)
+            made[len(group)] = instances.get(group) or self._instance(templates[len(group)], ranks)
             ranked.append((ranks, made[len(group)]))
         ranked.sort(key=lambda each: min(each[0]))
         pipelines, busy = [one for _, one in ranked], {rank for ranks, _ in ranked for rank in ranks}
@@ -274,16 +271,22 @@ class MembershipPlanner:
             all(self._fits(one, eager=True) for one in made.values()),
         )
 
-    def _shape(self, template: Template) -> _Shape:
-        used, stages = 0, {name: list[tuple[int, int, slice, Degrees]]() for name in self.costs.layers}
-        for first, end, width in template.stages:
-            places = slice(used, used + width)
-            used += width
-            for name, begin in self._first.items():
-                low, high = max(first - begin, 0), min(end - begin, self.costs.layers[name])
-                if low < high:
-                    stages[name].append((low, high, places, self.costs.degrees[name][width]))
-        return stages
+    def _instance(self, template: Template, ranks: tuple[int, ...]) -> Pipeline:
+        """Return the instance of a template on these ranks."""
+        if template not in self._stages:
+            used, stages = 0, {name: list[_TemplateStage]() for name in self.costs.layers}
+            for first, end, width in template.stages:
+                places = slice(used, used + width)
+                used += width
+                for name, begin in self._first.items():
+                    low, high = max(first - begin, 0), min(end - begin, self.costs.layers[name])
+                    if low < high:
+                        stages[name].append((low, high, places, self.costs.degrees[name][width]))
+            self._stages[template] = stages
+        return {
+            name: (Replica(tuple([Stage(first, end, ranks[places], *degrees) for first, end, places, degrees in own])),)
+            for name, own in self._stages[template].items()
+        }
 
     def _layers(self, pipeline: Pipeline) -> Iterable[tuple[Stage, slice, int, int]]:
         """Yield each stage, its layers in the chain, the number of devices with costs that is nearest to its own, and
@@ -371,25 +374,6 @@ def ranks_of(pipeline: Pipeline) -> tuple[int, ...]:
     """Return the ranks of a pipeline, in the order of its stages."""
     own = (replica.stages for replicas in pipeline.values() for replica in replicas)
     return tuple({rank: None for stages in own for stage in stages for rank in stage.ranks})
-
-
-def _is_instance(pipeline: Pipeline, shape: _Shape, ranks: tuple[int, ...]) -> bool:
-    """Return True if a pipeline is `_instance(shape, ranks)`, which takes longer to build."""
-    for name, own in shape.items():
-        (replica, *others) = pipeline[name]
-        if others or len(replica.stages) != len(own):
-            return False
-        for stage, (first, end, places, degrees) in zip(replica.stages, own):
-            if (stage.first, stage.end, stage.ranks) != (first, end, ranks[places]) or stage.degrees != degrees:
-                return False
-    return True
-
-
-def _instance(shape: _Shape, ranks: tuple[int, ...]) -> Pipeline:
-    return {
-        name: (Replica(tuple([Stage(first, end, ranks[places], *degrees) for first, end, places, degrees in own])),)
-        for name, own in shape.items()
-    }
 
 
 def _is_divisible(ranks: tuple[int, ...], node_of: Sequence[int], devices: int, own: int) -> bool:
