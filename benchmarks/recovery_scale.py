@@ -283,6 +283,9 @@ def planning(nodes: int) -> dict[str, Any]:
         f"membership of {nodes:,} nodes: first {first_seconds:.2f} s (templates included), after a loss {lost:.0f} ms, "
         f"after a join {joined:.0f} ms; goal {1e3 * PLAN_GOAL:.0f} ms"
     )
+    document = document_milliseconds(planner, first.plan, nodes)
+    parts = ", ".join(f"{name} {value:.0f} ms" for name, value in document.items())
+    print(f"  the plan of a generation with the costs of its steps, in the store: {parts}")
     step = step_milliseconds(
         Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(nodes)), ()),)), nodes
     )
@@ -293,7 +296,34 @@ def planning(nodes: int) -> dict[str, Any]:
         "first_seconds": first_seconds,
         "loss_milliseconds": lost,
         "join_milliseconds": joined,
+        "document_milliseconds": document,
         "step_milliseconds": step,
+    }
+
+
+def document_milliseconds(planner: Any, plan: Any, nodes: int) -> dict[str, float]:
+    """Milliseconds of reading the plan before, planning and writing on the first rank, and of reading on the others."""
+    from dilatant.plan.costs.step_costs import token_costs
+    from dilatant.planning.layout import TrainingPlan
+    from dilatant.resilience.protocol.agent import Rebuild
+    from dilatant.resilience.worker.generation_plan import next_plan, publish_plan
+
+    class Entries(dict[str, Any]):
+        """A store of this process."""
+
+        set = dict.__setitem__
+
+    costs = token_costs(plan, (True,) * len(plan.stages()))
+    planned, store = TrainingPlan(plan, 8, "1f1b", "balanced", None, costs, chain=planner.costs), Entries()
+    names = tuple(f"n{number:05}" for number in range(nodes))
+    left = [name for name in names if name != "n00005"]
+    publish_plan(store, Rebuild("", 1, 1, Task.REBUILD, 1, names, (1,) * nodes), planned)  # type: ignore[arg-type]
+    (text,) = store.values()
+    written = json.loads(text)["plan"]
+    return {
+        "read and planned": milliseconds(lambda _: next_plan(planner, planned, text, left, [1] * len(left))),
+        "written": milliseconds(lambda _: planned.to_json(indent=None)),
+        "read by others": milliseconds(lambda _: TrainingPlan.from_json(written)),
     }
 
 

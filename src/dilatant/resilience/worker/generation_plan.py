@@ -224,7 +224,7 @@ def nodes_of(workers: Sequence[int]) -> list[int]:
 
 def publish_plan(store: Store, order: Rebuild, planned: TrainingPlan) -> None:
     """Publish the plan of a generation in the store, for the planning of the next one."""
-    document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
+    document = {"plan": planned.to_json(indent=None), "members": order.members, "workers": order.workers}
     store.set(_plan_key(order.generation), json.dumps(document))
 
 
