@@ -25,6 +25,7 @@ from dilatant.plan.templates.templates import LayerMemory
 from dilatant.planning.failures import from_planner
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.problem.describe_model import describe_model
+from dilatant.report.run_folder import last_step
 from dilatant.training.checkpoints.checkpoint import list_checkpoints, load, stored_shapes
 from dilatant.training.prepare import prepare
 from dilatant.training.run import train
@@ -144,7 +145,7 @@ def test_drawn_losses_and_joins_of_a_model_that_fits_no_rank(tmp_path: Path) -> 
             else:
                 committed = ranks.lose(members.pop(draw.randrange(len(members))))
             committed = ranks.await_commit(committed)
-        last = len(losses(tmp_path / "run"))
+        last = last_step(tmp_path / "run" / "metrics.jsonl")
         ranks.await_steps(last + 20)
         plans, reasons, initial = ranks.plans(), ranks.reasons(), TrainingPlan.from_json(ranks.plan)
     finally:
