@@ -79,9 +79,7 @@ def derive_routes(
     ScheduleError if a stage in `with_backward` has, on this rank, a forward without a backward.
     """
     stages = graph.plan.stages()
-    held_here = np.zeros(len(stages), bool)
-    held_here[[placed.index for placed in graph.plan.stages_of_rank.get(rank, ())]] = True
-    is_own = held_here[graph.stage]
+    is_own = np.asarray([rank in placed.stage.ranks for placed in stages])[graph.stage]
     own_ops = np.flatnonzero(is_own).tolist()
     actions = {op: graph.action(op) for op in own_ops}
     samples = {action: _samples(graph, op) for op, action in actions.items()}

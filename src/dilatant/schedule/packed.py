@@ -33,8 +33,7 @@ class PlanArrays:
 
     `unit_of[chain]` indexes `units`; `stages_of[chain]` is the half-open range of its stages. `before[stage]` and
     `after[stage]` are the neighbours in the same chain, -1 at its ends. `feeds` lists pairs of unit indices.
-    `lead[stage]` is the position, in `ranks`, of the stage's first rank. `holders` are the ranks of all stages, those
-    of a stage at `holders[holder_offsets[stage]:holder_offsets[stage + 1]]`.
+    `lead[stage]` is the position, in `ranks`, of the stage's first rank.
     """
 
     placed: tuple[PlacedStage, ...]
@@ -48,17 +47,10 @@ class PlanArrays:
     after: NDArray[np.int64]
     ranks: tuple[int, ...]
     lead: NDArray[np.int64]
-    holders: NDArray[np.int64]
-    holder_offsets: NDArray[np.int64]
 
     @property
     def num_chains(self) -> int:
         return len(self.unit_of)
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if a stage has several ranks."""
-        return len(self.holders) > len(self.placed)
 
     def chains_of(self, unit: int) -> range:
         """Return the chain numbers of a unit's replicas, in replica order."""
@@ -106,8 +98,6 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         after=after,
         ranks=ranks,
         lead=np.asarray([position[stage.stage.ranks[0]] for stage in placed], dtype=np.int64),
-        holders=np.asarray([rank for stage in placed for rank in stage.stage.ranks], dtype=np.int64),
-        holder_offsets=np.cumsum([0, *(len(stage.stage.ranks) for stage in placed)]),
     )
 
 

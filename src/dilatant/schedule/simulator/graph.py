@@ -109,7 +109,8 @@ def try_build(
     packed = pack(arrays, assignment, schedule)
     number = {rank: index for index, rank in enumerate(packed.ranks)}
     lead = np.asarray([number.get(rank, -1) for rank in arrays.ranks], dtype=np.int32)[arrays.lead]
-    alone = not arrays.is_sharded and bool((lead[packed.stage] == _rank_of_row(packed)).all())
+    alone = all(len(placed.stage.ranks) == 1 for placed in arrays.placed)
+    alone = alone and bool((lead[packed.stage] == _rank_of_row(packed)).all())
     ops = _ops(plan, assignment, schedule, arrays, packed, None if alone else lead)
     slots = _Slots.of(ops)
     source, target, missing, disorder = _data_edges(ops, slots)

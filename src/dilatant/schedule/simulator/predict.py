@@ -6,6 +6,7 @@ The planner uses it, and training for the step that it runs.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,8 +119,6 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
 
     A gradient has the rows of the forward message in the other direction.
     """
-    if not graph.num_messages:
-        return np.empty((0, 3))
     pieces, arrays = graph.packed.pieces, graph.arrays
     source, target = graph.messages
     forward = graph.kind[source] == FORWARD
@@ -247,14 +246,13 @@ def synced_seconds(
     last = ends_of_backward(graph)[1]
     if not len(last):
         return 0.0
-    stage_of, arrays = graph.stage[last], graph.arrays
+    stage_of = graph.stage[last]
     end = ends[last]
     begin = np.where(graph.kind[last] == WEIGHT_GRADIENT, end, end - durations[last])
     held = np.maximum(costs.stages.gradient_bytes[stage_of], 1.0)
-    counts = np.diff(arrays.holder_offsets)[stage_of]
-    pair = np.repeat(np.arange(len(last)), counts)  # one per (stage, rank)
-    skipped = arrays.holder_offsets[stage_of] - (np.cumsum(counts) - counts)
-    rank = arrays.holders[np.arange(len(pair)) + np.repeat(skipped, counts)]
+    ranks = [graph.arrays.placed[stage].stage.ranks for stage in stage_of.tolist()]
+    pair = np.repeat(np.arange(len(last)), [*map(len, ranks)])  # one per (stage, rank)
+    rank = np.array([*itertools.chain(*ranks)])
     beside, after = (
         np.asarray([seconds.get(one, 0.0) for one in rank.tolist()])
         for seconds in (costs.sync.beside, costs.sync.after)
