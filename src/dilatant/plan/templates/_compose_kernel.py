@@ -65,9 +65,11 @@ def _most(best, least, num_nodes):
 
 
 @njit(cache=True)
-def _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high):
-    """Return the ends of the times that are left: up to the latest end of `counts` microbatches if these are enough,
-    else from the next time on at which a template ends one more."""
+def _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, stride):
+    """Return the ends of the times that are left, and the time to try next, at most half a `stride` above the first.
+
+    Up to the latest end of `counts` microbatches if these are enough, else from the next time on at which a template
+    ends one more: both ends are times at which some template can finish, so they meet on the optimum."""
     reached = -np.inf
     following = high
     for i in range(seconds.size):
@@ -75,7 +77,12 @@ def _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high):
             reached = max(reached, seconds[i] + (counts[i] - planned[i]) * bottleneck[i])
         if counts[i] < total:
             following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
-    return (low, reached) if enough else (following, high)
+    if enough:
+        high = reached
+    else:
+        low = following
+    limit = low + min(stride, high - low) / 2
+    return low, high, limit if limit < high else low
 
 
 @njit(cache=True)
@@ -100,10 +107,7 @@ def _divisible_bound(nodes, seconds, bottleneck, planned, num_nodes, total, low,
         for i in range(nodes.size):
             if counts[i] * num_nodes >= total * nodes[i]:
                 enough = True
-        low, high = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high)
-        limit = low + (high - low) / 2
-        if limit >= high:
-            limit = low
+        low, high, limit = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, np.inf)
     return high
 
 
@@ -112,8 +116,7 @@ def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, le
     """Return the least time limit within which some composition runs `total` microbatches, and its tables.
 
     `low` is a lower bound that is tried first, then limits above it in steps that double, since the optimum is near;
-    `high` is a limit known to suffice. Both ends always move onto times at which some template can finish, so they meet
-    on the optimum.
+    `high` is a limit known to suffice.
     """
     best = np.empty((levels, num_nodes + 1), np.int64)
     choice = np.zeros((levels, num_nodes + 1), np.int64)
@@ -123,12 +126,8 @@ def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, le
         counts = microbatches_within(limit, seconds, bottleneck, planned, total)
         _fill(nodes, counts, num_nodes, levels, saturate, best, choice)
         enough = _most(best, least, num_nodes) >= total
-        low, high = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high)
-        if not enough:
-            stride *= 2
-        limit = low + min(stride, high - low) / 2
-        if limit >= high:
-            limit = low
+        stride *= 1.0 if enough else 2.0
+        low, high, limit = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, stride)
     counts = microbatches_within(high, seconds, bottleneck, planned, total)
     _fill(nodes, counts, num_nodes, levels, saturate, best, choice)
     return high, best, choice
@@ -144,22 +143,9 @@ def share(seconds, bottleneck, planned, total):
     low, high = _times(seconds, bottleneck, planned, total)
     limit = low
     while low < high:
-        counts = np.maximum(1, microbatches_within(limit, seconds, bottleneck, planned, total))
-        finish = seconds + (counts - planned) * bottleneck
-        if counts.sum() >= total:
-            high = low
-            for i in range(seconds.size):
-                if finish[i] <= limit:
-                    high = max(high, finish[i])
-        else:
-            following = high
-            for i in range(seconds.size):
-                if counts[i] < total:
-                    following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
-            low = following
-        limit = low + (high - low) / 2
-        if limit >= high:
-            limit = low
+        counts = microbatches_within(limit, seconds, bottleneck, planned, total)
+        enough = np.maximum(1, counts).sum() >= total
+        low, high, limit = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, np.inf)
     counts = np.maximum(1, microbatches_within(high, seconds, bottleneck, planned, total))
     surplus = counts.sum() - total
     for i in range(seconds.size):

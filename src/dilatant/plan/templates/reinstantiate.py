@@ -327,7 +327,7 @@ class PipelineChooser:
         failure = PlanError("there are no nodes to train on")
         for count in sorted((count for count in counts if count >= 0), reverse=True):
             try:
-                found.append(self._keeping(order[:count], sorted(order[count:]), running, others))
+                found.append(self._keeping(order[:count], running, others))
             except PlanError as error:
                 failure = error
         if not found:
@@ -335,21 +335,19 @@ class PipelineChooser:
         return best_choice(found, self.bytes_per_second)
 
     def _keeping(
-        self,
-        kept: Sequence[int],
-        broken: Sequence[int],
-        running: Sequence[RunningPipeline],
-        others: Mapping[int, LayerSpan],
+        self, kept: Sequence[int], running: Sequence[RunningPipeline], others: Mapping[int, LayerSpan]
     ) -> NextPipelines:
-        """Return the best pipelines if exactly the `kept` ones continue unchanged, and the others are `broken` up."""
-        instances, holders = [], dict(others)
-        for one in (running[number] for number in broken):
+        """Return the best pipelines if exactly the `kept` ones continue unchanged."""
+        instances, holders, busy, continuing = [], dict(others), 0, frozenset(kept)
+        for number, one in enumerate(running):
             template = self.templates.get(len(one.nodes))
-            if template is not None and one.spans == node_layers(template, len(one.nodes)):
+            if number in continuing:
+                busy += len(one.nodes)
+            elif template is not None and one.spans == node_layers(template, len(one.nodes)):
                 instances.append(one.nodes)
             else:
                 holders |= zip(one.nodes, one.spans)
-        free, busy = len(holders) + sum(map(len, instances)), sum(len(running[number].nodes) for number in kept)
+        free = len(holders) + sum(map(len, instances))
         templates, made, total = [running[number].times for number in kept], None, self.num_microbatches
         if free:
             share = max(1, round(total * free / (free + busy)))
