@@ -256,8 +256,7 @@ def _speeds(plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDA
             served = served_by(one.replica, count, anchors)
         for number in served:
             busy[number][ranks] = busy[number].get(ranks, 0.0) + own
-    busiest = [max(own.values()) for own in busy]
-    return [1.0 / seconds if seconds > 0 else 1.0 for seconds in busiest]
+    return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
 
 
 def _sizes(samples: Workload, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
