@@ -16,9 +16,9 @@ from dilatant.config import Config, UserError
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import Redundancy, copies_on_nodes, copies_on_unlike_nodes
-from dilatant.plan.templates.membership import MembershipPlanner
+from dilatant.plan.templates.membership import MembershipPlanner, pipelines_of, ranks_of
 from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
-from dilatant.report.text.wording import bytes_text
+from dilatant.report.text.wording import bytes_text, counted
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import FAILS_AGAIN, GOES_ON, NO_STATE, too_few
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
@@ -211,6 +211,12 @@ def idle_ranks(plan: Plan, members: Sequence[str], workers: Sequence[int]) -> di
     """Return node → its ranks in no pipeline, for nodes that have some."""
     busy = {*plan.ranks}
     return dict(Counter(members[node] for rank, node in enumerate(nodes_of(workers)) if rank not in busy))
+
+
+def pipelines_text(plan: Plan) -> str:
+    """Return the pipelines of a plan by their length, such as `1 of 3 ranks, 2 of 2 ranks`."""
+    sizes = Counter(len(ranks_of(one)) for one in pipelines_of(plan))
+    return ", ".join(f"{count} of {counted(size, 'rank')}" for size, count in sorted(sizes.items(), reverse=True))
 
 
 def _layout(planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]) -> tuple[Any, ...]:
