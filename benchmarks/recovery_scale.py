@@ -1,7 +1,7 @@
 """What a run of a thousand nodes asks of its coordinator, of every rank's planning and of the data set's index.
 
-    python benchmarks/recovery_scale.py [--agents N] [--nodes N] [--samples N] [--distinct N] [--only PART]
-        [--json FILE]
+    python benchmarks/recovery_scale.py [--agents N] [--nodes N] [--samples N] [--measured N] [--folder FOLDER]
+        [--only PART] [--json FILE]
 
 1. agents: light agents (the protocol's own state machine, over real sockets on loopback, without workers) on one
    coordinator process: its CPU for heartbeats, the seconds of a vote, and, after the loss of a node, the seconds until
@@ -10,8 +10,9 @@
 2. planning: seconds of a membership after a loss and after a join, and of a step (assignment, schedule, simulation and
    routes of one rank) for as many replicas and 8 samples each. Goal: 50 ms a rank.
 3. copies: bytes a second that a recovery's copy takes besides its transfer, on one core at each end.
-4. index: finding and measuring samples of 100 bytes, then the index of so many, most of them repeated: joining its
-   sources, opening it again, bytes a sample on disk, and the memory of a rank that has opened it.
+4. index: finding and measuring samples of 100 bytes; then the index of so many distinct ones, whose sizes are drawn:
+   finding them, storing their sizes, opening it again, bytes a sample on disk, and the memory of a rank that has
+   opened it.
 
 Everything is measured on this machine; agents and coordinator share its cores. Planning and copies are measured in
 seconds of a core, so that other work on the machine counts less. The last lines name what takes most,
@@ -391,59 +392,77 @@ def copies() -> dict[str, Any]:
     return {"packed_bytes_per_second": packing, "unpacked_bytes_per_second": unpacking, "bytes_per_second": both}
 
 
-def index(samples: int, distinct: int, folder: Path) -> dict[str, Any]:
-    """Measure the index of a JSON Lines file of `distinct` samples, then of so many sources with that file that they
-    have `samples` together: all but measuring is done for all of them."""
+def write_samples(path: Path, count: int) -> None:
+    """Write distinct samples of 100 bytes."""
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(count):
+            file.write(f'{{"question": "what is {number:010}?", "answer": "{"x" * 44}"}}\n')
+
+
+def index(samples: int, measured: int, folder: Path) -> dict[str, Any]:
+    """Measure the index of a JSON Lines file of `measured` samples; then of `samples` distinct ones: finding them,
+    storing their sizes, and opening all of it again. These sizes are drawn, since measuring takes as long for each."""
+    import numpy as np
+
     from dilatant.config import DataSource
-    from dilatant.data.cache import SETTLED_NS
-    from dilatant.data.index.sizes import blend_sizes
+    from dilatant.data.cache import SETTLED_NS, open_cache
+    from dilatant.data.index.measure import SampleMeasurements
+    from dilatant.data.index.sizes import _arrays, _entry, blend_sizes
     from dilatant.data.order.blend import Blend, open_blend
     from dilatant.data.text.chat import chat_tokenizer
     from dilatant.data.text.encoding import Encoding
     from dilatant.data.text.tokenizer import byte_tokenizer
 
-    path, cache = folder / "samples.jsonl", folder / "cache"
-    with open(path, "w", encoding="utf-8") as file:
-        for number in range(distinct):
-            file.write(f'{{"question": "what is {number:010}?", "answer": "{"x" * 44}"}}\n')
-    encoding, kept = Encoding(chat_tokenizer(byte_tokenizer())), []
+    encoding, kept = Encoding(chat_tokenizer(byte_tokenizer())), list[Any]()
 
-    def opened(sources: int) -> float:
+    def opened(name: str) -> float:
         began = time.perf_counter()
-        blend = open_blend([DataSource(path=str(path))] * sources, cache_dir=cache)
+        blend = open_blend([DataSource(path=str(folder / f"{name}.jsonl"))], cache_dir=folder / name)
         assert isinstance(blend, Blend)
-        kept[:] = [(blend, blend_sizes(blend, encoding, cache_dir=cache, workers=0))]
+        kept[:] = [(blend, blend_sizes(blend, encoding, cache_dir=folder / name, workers=0))]
         return time.perf_counter() - began
 
+    for name, count in (("few", measured), ("all", samples)):
+        write_samples(folder / f"{name}.jsonl", count)
     core = time.process_time()
-    cold = opened(1)  # in this process: workers divide it by their number
+    cold = opened("few")  # in this process: workers divide it by their number
     core = time.process_time() - core
-    sources = max(1, samples // distinct)
+    began = time.perf_counter()
+    blend = open_blend([DataSource(path=str(folder / "all.jsonl"))], cache_dir=folder / "all")
+    assert isinstance(blend, Blend)
+    assert len(blend) == samples
+    scanned = time.perf_counter() - began
+    numbers = np.random.default_rng(0).integers(1, 4096, (len(encoding.unit_names) + 2, samples))
+    began = time.perf_counter()
+    make = lambda: _arrays(SampleMeasurements(numbers))  # noqa: E731
+    open_cache(folder / "all").kept(*_entry(blend.readers[0], encoding), make)
+    stored = time.perf_counter() - began
+    del blend, numbers, make
     kept.clear()
     gc.collect()
     before = resident_bytes(os.getpid())
-    joined = opened(sources)
     time.sleep(2 * SETTLED_NS / 1e9)
-    opened(sources)  # the files are checked, and marked as whole
-    warm = min(opened(sources) for _ in range(3))
+    opened("all")  # the files are checked, and marked as whole
+    warm = min(opened("all") for _ in range(3))
     gc.collect()
-    memory, count = resident_bytes(os.getpid()) - before, sources * distinct
-    on_disk = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+    memory = resident_bytes(os.getpid()) - before
+    on_disk = sum(file.stat().st_size for file in (folder / "all").rglob("*") if file.is_file())
     print(
-        f"index: {distinct:,} samples measured in {cold:.1f} s ({1e6 * core / distinct:.0f} us of a core for each); "
-        f"{count:,} in {sources} sources: joined in {joined:.1f} s, again {1e3 * warm:.1f} ms; "
-        f"{on_disk / count:.1f} bytes a sample on disk, {memory / count:.1f} in the memory of a rank "
-        f"({memory / 2**20:.0f} MiB)",
+        f"index: {measured:,} samples measured in {cold:.1f} s ({1e6 * core / measured:.0f} us of a core for each); "
+        f"{samples:,} distinct ones: found in {scanned:.1f} s, their sizes stored in {stored:.1f} s, opened again in "
+        f"{1e3 * warm:.1f} ms; {on_disk / samples:.1f} bytes a sample on disk, {memory / samples:.1f} in the memory of "
+        f"a rank ({memory / 2**20:.0f} MiB)",
         flush=True,
     )
     return {
-        "samples": count,
-        "distinct": distinct,
+        "samples": samples,
+        "measured": measured,
         "cold_seconds": cold,
-        "core_microseconds_per_sample": 1e6 * core / distinct,
-        "joined_seconds": joined,
+        "core_microseconds_per_sample": 1e6 * core / measured,
+        "scanned_seconds": scanned,
+        "stored_seconds": stored,
         "warm_seconds": warm,
-        "disk_bytes_per_sample": on_disk / count,
+        "disk_bytes_per_sample": on_disk / samples,
         "memory_bytes": memory,
     }
 
@@ -473,7 +492,8 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=10_000_000)
-    parser.add_argument("--distinct", type=int, default=100_000, help="samples that are measured; then they repeat")
+    parser.add_argument("--measured", type=int, default=50_000, help="samples whose sizes are measured")
+    parser.add_argument("--folder", type=Path, help="where the data set is written, below which it is deleted again")
     parser.add_argument("--only", choices=("agents", "planning", "copies", "index"))
     parser.add_argument("--json", type=Path, help="file of results; parts that are not measured now are kept")
     options = parser.parse_args()
@@ -488,8 +508,8 @@ def main() -> None:
         if options.only in (None, name):
             found[name] = measure()
     if options.only in (None, "index"):
-        with tempfile.TemporaryDirectory() as folder:
-            found["index"] = index(options.samples, min(options.distinct, options.samples), Path(folder))
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            found["index"] = index(options.samples, min(options.measured, options.samples), Path(folder))
     print("What limits ten times as many:")
     for line in limits(found):
         print(f"  {line}")
