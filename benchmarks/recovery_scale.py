@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -434,10 +435,9 @@ def index(samples: int, measured: int, folder: Path) -> dict[str, Any]:
     scanned = time.perf_counter() - began
     numbers = np.random.default_rng(0).integers(1, 4096, (len(encoding.unit_names) + 2, samples))
     began = time.perf_counter()
-    make = lambda: _arrays(SampleMeasurements(numbers))  # noqa: E731
-    open_cache(folder / "all").kept(*_entry(blend.readers[0], encoding), make)
+    open_cache(folder / "all").kept(*_entry(blend.readers[0], encoding), partial(_arrays, SampleMeasurements(numbers)))
     stored = time.perf_counter() - began
-    del blend, numbers, make
+    del blend, numbers
     kept.clear()
     gc.collect()
     before = resident_bytes(os.getpid())
