@@ -12,6 +12,7 @@ import yaml
 
 from cases.tiny_project import tiny_config, write_images
 from dilatant.config import load_config
+from dilatant.plan.plan import Plan
 from dilatant.resilience.protocol.values import ASKED
 from dilatant.resilience.status import read_status
 from dilatant.schedule.schedule import MeasuredStep
@@ -100,6 +101,19 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
     assert ended.injected == 4
     require_equal(ended, undisturbed, steps)
     assert len(ended.events[-1]["members"]) == nodes - 3
+
+
+@pytest.mark.slow
+def test_tensor_parallel_groups_are_formed_again_after_a_loss(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Two pipelines of two nodes, with two ranks each: a node is lost, and the one beside it becomes a pipeline."""
+    project = make_project(tmp_path, {**PIPELINES, "units": {"language": {"replicas": 2, "pp": 2, "tp": 2}}})
+    arguments = changes("resilience.ranks_per_node=2", "train.steps=12")
+    ended = run_with_faults(project, Fault(4, "worker:3"), arguments=arguments)
+    require_equal(ended, undisturbed, 12)
+    plan = Plan.from_json((project / "run" / "plan.json").read_text())
+    stages = [[stage.ranks for stage in replica.stages] for replica in plan.unit("language").replicas]
+    assert stages == [[(0, 1), (2, 3)], [(4, 5)]]
+    assert {placed.stage.tp for placed in plan.stages()} == {2}
 
 
 @pytest.mark.slow
