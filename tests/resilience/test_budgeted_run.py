@@ -29,7 +29,6 @@ from dilatant.report.run_folder import last_step
 from dilatant.training.checkpoints.checkpoint import list_checkpoints, load, stored_shapes
 from dilatant.training.prepare import prepare
 from dilatant.training.run import train
-from harness.faults.chaos import losses
 from harness.faults.ranks import Ranks
 
 NODES, MOST, CHANGES = 5, 6, 20
@@ -106,6 +105,12 @@ def require_kept(before: tuple[TrainingPlan, Sequence[str]], after: tuple[Traini
     return len(intact)
 
 
+def losses(run: Path) -> list[tuple[int, float]]:
+    """Return step and loss of each step; other lines of metrics.jsonl are evaluations."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
 def history(run: Path, until: int) -> list[dict[str, float]]:
     return [each for each in json.loads((run / "eval.json").read_text())["history"] if each["step"] <= until]
 
@@ -171,6 +176,7 @@ def test_drawn_losses_and_joins_of_a_model_that_fits_no_rank(tmp_path: Path) -> 
 
     # The steps: those of one process.
     found = losses(tmp_path / "run")
+    assert [step for step, _ in found] == [*range(1, len(found) + 1)]
     train(parse_config({**alone, "train": {**config["train"], "steps": len(found)}}, base=tmp_path))
     assert found == losses(tmp_path / "alone")
     one, other = saved(tmp_path / "run", last), saved(tmp_path / "alone", last)
