@@ -69,7 +69,7 @@ class World:
                 begins,
                 draw.choice((begins + draw.uniform(1.0, 40.0), 385.0)),
             )
-        self.needed = min(self.size, random.Random(-1 - seed).choice((1, 1, 2)))
+        self.needed = min(self.size, random.Random(-1 - seed).choice((1, 1, 1, 2, 3)))
         """Nodes that hold the model together; with fewer of them, these save what they have, and the run ends."""
         self.idle = 0
         self.record: Record | None = None
