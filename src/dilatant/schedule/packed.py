@@ -182,37 +182,24 @@ class PackedActions(Mapping[int, tuple[Action, ...]]):
         return f"PackedActions({dict(self)!r})"
 
 
-_Parts = list[list[tuple[int, tuple[int, ...] | None]]]
-"""By replica of a unit, its pieces in execution order: (microbatch, named samples or None for all)."""
-
-
-def pieces_of(arrays: PlanArrays, assignment: Assignment, parts: Mapping[int, _Parts]) -> Pieces:
-    """Number the pieces. parts: by the number of a unit; without an entry, a unit's pieces are its microbatches that
-    are not empty. Raises ValueError if the assignment has other numbers of replicas than the plan."""
-    microbatch: list[int] = []
-    named: list[tuple[int, ...] | None] = []
-    members: list[tuple[int, ...]] = []
-    counts: list[int] = []
-    for unit, name in enumerate(arrays.units):
-        replicas = assignment.microbatches[name]
-        if len(replicas) != len(arrays.chains_of(unit)):
-            raise ValueError(f"the assignment has {len(replicas)} replicas of {name!r}, the plan others")
-        if unit in parts:
-            for batches, entries in zip(replicas, parts[unit], strict=True):
-                microbatch += [number for number, _ in entries]
-                named += [part for _, part in entries]
-                members += [batches[number] if part is None else part for number, part in entries]
-                counts.append(len(entries))
-        else:
-            microbatch += [number for batches in replicas for number, batch in enumerate(batches) if batch]
-            members += [batch for batches in replicas for batch in batches if batch]
-            named += [None] * (len(members) - len(named))
-            counts += [sum(map(bool, batches)) for batches in replicas]
-    offsets = np.zeros(len(members) + 1, dtype=np.int64)
-    np.cumsum([*map(len, members)], out=offsets[1:])
-    samples = np.fromiter(itertools.chain.from_iterable(members), np.int64, int(offsets[-1]))
-    first = np.append(0, np.cumsum(counts, dtype=np.int64))
-    return Pieces(np.asarray(microbatch, dtype=np.int64), tuple(named), first, offsets, samples)
+def pieces_of(
+    arrays: PlanArrays, assignment: Assignment, parts: list[list[tuple[int, tuple[int, ...] | None]]]
+) -> Pieces:
+    """Number the pieces. `parts[chain]` lists (microbatch, named samples or None for all) in execution order."""
+    by_chain = [batches for unit in arrays.units for batches in assignment.microbatches[unit]]
+    members = [
+        batches[number] if part is None else part
+        for batches, own in zip(by_chain, parts, strict=True)
+        for number, part in own
+    ]
+    offsets = np.append(0, np.cumsum([*map(len, members)], dtype=np.int64))
+    return Pieces(
+        np.asarray([number for own in parts for number, _ in own], dtype=np.int64),
+        tuple([part for own in parts for _, part in own]),
+        np.append(0, np.cumsum([*map(len, parts)], dtype=np.int64)),
+        offsets,
+        np.fromiter(itertools.chain.from_iterable(members), np.int64, int(offsets[-1])),
+    )
 
 
 @lru_cache(maxsize=8)  # a few steps under several families
@@ -226,34 +213,28 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
     for source, target in arrays.feeds:
         consumers.setdefault(source, []).append(target)
     place_of: list[dict[int, int]] = [{} for _ in arrays.units]
-    parts: dict[int, _Parts] = {}
-    goes_back = {
-        unit
-        for unit, end in zip(arrays.unit_of.tolist(), arrays.stages_of[:, 1].tolist())
-        if trainability.backward[end - 1]
-    }
+    parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(arrays.num_chains)]
+    backward = [trainability.backward[end - 1] for end in arrays.stages_of[:, 1].tolist()]
     for unit in reversed(range(len(arrays.units))):
         by_consumer = [place_of[target] for target in consumers.get(unit, ())]
-        replicas = assignment.microbatches[arrays.units[unit]]
-        members = (batch for batches in replicas for batch in batches)
-        if by_consumer and unit in goes_back:
-            lasts = (arrays.stages_of[arrays.unit_of == unit, 1] - 1).tolist()
-            parts[unit] = [
-                [
-                    (number, part)
-                    for number, batch in enumerate(batches)
-                    if batch
-                    for part in (_parts(batch, by_consumer) if trainability.backward[last] else (None,))
-                ]
-                for batches, last in zip(replicas, lasts, strict=True)
+        replicas, chains = assignment.microbatches[arrays.units[unit]], arrays.chains_of(unit)
+        for chain, batches in zip(chains, replicas):
+            cuts = backward[chain] and bool(by_consumer)
+            parts[chain] = [
+                (number, part)
+                for number, batch in enumerate(batches)
+                if batch
+                for part in (_parts(batch, by_consumer) if cuts else (None,))
             ]
-            members = (
+        if any(
+            backward[chain] for source, target in arrays.feeds if target == unit for chain in arrays.chains_of(source)
+        ):
+            own = [
                 batches[number] if part is None else part
-                for batches, own in zip(replicas, parts[unit])
-                for number, part in own
-            )
-        if any(target == unit and source in goes_back for source, target in arrays.feeds):
-            place_of[unit] = {sample: place for place, batch in enumerate(members) for sample in batch}
+                for chain, batches in zip(chains, replicas)
+                for number, part in parts[chain]
+            ]
+            place_of[unit] = {sample: place for place, batch in enumerate(own) for sample in batch}
     return pieces_of(arrays, assignment, parts)
 
 
@@ -341,7 +322,5 @@ def pack(arrays: PlanArrays, assignment: Assignment, schedule: Schedule) -> Pack
         table[:, 0].astype(np.int8),
         table[:, 1].astype(np.int32),
         piece.astype(np.int32),
-        pieces_of(
-            arrays, assignment, {unit: [parts[c] for c in arrays.chains_of(unit)] for unit in range(len(arrays.units))}
-        ),
+        pieces_of(arrays, assignment, parts),
     )

@@ -65,69 +65,32 @@ def _most(best, least, num_nodes):
 
 
 @njit(cache=True)
-def _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, stride):
-    """Return the ends of the times that are left, and the time to try next, at most half a `stride` above the first.
-
-    Up to the latest end of `counts` microbatches if these are enough, else from the next time on at which a template
-    ends one more: both ends are times at which some template can finish, so they meet on the optimum."""
-    reached = -np.inf
-    following = high
-    for i in range(seconds.size):
-        if counts[i] > 0:
-            reached = max(reached, seconds[i] + (counts[i] - planned[i]) * bottleneck[i])
-        if counts[i] < total:
-            following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
-    if enough:
-        high = reached
-    else:
-        low = following
-    limit = low + min(stride, high - low) / 2
-    return low, high, limit if limit < high else low
-
-
-@njit(cache=True)
-def _times(seconds, bottleneck, planned, total):
-    """Return the earliest end of one microbatch and the latest end of all of them in one pipeline."""
-    low = np.inf
-    high = -np.inf
-    for i in range(seconds.size):
-        low = min(low, seconds[i] + (1 - planned[i]) * bottleneck[i])
-        high = max(high, seconds[i] + (total - planned[i]) * bottleneck[i])
-    return low, high
-
-
-@njit(cache=True)
-def _divisible_bound(nodes, seconds, bottleneck, planned, num_nodes, total, low, high):
-    """Return the least time limit, between `low` and `high`, within which pipelines that may be divided run `total`
-    microbatches: no whole ones end earlier."""
-    limit = low
-    while low < high:
-        counts = microbatches_within(limit, seconds, bottleneck, planned, total)
-        enough = False
-        for i in range(nodes.size):
-            if counts[i] * num_nodes >= total * nodes[i]:
-                enough = True
-        low, high, limit = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, np.inf)
-    return high
-
-
-@njit(cache=True)
 def _bisect(nodes, seconds, bottleneck, planned, num_nodes, total, low, high, least, levels, saturate):
     """Return the least time limit within which some composition runs `total` microbatches, and its tables.
 
-    `low` is a lower bound that is tried first, then limits above it in steps that double, since the optimum is near;
-    `high` is a limit known to suffice.
+    `low` is a lower bound that is tried first, `high` a limit known to suffice. Both ends always move onto times at
+    which some template can finish, so they meet on the optimum.
     """
     best = np.empty((levels, num_nodes + 1), np.int64)
     choice = np.zeros((levels, num_nodes + 1), np.int64)
     limit = low
-    stride = bottleneck.max()
     while low < high:
         counts = microbatches_within(limit, seconds, bottleneck, planned, total)
         _fill(nodes, counts, num_nodes, levels, saturate, best, choice)
-        enough = _most(best, least, num_nodes) >= total
-        stride *= 1.0 if enough else 2.0
-        low, high, limit = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, stride)
+        reached = -np.inf
+        following = np.inf
+        for i in range(nodes.size):
+            if counts[i] > 0:
+                reached = max(reached, seconds[i] + (counts[i] - planned[i]) * bottleneck[i])
+            if counts[i] < total:
+                following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
+        if _most(best, least, num_nodes) >= total:
+            high = reached
+        else:
+            low = min(following, high)
+        limit = low + (high - low) / 2
+        if limit >= high:
+            limit = low
     counts = microbatches_within(high, seconds, bottleneck, planned, total)
     _fill(nodes, counts, num_nodes, levels, saturate, best, choice)
     return high, best, choice
@@ -140,12 +103,29 @@ def share(seconds, bottleneck, planned, total):
     The limit is the least one at which max(1, microbatches that fit) adds up to `total`; the pipelines that end exactly
     on it then give back the surplus (which is smaller than their number, or the limit would be lower).
     """
-    low, high = _times(seconds, bottleneck, planned, total)
+    low = np.inf
+    high = -np.inf
+    for i in range(seconds.size):
+        low = min(low, seconds[i] + (1 - planned[i]) * bottleneck[i])
+        high = max(high, seconds[i] + (total - planned[i]) * bottleneck[i])
     limit = low
     while low < high:
-        counts = microbatches_within(limit, seconds, bottleneck, planned, total)
-        enough = np.maximum(1, counts).sum() >= total
-        low, high, limit = _narrowed(enough, counts, seconds, bottleneck, planned, total, low, high, np.inf)
+        counts = np.maximum(1, microbatches_within(limit, seconds, bottleneck, planned, total))
+        finish = seconds + (counts - planned) * bottleneck
+        if counts.sum() >= total:
+            high = low
+            for i in range(seconds.size):
+                if finish[i] <= limit:
+                    high = max(high, finish[i])
+        else:
+            following = high
+            for i in range(seconds.size):
+                if counts[i] < total:
+                    following = min(following, seconds[i] + (counts[i] + 1 - planned[i]) * bottleneck[i])
+            low = following
+        limit = low + (high - low) / 2
+        if limit >= high:
+            limit = low
     counts = np.maximum(1, microbatches_within(high, seconds, bottleneck, planned, total))
     surplus = counts.sum() - total
     for i in range(seconds.size):
@@ -162,8 +142,11 @@ def compose(nodes, seconds, bottleneck, planned, num_nodes, fewest, total):
     The composition has at least `fewest` and at most `total` pipelines (each runs a microbatch) on exactly `num_nodes`
     nodes. Such a composition must exist.
     """
-    low, high = _times(seconds, bottleneck, planned, total)
-    low = _divisible_bound(nodes, seconds, bottleneck, planned, num_nodes, total, low, high)
+    low = np.inf
+    high = -np.inf
+    for i in range(nodes.size):
+        low = min(low, seconds[i] + (1 - planned[i]) * bottleneck[i])
+        high = max(high, seconds[i] + (total - planned[i]) * bottleneck[i])
     smallest = num_nodes
     for size in nodes:
         smallest = min(smallest, size)
