@@ -7,6 +7,10 @@ with so many members, over the time they were members. Afterwards one process tr
 to have had the same tokens.
 
     python benchmarks/trace_replay.py ../shared/traces/oobleck/scale_p3-trace.csv --json results.json
+
+With --memory-gib, a rank may hold only so much, and the run plans itself: where that is less than the model takes, in
+pipelines of several machines, of unlike lengths if need be. Then one machine is lost at a time, and none while the
+state of the others would not be whole without it.
 """
 
 from __future__ import annotations
@@ -29,10 +33,14 @@ from typing import Any
 from machine import machine
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from dilatant.plan.plan import Plan
 from dilatant.plan.replay.node_trace import NodeTrace, load_node_trace
+from dilatant.plan.templates.membership import pipelines_of, ranks_of
 
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "quickstart.yaml"
 BEGIN_SECONDS, END_SECONDS = 120.0, 60.0
+SETTLED_SECONDS = 3.0
+"""After a change, until the run folder shows its plan."""
 COMPARED = 100
 """Steps whose losses are compared, while the learning rate warms up: sums in another order grow into others with every
 step (at the full rate by 1e-4 in a hundred, where nothing happens to the replicas, too), and as losses shrink."""
@@ -41,18 +49,26 @@ step (at the full rate by 1e-4 in a hundred, where nothing happens to the replic
 class Machines:
     """One process that leads, and agents, each with what it started in a session of its own."""
 
-    def __init__(self, folder: Path, data: Path, machines: int, apart: bool = False) -> None:
-        """apart: the leading process has the last core of this computer, and agents with their ranks the others."""
+    def __init__(
+        self, folder: Path, data: Path, machines: int, apart: bool = False, memory_gib: float | None = None
+    ) -> None:
+        """apart: the leading process has the last core of this computer, and agents with their ranks the others.
+        memory_gib: of a rank; None: every machine has a copy of the model."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
         self._folder = folder
         self.token = os.urandom(16).hex()
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "DILATANT_TOKEN": self.token}
         layout = {"units": {"language": {"replicas": machines}}, "colocated": {"vision": "language"}}
-        resilience = {"enabled": True, "listen": f"127.0.0.1:{self._port}"}
+        sections: dict[str, Any] = {"resilience": {"enabled": True, "listen": f"127.0.0.1:{self._port}"}}
+        if memory_gib is None:
+            sections["parallel"] = {**layout, "microbatches": 1}
+        else:
+            sections |= {"parallel": "auto", "plan": {"measure_seconds": 0.0}}
+            sections["cluster"] = {"nodes": machines, "gpus_per_node": 1, "memory_gib": memory_gib}
         self._overrides = [*overrides(folder / "run", data), "train.steps=1000000"]
-        self._overrides += [f"parallel={json.dumps({**layout, 'microbatches': 1})}"]
-        self._overrides += [f"resilience={json.dumps(resilience)}"]
+        self._overrides += [f"{name}={json.dumps(section)}" for name, section in sections.items()]
+        self._is_planned = memory_gib is not None
         cores = sorted(os.sched_getaffinity(0))
         self._cores = (cores[-1:], cores[:-1]) if apart and len(cores) > 1 else (cores, cores)
         self.leading = self._start("train", str(CONFIG), *_set(self._overrides))
@@ -74,6 +90,17 @@ class Machines:
         events = read_lines(self._folder / "run" / "resilience" / "events.jsonl")
         names = [node.split("-")[1] for node in events[-1]["members"]] if events else []
         return [name for name in names if name in self.agents]
+
+    def spare(self, members: list[str]) -> int:
+        """How many of the members may be lost at once."""
+        if not self._is_planned:
+            return len(members) - 1
+        rebuilds = read_lines(self._folder / "run" / "resilience" / "rebuilds.jsonl")
+        return min(1, min(rebuilds[-1]["copies"].values()) - 1) if rebuilds else 0
+
+    def plan(self) -> Plan:
+        """The plan of the newest generation that is a second old."""
+        return Plan.from_json((self._folder / "run" / "plan.json").read_text(encoding="utf-8"))
 
     def steps(self) -> list[dict[str, Any]]:
         return read_lines(self._folder / "run" / "metrics.jsonl")
@@ -100,9 +127,11 @@ def overrides(run: Path, data: Path) -> list[str]:
             "train.save_steps=null", f"train.schedule={{kind: constant, warmup_steps: {COMPARED}}}"]  # fmt: skip
 
 
-def replay(folder: Path, data: Path, trace: NodeTrace, most: int, seconds: float, speed: float) -> Machines:
+def replay(
+    folder: Path, data: Path, trace: NodeTrace, most: int, seconds: float, speed: float, memory_gib: float | None
+) -> Machines:
     """Let the machines come and go for `seconds`, `speed` times as fast as in the trace."""
-    machines, draw = Machines(folder, data, most), random.Random(0)
+    machines, draw = Machines(folder, data, most, memory_gib=memory_gib), random.Random(0)
     try:
         for _ in range(most):
             machines.join()
@@ -120,13 +149,15 @@ def replay(folder: Path, data: Path, trace: NodeTrace, most: int, seconds: float
                 continue  # those that the run began with
             time.sleep(max(0.0, began + event.seconds / speed - time.monotonic()))
             there = machines.members()
-            lost = min(len(there) - 1, round_up(len(event.lost) * most / before))
+            lost = min(machines.spare(there), round_up(len(event.lost) * most / before))
             joined = min(most - len(machines.agents) + lost, round_up(len(event.joined) * most / before))
             for name in draw.sample(there, lost):
                 machines.lose(name)
             for _ in range(joined):
                 machines.join()
-            print(f"  {event.seconds / speed:6.1f} s: {lost} lost, {joined} join", flush=True)
+            time.sleep(SETTLED_SECONDS)
+            stages = " + ".join(str(len(ranks_of(one))) for one in pipelines_of(machines.plan()))
+            print(f"  {event.seconds / speed:6.1f} s: {lost} lost, {joined} join; then {stages} ranks", flush=True)
         time.sleep(max(0.0, began + seconds - time.monotonic()))
     finally:
         machines.close()
@@ -220,6 +251,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--speed", type=float, default=60.0, help="the trace's seconds in one of ours")
     parser.add_argument("--start", type=float, default=1500.0, help="seconds of the trace that are left out")
+    parser.add_argument("--memory-gib", type=float, help="of a rank: the run plans its pipelines")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -229,7 +261,8 @@ def main() -> None:
         folder, data = Path(name), Path(name) / "digits"
         digits = [sys.executable, str(CONFIG.parent / "digits.py"), str(data)]
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
-        machines = replay(folder, data, trace, options.machines, options.seconds, options.speed)
+        how = options.machines, options.seconds, options.speed, options.memory_gib
+        machines = replay(folder, data, trace, *how)
         steps = machines.steps()
         found = fraction(read_lines(folder / "run" / "resilience" / "events.jsonl"), steps, ended_at(folder / "run"))
         distance = check_ledger(folder, data, steps)
@@ -237,7 +270,7 @@ def main() -> None:
     if options.json:
         document = {
             "machine": machine(), "load_before": load, "trace": trace.name, "machines": options.machines,
-            "speed": options.speed, "largest_loss_distance": distance, **found,
+            "speed": options.speed, "memory_gib": options.memory_gib, "largest_loss_distance": distance, **found,
         }  # fmt: skip
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

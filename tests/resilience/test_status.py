@@ -158,14 +158,26 @@ def test_a_node_says_which_part_it_has_in_the_run(tmp_path: Path, capsys: pytest
 def test_too_few_copies_of_layers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, json.dumps(EVENT), json.dumps(AGENT))
     few = Redundancy({"vision": 2, "language": 1}, wanted=2, before=2)
-    record = RebuildRecord(1, 3, {}, copies=dict(few.by_unit), shortage=few.shortage, has_sunk=few.has_sunk)
+    plan = "1 of 3 ranks, 2 of 2 ranks"
+    record = RebuildRecord(1, 3, {}, copies=dict(few.by_unit), shortage=few.shortage, pipelines=plan)
     (tmp_path / "resilience" / REBUILDS).write_bytes(msgspec.json.encode(record))
     found = read_status(tmp_path)
     assert (found.copies, found.shortage) == ({"vision": 2, "language": 1}, few.shortage)
     status(tmp_path)
-    assert "2 of vision, 1 of language; 1 copy of layers of language" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"pipelines: {plan} copies on different nodes: 2 of vision, 1 of language; 1 copy of layers" in said
     (one,) = generations(found.events, read_rebuilds(tmp_path))
-    assert "may send the run back" in render_generations_page([one, one], "run")
+    page = render_generations_page([one, one], "run")
+    assert "may send the run back" in page
+    assert plan in page
+
+
+def test_status_says_how_many_nodes_may_be_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, json.dumps(EVENT), json.dumps(AGENT))
+    record = RebuildRecord(1, 3, {}, copies={"vision": 4, "language": 3}, pipelines="3 of 2 ranks")
+    (tmp_path / "resilience" / REBUILDS).write_bytes(msgspec.json.encode(record))
+    status(tmp_path)
+    assert "3 of language; 2 nodes may be lost at once" in " ".join(capsys.readouterr().out.split())
 
 
 def test_idle_ranks_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

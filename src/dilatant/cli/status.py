@@ -59,6 +59,7 @@ def _shown(found: RunStatus) -> Group:
     from rich.table import Table
     from rich.text import Text
 
+    from dilatant.report.text.wording import counted
     from dilatant.resilience.status import generations
 
     step = "no step yet" if found.step is None else f"step {found.step}"
@@ -83,5 +84,6 @@ def _shown(found: RunStatus) -> Group:
             Text(one.reason),
         )
     copies = ", ".join(f"{count} of {unit}" for unit, count in found.copies.items())
-    shown = [Text(f"copies on different nodes: {copies}" + (f"; {found.shortage}" if found.shortage else ""))]
+    then = found.shortage or f"{counted(min(found.copies.values(), default=1) - 1, 'node')} may be lost at once"
+    shown = [Text(f"pipelines: {found.pipelines}"), Text(f"copies on different nodes: {copies}; {then}")]
     return Group(headline, *(shown if copies else ()), nodes, history)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -77,8 +77,8 @@ class Replica:
 
     def renamed(self, names: Mapping[int, int]) -> Replica:
         """Return the replica on other ranks. names: rank → its new number."""
-        own = ((stage, tuple([names[rank] for rank in stage.ranks])) for stage in self.stages)
-        return Replica(tuple(Stage(stage.first, stage.end, ranks, *stage.degrees) for stage, ranks in own))
+        own = [(stage, tuple([names[rank] for rank in stage.ranks])) for stage in self.stages]
+        return Replica(tuple([Stage(stage.first, stage.end, ranks, *stage.degrees) for stage, ranks in own]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return a JSON document that `from_json` reads back to an equal value."""
-        return json.dumps(asdict(self), indent=1)
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

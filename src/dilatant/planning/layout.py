@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from dilatant.config import Config, UserError, list_problems
@@ -69,8 +70,9 @@ class TrainingPlan:
     chain: ChainCosts | None = field(default=None, compare=False)
     shard: Mapping[str, Shard] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """Return the plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
+    def to_json(self, indent: int | None = 1) -> str:
+        """Return the plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read. indent: None
+        for one line, which takes a fraction of the time."""
         step = {
             "num_microbatches": self.num_microbatches,
             "row_tokens": self.row_tokens,
@@ -82,7 +84,7 @@ class TrainingPlan:
             "costs": None if self.costs is None else self.costs.to_document(),
             "chain": None if self.chain is None else self.chain.to_document(),
         }
-        return json.dumps({**json.loads(self.plan.to_json()), "step": step}, indent=1) + "\n"
+        return json.dumps({**msgspec.to_builtins(self.plan), "step": step}, indent=indent) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainingPlan:

@@ -40,7 +40,8 @@ class RebuildRecord(msgspec.Struct, frozen=True):
     """A rebuild as its first rank saw it. step: to continue from. seconds: of each phase. bytes_to_first_rank: copied
     state. salvaged_pairs, missing_pairs: (layer, sample) pairs of the unfinished step, reused and to be repeated.
     ranks_handed_over: departed ranks whose exported gradients are reused. stays: no rank's part has changed. copies,
-    shortage, has_sunk: see `Redundancy`. idle: node → its ranks in no pipeline, for nodes that have some."""
+    shortage, has_sunk: see `Redundancy`. idle: node → its ranks in no pipeline, for nodes that have some. pipelines: of
+    the plan, in words."""
 
     generation: int
     step: int
@@ -56,6 +57,7 @@ class RebuildRecord(msgspec.Struct, frozen=True):
     shortage: str = ""
     has_sunk: bool = False
     idle: dict[str, int] = {}
+    pipelines: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class RunStatus:
     """The state of a run. step: the last in metrics.jsonl, None before the first. stopped: why the run ended, if it
     did; KILLED if its command is gone and nobody else leads the run. events: the generations' history, as the
     coordinator wrote it. copies: unit → copies of its scarcest layer on different nodes. shortage: why these are too
-    few, if they are."""
+    few, if they are. pipelines: of the plan, in words."""
 
     generation: int
     task: str
@@ -99,6 +101,7 @@ class RunStatus:
     events: tuple[RunEvent, ...]
     copies: dict[str, int] = field(default_factory=dict)
     shortage: str = ""
+    pipelines: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -144,6 +147,7 @@ def read_status(run: Path) -> RunStatus:
         events,
         rebuilt.copies,
         rebuilt.shortage,
+        rebuilt.pipelines,
     )
 
 
@@ -223,6 +227,7 @@ def generations(events: Iterable[RunEvent], rebuilds: Iterable[RebuildRecord] = 
                 copies=min(rebuild.copies.values(), default=None),
                 shortage=rebuild.shortage,
                 idle=tuple(rebuild.idle),
+                pipelines=rebuild.pipelines,
             )
         )
         before = members

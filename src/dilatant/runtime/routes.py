@@ -85,21 +85,20 @@ def derive_routes(
     samples = {action: _samples(graph, op) for op, action in actions.items()}
     _check_backwards(graph, actions, with_backward)
     seconds = np.ones(graph.num_ops) if durations is None else durations
-    ends = op_ends(
-        graph, seconds + 1e-9 * (1.0 + seconds.max(initial=0.0))
-    ).tolist()  # every op ends strictly later than its causes
-    own_ends = sorted(ends[op] for op in own_ops)
+    # Every op ends strictly later than its causes.
+    ends = op_ends(graph, seconds + 1e-9 * (1.0 + seconds.max(initial=0.0)))
+    own_ends = sorted(ends[own_ops].tolist())
 
-    order = message_order(graph)
-    source, target = graph.edge_source[order], graph.edge_target[order]
-    mine = is_own[source] | is_own[target]
+    source, target = graph.messages
+    mine = message_order(graph, np.flatnonzero(is_own[source] | is_own[target]))
+    source, target = graph.edge_source[mine], graph.edge_target[mine]
     received: dict[Action, list[Message]] = defaultdict(list)
     sent: dict[Action, list[Message]] = defaultdict(list)
     incoming: dict[RouteLink, list[Message]] = defaultdict(list)
     outgoing: dict[RouteLink, list[Message]] = defaultdict(list)
     turn: dict[Action, int] = {}
     after: dict[Message, int] = {}
-    for made, used in zip(source[mine].tolist(), target[mine].tolist(), strict=True):
+    for made, used, end in zip(source.tolist(), target.tolist(), ends[source].tolist(), strict=True):
         producer = actions.get(made) or graph.action(made)
         consumer = actions.get(used) or graph.action(used)
         message = Message(producer, consumer, shared_samples(graph, made, used))
@@ -113,7 +112,7 @@ def derive_routes(
             sent[producer].append(message)
         if used in actions:
             received[consumer].append(message)
-            after[message] = bisect_right(own_ends, ends[made])
+            after[message] = bisect_right(own_ends, end)
         giving, taking = stages[producer.stage], stages[consumer.stage]
         one_row = samples[producer] == samples[consumer]
         for _, having, _, takers in row_part_pairs(giving, taking, one_row):

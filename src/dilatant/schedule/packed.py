@@ -52,9 +52,9 @@ class PlanArrays:
     def num_chains(self) -> int:
         return len(self.unit_of)
 
-    def chains_of(self, unit: int) -> list[int]:
+    def chains_of(self, unit: int) -> range:
         """Return the chain numbers of a unit's replicas, in replica order."""
-        return [int(chain) for chain in np.flatnonzero(self.unit_of == unit)]
+        return range(*np.searchsorted(self.unit_of, (unit, unit + 1)).tolist())
 
 
 @lru_cache(maxsize=4)  # many schedules share one plan
@@ -186,22 +186,19 @@ def pieces_of(
     arrays: PlanArrays, assignment: Assignment, parts: list[list[tuple[int, tuple[int, ...] | None]]]
 ) -> Pieces:
     """Number the pieces. `parts[chain]` lists (microbatch, named samples or None for all) in execution order."""
-    microbatch: list[int] = []
-    named: list[tuple[int, ...] | None] = []
-    members: list[tuple[int, ...]] = []
-    first = [0]
-    for replica, entries in enumerate(parts):
-        batches = assignment.microbatches[arrays.units[arrays.unit_of[replica]]][arrays.replica_of[replica]]
-        for number, part in entries:
-            microbatch.append(number)
-            named.append(part)
-            members.append(batches[number] if part is None else part)
-        first.append(len(microbatch))
-    offsets = np.zeros(len(members) + 1, dtype=np.int64)
-    np.cumsum([len(member) for member in members], out=offsets[1:])
-    samples = np.array(list(itertools.chain.from_iterable(members)), dtype=np.int64)
+    by_chain = [batches for unit in arrays.units for batches in assignment.microbatches[unit]]
+    members = [
+        batches[number] if part is None else part
+        for batches, own in zip(by_chain, parts, strict=True)
+        for number, part in own
+    ]
+    offsets = np.append(0, np.cumsum([*map(len, members)], dtype=np.int64))
     return Pieces(
-        np.asarray(microbatch, dtype=np.int64), tuple(named), np.asarray(first, dtype=np.int64), offsets, samples
+        np.asarray([number for own in parts for number, _ in own], dtype=np.int64),
+        tuple([part for own in parts for _, part in own]),
+        np.append(0, np.cumsum([*map(len, parts)], dtype=np.int64)),
+        offsets,
+        np.fromiter(itertools.chain.from_iterable(members), np.int64, int(offsets[-1])),
     )
 
 
@@ -217,31 +214,34 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
         consumers.setdefault(source, []).append(target)
     place_of: list[dict[int, int]] = [{} for _ in arrays.units]
     parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(arrays.num_chains)]
-    goes_back = {
-        unit
-        for unit, end in zip(arrays.unit_of.tolist(), arrays.stages_of[:, 1].tolist())
-        if trainability.backward[end - 1]
-    }
+    backward = [trainability.backward[end - 1] for end in arrays.stages_of[:, 1].tolist()]
     for unit in reversed(range(len(arrays.units))):
-        asked = any(target == unit and source in goes_back for source, target in arrays.feeds)
-        places = place_of[unit]
-        for chain in arrays.chains_of(unit):
-            last = int(arrays.stages_of[chain, 1]) - 1
-            by_consumer = [place_of[target] for target in consumers.get(unit, [])]
-            cut = trainability.backward[last] and bool(by_consumer)
-            batches = assignment.microbatches[arrays.units[unit]][arrays.replica_of[chain]]
-            for number, batch in enumerate(batches):
-                if not batch:
-                    continue
-                for part in _parts(batch, by_consumer) if cut else (None,):
-                    parts[chain].append((number, part))
-                    if asked:
-                        places.update(dict.fromkeys(batch if part is None else part, len(places)))
+        by_consumer = [place_of[target] for target in consumers.get(unit, ())]
+        replicas, chains = assignment.microbatches[arrays.units[unit]], arrays.chains_of(unit)
+        for chain, batches in zip(chains, replicas):
+            cuts = backward[chain] and bool(by_consumer)
+            parts[chain] = [
+                (number, part)
+                for number, batch in enumerate(batches)
+                if batch
+                for part in (_parts(batch, by_consumer) if cuts else (None,))
+            ]
+        if any(
+            backward[chain] for source, target in arrays.feeds if target == unit for chain in arrays.chains_of(source)
+        ):
+            own = [
+                batches[number] if part is None else part
+                for chain, batches in zip(chains, replicas)
+                for number, part in parts[chain]
+            ]
+            place_of[unit] = {sample: place for place, batch in enumerate(own) for sample in batch}
     return pieces_of(arrays, assignment, parts)
 
 
 def _parts(batch: Microbatch, by_consumer: list[dict[int, int]]) -> list[tuple[int, ...] | None]:
     """Group samples by their places in all consumers, in the order of places; return [None] if there is one group."""
+    if len(batch) == 1:
+        return [None]
     if len(by_consumer) == 1:
         place = by_consumer[0]
         keys: list[tuple[int, ...]] = [(place.get(sample, -1),) for sample in batch]

@@ -102,7 +102,7 @@ class Visitor:
 class Ranks:
     """A run in `folder` with `size` copies of the model; call `close`. config: of the same run in one process. workers:
     data workers. guests: visitors that the run waits for at its start. dying: nodes whose ranks kill themselves.
-    adapted: changes the plan."""
+    adapted: changes the plan. budget: most weights that a rank holds; one with more runs out of memory."""
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class Ranks:
         guests: int = 0,
         dying: Mapping[str, Dies] = MappingProxyType({}),
         adapted: Callable[[TrainingPlan], TrainingPlan] = lambda planned: planned,
+        budget: int | None = None,
     ) -> None:
         tree = {**config, "output_dir": str(folder / "run"), "data": {**config["data"], "workers": workers}}
         tree["parallel"] = {
@@ -123,9 +124,10 @@ class Ranks:
         tree["resilience"] = {"enabled": True}
         self._config = folder / "config.yaml"
         self._config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        self._plan = adapted(prepare(load_config(self._config)).planned).to_json()
+        self.plan = adapted(prepare(load_config(self._config)).planned).to_json()
         self._size = size
         self._dying = dying
+        self._budget = budget
         self._folder = folder / "run" / FOLDER
         self._folder.mkdir(parents=True)
         self._settings = Settings(lease_seconds=HANG_SECONDS, join_seconds=0.0, initial=size + guests)
@@ -144,9 +146,9 @@ class Ranks:
         index = self._added % self._size
         self._added += 1
         agent = Child(AGENT, dataclasses.replace(self._start(self._coordinator.port), node=name))
-        dies = self._dying.get(name)
-        arguments = (str(self._config), self._plan, self._store.port, name, agent.port, index, self._size, dies)
-        process = self._context.Process(target=_train, args=arguments)
+        arguments = (str(self._config), self.plan, self._store.port, name, agent.port, index, self._size)
+        fails = self._dying.get(name), self._budget
+        process = self._context.Process(target=_train, args=(*arguments, *fails))
         process.start()
         self._nodes[name] = agent, process
         return name
@@ -209,6 +211,16 @@ class Ranks:
         self._await(lambda: len(known_record(self._folder).stopped) or None)
         return known_record(self._folder).stopped
 
+    def plans(self) -> dict[int, tuple[TrainingPlan, tuple[str, ...]]]:
+        """Return generation → plan and members, for all generations that ran, in order."""
+        store = connect_store("127.0.0.1", self._store.port, TOKEN, on_one_machine=True)
+        ran = [event["generation"] for event in self._events() if event["task"] == Task.RUN]
+        found = {each: json.loads(store.get(f"resilience/plan/{each}")) for each in dict.fromkeys(ran)}
+        return {
+            each: (TrainingPlan.from_json(published["plan"]), tuple(published["members"]))
+            for each, published in found.items()
+        }
+
     def reasons(self) -> list[str]:
         """Return the reasons of all new generations."""
         return [event["reason"] for event in self._events() if event["task"] == Task.FENCE]
@@ -240,11 +252,23 @@ class Ranks:
         return value
 
 
-def _train(config: str, plan: str, store: int, node: str, agent: int, rank: int, size: int, dies: Dies | None) -> None:
+def _train(
+    config: str,
+    plan: str,
+    store: int,
+    node: str,
+    agent: int,
+    rank: int,
+    size: int,
+    dies: Dies | None,
+    budget: int | None,
+) -> None:
     torch.set_num_threads(1)
     rank_module.LATER_SECONDS = LATER_SECONDS
     if dies is not None:
         _die(dies)
+    if budget is not None:
+        _limit(budget)
     at = connect_store("127.0.0.1", store, TOKEN, on_one_machine=True)
     worker = Worker(rank, size, rank, torch.device("cpu"), at)
     train_seat(worker, load_config(config), plan, StartingPoint(None), "nothing", Seat(node, 0, agent, TOKEN))
@@ -279,6 +303,19 @@ def _die(where: Dies) -> None:
         WorkerLink.propose = proposes  # type: ignore[method-assign]
     else:
         Observer.catch_up = catches_up  # type: ignore[method-assign]
+
+
+def _limit(budget: int) -> None:
+    """Patch this process so that a trainer with more weights than `budget` runs out of memory."""
+
+    class Limited(Trainer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            held = sum(weight.numel() for weight in self.runtime.parameters.values())
+            if held > budget:
+                raise torch.OutOfMemoryError(f"{held} weights on a device for {budget}")
+
+    rank_module.Trainer = Limited  # type: ignore[misc]
 
 
 def _sleeps(pid: int) -> bool:

@@ -21,7 +21,7 @@ from dilatant.resilience.protocol.agent import (
     SaveAndEnd,
     Stopped,
 )
-from dilatant.resilience.protocol.values import NO_STATE
+from dilatant.resilience.protocol.values import GOES_ON, NO_STATE, too_few
 
 if TYPE_CHECKING:
     from harness.faults.simulator import World
@@ -35,17 +35,18 @@ class Violated(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a node holds: of each of its layers all updates so far, as (step, samples, generation that computed)."""
+    """What a node holds: of each of its layers all updates so far, as (step, samples, generation that computed). An
+    idle node has no layers, and counts the steps."""
 
     base: int
     layers: dict[int, tuple[tuple[int, int, int], ...]]
-
-    @property
-    def applied(self) -> int:
-        return len(next(iter(self.layers.values()))) if self.layers else 0
+    applied: int = 0
 
 
-def layers_of(place: int, size: int) -> range | tuple[int, ...]:
+def layers_of(place: int, size: int, needed: int) -> range | tuple[int, ...]:
+    """Return the layers of the node at a place. Memory may need a node for each layer: then an odd one is idle."""
+    if needed > 1 and place == size - size % LAYERS:
+        return ()
     return range(LAYERS) if size == 1 else (place % LAYERS,)
 
 
@@ -108,26 +109,35 @@ class Worker:
         everybody = self.world.meet(("copy", order.generation), self.node, mine, order.members)
         if everybody is not None:
             self.world.check_copied(order)
+            found: dict[int, Any] = {}
+            for weights in everybody.values():
+                found |= weights.layers if weights is not None else {}
+            if len(order.members) < self.world.needed:
+                self.world.save_what_is_left(order, found if len(found) == LAYERS else {})
             for node in order.members:
                 other = self.world.workers.get(node)
                 if other is not None and other.generation == order.generation:
                     self.world.after(
                         self.world.random.uniform(0.1, 0.6),
-                        lambda other=other: other.copied(order, everybody),  # type: ignore[misc]
+                        lambda other=other: other.copied(order, found),  # type: ignore[misc]
                     )
 
-    def copied(self, order: Rebuild, everybody: dict[str, Any]) -> None:
+    def copied(self, order: Rebuild, found: dict[int, Any]) -> None:
         if self.generation != order.generation or self.world.workers.get(self.node) is not self:
             return
-        wanted = layers_of(order.members.index(self.node), len(order.members))
-        found: dict[int, Any] = {}
-        for weights in everybody.values():
-            found |= weights.layers if weights is not None else {}
+        size, needed = len(order.members), self.world.needed
+        if size < needed:
+            reason = too_few(size, f"{needed} that the model needs")
+            told = f"; what is left is saved, and {GOES_ON}" if len(found) == LAYERS else ""
+            self.say(0.05, Broken(order.generation, f"{reason}{told}", fatal=True))
+            return
+        wanted = layers_of(order.members.index(self.node), size, needed)
         if len(found) < LAYERS:  # nobody who is left has it: all go back to what was saved
             saved = self.world.saved
             self.world.rollbacks += order.base != NO_STATE
             found = dict.fromkeys(range(LAYERS), saved)
-        self.pending = Weights(order.generation, {layer: found[layer] for layer in wanted})
+        self.world.idle += not wanted
+        self.pending = Weights(order.generation, {layer: found[layer] for layer in wanted}, len(found[0]))
         self.say(0.05, Made(order.generation, self.pending.applied))
 
     def begin(self) -> None:
@@ -170,12 +180,13 @@ class Worker:
             self.ends = ends
             self.gradient = (step, self.world.samples_of(step), generation)
             corrupted = self.world.random.random() < self.world.flaky
-            self.say(0.0, Prepared(generation, step, {"layer": -1 if corrupted else hash(self.gradient)}))
+            hashes = {"layer": -1 if corrupted else hash(self.gradient)} if self.held.layers else {}
+            self.say(0.0, Prepared(generation, step, hashes))
 
     def apply(self, step: int) -> None:
         if self.gradient is None or self.gradient[0] != step:
             raise Violated(f"{self.node} is to apply step {step} and has {self.gradient}")
         layers = {layer: (*updates, self.gradient) for layer, updates in self.held.layers.items()}
-        self.held = Weights(self.held.base, layers)
+        self.held = Weights(self.held.base, layers, step + 1)
         self.gradient = None
         self.world.check_held(self.held, "applied")

@@ -14,7 +14,17 @@ from typing import Any
 from dilatant.resilience.protocol.agent import Agent, Command, End, Event, Rebuild
 from dilatant.resilience.protocol.candidate import LeaderCandidate
 from dilatant.resilience.protocol.coordinator import Coordinator
-from dilatant.resilience.protocol.values import FINISHED, TOO_FEW, Effect, Persist, Record, Settings, Status, Task
+from dilatant.resilience.protocol.values import (
+    FINISHED,
+    GOES_ON,
+    TOO_FEW,
+    Effect,
+    Persist,
+    Record,
+    Settings,
+    Status,
+    Task,
+)
 from harness.faults.simulated_worker import Violated, Weights, Worker
 
 SAVED_EVERY = 3
@@ -59,6 +69,9 @@ class World:
                 begins,
                 draw.choice((begins + draw.uniform(1.0, 40.0), 385.0)),
             )
+        self.needed = min(self.size, random.Random(-1 - seed).choice((1, 1, 1, 2, 3)))
+        """Nodes that hold the model together; with fewer of them, these save what they have, and the run ends."""
+        self.idle = 0
         self.record: Record | None = None
         self.coordinator: Coordinator | None = None
         self.candidate: LeaderCandidate | None = None
@@ -259,6 +272,12 @@ class World:
         here[node] = value
         return here if len(here) == len(members) else None
 
+    def save_what_is_left(self, order: Rebuild, layers: dict[int, Any]) -> None:
+        """Save the state that members of a generation without a plan hold together, if it is whole."""
+        if layers and len(layers[0]) != order.committed:
+            raise Violated(f"{len(layers[0])} steps are saved of {order}")
+        self.saved = max(self.saved, layers.get(0, ()), key=len)
+
     def check_record(self, record: Record) -> None:
         self.generations = max(self.generations, record.generation)
         if record.members and not record.stopped:
@@ -267,6 +286,9 @@ class World:
                 raise Violated(f"generation {record.generation} has members {known} and {record.members}")
         if record.stopped:
             self.ended = record.stopped
+            committed = 0 if self.coordinator is None else self.coordinator.committed
+            if GOES_ON in record.stopped and len(self.saved) < committed:
+                raise Violated(f"{len(self.saved)} of {committed} steps are saved")
 
     def check_held(self, weights: Weights, what: str) -> None:
         """No step twice or left out, its own samples, and the same for all who run a generation."""
@@ -310,7 +332,8 @@ class World:
     def check_end(self) -> None:
         if not self.ended and self.agents:
             raise Violated("nothing happens any more")
-        if TOO_FEW in self.ended and (self.settings.fewest > 1 or self.ended.startswith("0 nodes")):
+        fewest = max(self.needed, self.settings.fewest)
+        if TOO_FEW in self.ended and (fewest > 1 or self.ended.startswith("0 nodes")):
             return
         if self.flaky and "came to nothing" in self.ended:
             return

@@ -21,6 +21,9 @@ from dilatant.plan.templates.templates import LayerMemory, Template, plan_templa
 Pipeline = Mapping[str, tuple[Replica, ...]]
 """Unit → its replicas in one pipeline: exactly one replica if the pipeline is an instance of a template."""
 
+_TemplateStage = tuple[int, int, slice, Degrees]
+"""First layer of a unit, end layer, places among the pipeline's ranks, and degrees of a stage."""
+
 LESS_MEMORY = 0.95
 """Share of the bytes of a rank that ran out of memory that later plans may use: a run ends after a few such plans."""
 
@@ -99,6 +102,7 @@ class MembershipPlanner:
         for name in costs.layers:
             self._first[name] = sum(costs.layers[other] for other in self._first)
         self._templates: dict[tuple[int, int], dict[int, Template]] = {}
+        self._stages: dict[Template, dict[str, list[_TemplateStage]]] = {}
 
     def first(self, nodes: int) -> Membership:
         """Return the fastest plan of `nodes` nodes. Raises PlanError if they cannot hold the model."""
@@ -115,26 +119,30 @@ class MembershipPlanner:
         idle. Raises PlanError if the ranks cannot hold the model, which they can if any pipeline fits.
         """
         pipelines = pipelines_of(before)
-        whole: list[Pipeline] = [
-            {name: tuple(replica.renamed(survivors) for replica in own) for name, own in one.items()}
-            for one in pipelines
-            if survivors.keys() >= {*ranks_of(one)}
-        ]
+        whole: dict[tuple[int, ...], Pipeline] = {}
+        for ranks, one in ((ranks_of(one), one) for one in pipelines):
+            if all(map(survivors.__contains__, ranks)):
+                whole[tuple([survivors[rank] for rank in ranks])] = {
+                    name: tuple([replica.renamed(survivors) for replica in own]) for name, own in one.items()
+                }
         if self.is_strict:
-            whole = [one for one in whole if self._fits(one)]
+            whole = {ranks: one for ranks, one in whole.items() if self._fits(one)}
         held = self._held(pipelines, survivors)
         widest = max((len(stage.ranks) for one in pipelines for stage in _stages(one)), default=1)
         failure: PlanError | None = None
         found: list[Membership] = []
         own = self.costs.devices
         sizes = [*([widest] if widest > own else []), *(size for size in range(own, 0, -1) if own % size == 0)]
-        divisible = {size: [one for one in whole if _is_divisible(one, node_of, size, own)] for size in sizes}
+        divisible = {
+            size: {ranks: one for ranks, one in whole.items() if _is_divisible(ranks, node_of, size, own)}
+            for size in sizes
+        }
         # Pipelines that lost nobody are broken up only where nothing else fits.
         for size, kept in sorted(divisible.items(), key=lambda each: len(each[1]) < len(whole)):
             if found and (not found[-1].idle or len(kept) < len(whole)):
                 break
             try:
-                found.append(self._on_nodes(kept, held, _nodes(kept, node_of, size, own), size, node_of))
+                found.append(self._on_nodes(kept, held, _nodes([*kept], node_of, size, own), size, node_of))
             except PlanError as error:
                 failure = failure or error
         if not found:
@@ -189,13 +197,14 @@ class MembershipPlanner:
 
     def _on_nodes(
         self,
-        whole: Sequence[Pipeline],
+        whole: Mapping[tuple[int, ...], Pipeline],
         held: Mapping[int, Sequence[LayerSpan]],
         nodes: Sequence[tuple[int, ...]],
         devices: int,
         node_of: Sequence[int],
     ) -> Membership:
-        """Return the plan of `nodes`, groups of `devices` ranks; the first groups are those of `whole` pipelines."""
+        """Return the plan of `nodes`, groups of `devices` ranks; the first groups are those of `whole` pipelines, which
+        are given by their ranks."""
         costs, templates = self.costs, self.templates(devices, len(nodes))
         if not templates and not whole:
             smallest = self.smallest(devices)
@@ -206,15 +215,15 @@ class MembershipPlanner:
             )
         running, used = [], 0
         instances: dict[tuple[int, ...], Pipeline] = {}  # whole pipelines by their nodes
-        for one in whole:
-            own = tuple(range(used, used + len(ranks_of(one)) // devices))
+        for ranks, one in whole.items():
+            own = tuple(range(used, used + len(ranks) // devices))
             used += len(own)
-            ranks, template = [nodes[node] for node in own], templates.get(len(own))
-            if template is not None and one == self._pipeline(template, ranks):
+            template = templates.get(len(own))
+            if template is not None and one == self._instance(template, ranks):
                 instances[own] = one
                 running.append(RunningPipeline(own, node_layers(template, len(own)), template))
             else:
-                spans = tuple(self._span(group, held) for group in ranks)
+                spans = tuple(self._span(nodes[node], held) for node in own)
                 running.append(RunningPipeline(own, spans, self._times(one)))
         chooser = PipelineChooser(
             templates, costs.fault_tolerance, costs.num_microbatches, costs.layer_bytes, costs.bytes_per_second
@@ -225,15 +234,15 @@ class MembershipPlanner:
         if not held:  # no node has state: neighbouring nodes form pipelines
             each = iter(range(len(nodes)))
             groups = [tuple(itertools.islice(each, len(group))) for group in groups]
-        new = [
-            instances.get(group) or self._pipeline(templates[len(group)], [nodes[node] for node in group])
-            for group in groups
-        ]
-        shapes = {len(group): one for group, one in zip(groups, new)}
-        before = {ranks_of(one): one for one in whole}
-        ranked = [(ranks_of(one), one) for one in [*(whole[number] for number in found.kept), *new]]
+        made: dict[int, Pipeline] = {}  # one of each length
+        all_whole = [*whole.items()]
+        ranked = [all_whole[number] for number in found.kept]
+        for group in groups:
+            ranks = tuple(itertools.chain(*(nodes[node] for node in group)))
+            made[len(group)] = instances.get(group) or self._instance(templates[len(group)], ranks)
+            ranked.append((ranks, made[len(group)]))
         ranked.sort(key=lambda each: min(each[0]))
-        pipelines = [one for _, one in ranked]
+        pipelines, busy = [one for _, one in ranked], {rank for ranks, _ in ranked for rank in ranks}
         plan = Plan(
             tuple(
                 UnitPlan(
@@ -250,39 +259,43 @@ class MembershipPlanner:
             tolerance = min(tolerance, min(copies_on_unlike_nodes(plan, node_of).values()) - 1)
         return Membership(
             plan,
-            tuple(sorted({*range(len(node_of))} - {*plan.ranks})),
+            tuple(sorted({*range(len(node_of))} - busy)),
             max(found.microbatches),
             found.seconds,
             max(
-                times.seconds
-                for times in [*(running[k].times for k in found.kept), *map(templates.__getitem__, shapes)]
+                times.seconds for times in [*(running[k].times for k in found.kept), *map(templates.__getitem__, made)]
             ),
             tolerance,
             found.moved_bytes,
-            sum(one == before.get(ranks) for ranks, one in ranked),
-            all(self._fits(one, eager=True) for one in shapes.values()),
+            sum(one == whole.get(ranks) for ranks, one in ranked),
+            all(self._fits(one, eager=True) for one in made.values()),
         )
 
-    def _pipeline(self, template: Template, nodes: Sequence[tuple[int, ...]]) -> Pipeline:
-        """Return the instance of a template on the ranks of these nodes."""
-        ranks, used = [rank for node in nodes for rank in node], 0
-        stages: dict[str, list[Stage]] = {name: [] for name in self.costs.layers}
-        for first, end, width in template.stages:
-            group = tuple(ranks[used : used + width])
-            used += width
-            for name, begin in self._first.items():
-                low, high = max(first - begin, 0), min(end - begin, self.costs.layers[name])
-                if low < high:
-                    stages[name].append(Stage(low, high, group, *self.costs.degrees[name][width]))
-        return {name: (Replica(tuple(own)),) for name, own in stages.items()}
+    def _instance(self, template: Template, ranks: tuple[int, ...]) -> Pipeline:
+        """Return the instance of a template on these ranks."""
+        if template not in self._stages:
+            used, stages = 0, {name: list[_TemplateStage]() for name in self.costs.layers}
+            for first, end, width in template.stages:
+                places = slice(used, used + width)
+                used += width
+                for name, begin in self._first.items():
+                    low, high = max(first - begin, 0), min(end - begin, self.costs.layers[name])
+                    if low < high:
+                        stages[name].append((low, high, places, self.costs.degrees[name][width]))
+            self._stages[template] = stages
+        return {
+            name: (Replica(tuple([Stage(first, end, ranks[places], *degrees) for first, end, places, degrees in own])),)
+            for name, own in self._stages[template].items()
+        }
 
     def _layers(self, pipeline: Pipeline) -> Iterable[tuple[Stage, slice, int, int]]:
         """Yield each stage, its layers in the chain, the number of devices with costs that is nearest to its own, and
         the replicas that share its unit's samples."""
         for name, replicas in pipeline.items():
             for stage in (stage for replica in replicas for stage in replica.stages):
-                layers = slice(self._first[name] + stage.first, self._first[name] + stage.end)
-                _, width = min((abs(width - len(stage.ranks)), width) for width in self.costs.seconds)
+                layers, width = slice(self._first[name] + stage.first, self._first[name] + stage.end), len(stage.ranks)
+                if width not in self.costs.seconds:
+                    width = min(self.costs.seconds, key=lambda own: (abs(own - len(stage.ranks)), own))
                 yield stage, layers, width, len(replicas)
 
     def _times(self, pipeline: Pipeline) -> Template:
@@ -313,8 +326,9 @@ class MembershipPlanner:
         """Return new rank → the spans of the chain's layers that it holds."""
         held: dict[int, list[LayerSpan]] = {}
         for stage, layers, _, _ in (each for one in pipelines for each in self._layers(one)):
-            for rank in survivors.keys() & set(stage.ranks):
-                held.setdefault(survivors[rank], []).append((layers.start, layers.stop))
+            for rank in stage.ranks:
+                if rank in survivors:
+                    held.setdefault(survivors[rank], []).append((layers.start, layers.stop))
         return held
 
     def _span(self, ranks: Iterable[int], held: Mapping[int, Sequence[LayerSpan]]) -> LayerSpan:
@@ -362,19 +376,20 @@ def ranks_of(pipeline: Pipeline) -> tuple[int, ...]:
     return tuple({rank: None for stages in own for stage in stages for rank in stage.ranks})
 
 
-def _is_divisible(pipeline: Pipeline, node_of: Sequence[int], devices: int, own: int) -> bool:
+def _is_divisible(ranks: tuple[int, ...], node_of: Sequence[int], devices: int, own: int) -> bool:
     """Return True if the ranks of a pipeline are whole groups of `devices` ranks (see `_nodes`)."""
-    ranks = ranks_of(pipeline)
+    if devices == 1:
+        return True
     groups = [ranks[k : k + devices] for k in range(0, len(ranks), devices)]
     return len(ranks) % devices == 0 and (
         devices > own or all(len({node_of[rank] for rank in group}) == 1 for group in groups)
     )
 
 
-def _nodes(whole: Sequence[Pipeline], node_of: Sequence[int], devices: int, own: int) -> list[tuple[int, ...]]:
+def _nodes(whole: Sequence[tuple[int, ...]], node_of: Sequence[int], devices: int, own: int) -> list[tuple[int, ...]]:
     """Divide ranks into groups of `devices` ranks, those of `whole` pipelines first. A group of at most `own` ranks,
     the size of a node, lies on one node; ranks that fill no group are left out."""
-    groups = [ranks_of(one) for one in whole]
+    groups = [*whole]
     busy = {rank for group in groups for rank in group}
     loose = [rank for rank in range(len(node_of)) if rank not in busy]
     by_node = itertools.groupby(loose, key=lambda rank: node_of[rank] if devices <= own else 0)

@@ -4,6 +4,7 @@ pipelines that continue."""
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,16 +80,18 @@ def reinstantiate(
     if layer_bytes is None:
         layer_bytes = [1] * max((template.stages[-1][1] for template in templates.values()), default=0)
     prefix = np.concatenate([[0], np.cumsum(layer_bytes)])
-    spans = {size: node_layers(template, size) for size, template in templates.items()}
     held, home, intact = dict(others), dict[int, int](), defaultdict[int, list[int]](list)
     for number, nodes in enumerate(pipelines):
-        held |= zip(nodes, spans[len(nodes)])
         home |= dict.fromkeys(nodes, number)
         intact[len(nodes)].append(number)
-    used, there = len(held) - idle, Counter(held.values())
+    used = len(held) + len(home) - idle
     fastest = compose_pipelines(templates, used, fault_tolerance, num_microbatches)
     compositions = [Counter(size for size, _ in fastest.pipelines)]
     compositions += _compositions(templates, intact, fastest.seconds, used, fault_tolerance + 1, num_microbatches)
+    spans = {size: node_layers(templates[size], size) for size in {*intact, *itertools.chain(*compositions)}}
+    for nodes in pipelines:
+        held |= zip(nodes, spans[len(nodes)])
+    there = Counter(held.values())
     sizes, flow = _place(compositions, intact, there, spans, prefix, idle)
     placed = _group(sizes, flow, intact, pipelines, held, home, spans)
     return Reinstantiation(tuple(placed), _copies(placed, held, spans, prefix))
@@ -149,7 +152,7 @@ def _place(
     """
     from dilatant.plan.templates._reinstantiate_kernel import transport
 
-    sizes = sorted({size for each in compositions for size in each})
+    sizes = sorted({*itertools.chain(*compositions)})
     known = sorted({(0, 0), *there, *(span for size in sizes for span in spans[size])})
     number = {span: at for at, span in enumerate(known)}
     uses = np.zeros((len(sizes), len(known)), np.int64)
@@ -158,12 +161,13 @@ def _place(
             row[number[span]] += 1
     counts = np.array([[each[size] for size in sizes] for each in compositions], np.int64)
     kept = np.minimum(counts, [len(intact.get(size, ())) for size in sizes])
-    free = np.array([there[span] for span in known], np.int64) - kept @ uses
+    holding = [number[span] for span in sorted(there)]
+    free = np.array([there[span] for span in sorted(there)], np.int64) - kept @ uses[:, holding]
     wanted = (counts - kept) @ uses
     wanted[:, number[0, 0]] += idle
     # Bytes wanted outside those held: [held, wanted].
     spans_of = np.array(known)
-    one, other = spans_of[:, None], spans_of[None]
+    one, other = spans_of[holding, None], spans_of[None]
     first, end = np.maximum(one[..., 0], other[..., 0]), np.minimum(one[..., 1], other[..., 1])
     cost = np.subtract(*prefix[spans_of.T[::-1]]) - np.where(first < end, prefix[end] - prefix[first], 0)
     best, least = compositions[0], -1
@@ -176,7 +180,9 @@ def _place(
             flow = transport(part, have[rows], want[columns])
             if least < 0 or (flow * part).sum() < least:
                 best, least = sizes_now, int((flow * part).sum())
-                moves = {(known[rows[i]], known[columns[j]]): int(flow[i, j]) for i, j in zip(*np.nonzero(flow))}
+                moves = {
+                    (known[holding[rows[i]]], known[columns[j]]): int(flow[i, j]) for i, j in zip(*np.nonzero(flow))
+                }
         if least == 0:
             break
     return best, moves
@@ -236,15 +242,18 @@ def _copies(
     nodes_of: dict[LayerSpan, list[int]] = defaultdict(list)
     for node in sorted(held) if missing else ():
         nodes_of[held[node]].append(node)
-    holders = {  # layer → heap of (bytes sent when queued, node)
-        layer: sorted((0, node) for span, nodes in nodes_of.items() if layer in range(*span) for node in nodes)
-        for layer in {layer for _, layer in missing}
-    }
+    queues: dict[tuple[LayerSpan, ...], list[tuple[int, int]]] = {}  # spans → heap of (bytes sent when queued, node)
+    holders = {}  # layer → heap of those that have it, shared by layers that the same nodes have
+    for layer in {layer for _, layer in missing}:
+        around = tuple(span for span in nodes_of if span[0] <= layer < span[1])
+        if around not in queues:
+            queues[around] = sorted((0, node) for span in around for node in nodes_of[span])
+        holders[layer] = queues[around]
     sent: Counter[int] = Counter()
     copies = []
     for target, layer in missing:
         num_bytes = int(prefix[layer + 1] - prefix[layer])
-        queue = holders.get(layer)
+        queue = holders[layer]
         if not queue:
             copies.append(LayerCopy(layer, None, target, num_bytes))
             continue

@@ -21,7 +21,7 @@ class Generation:
     far as known; empty for the first generation. phases: the same time by phase, in order. kept, missing: (layer,
     sample) pairs of the interrupted step whose gradients were reused or computed again; None if unknown. copies: of the
     scarcest layer, on different nodes; shortage: why they are too few, if they are. idle: nodes with ranks in no
-    pipeline."""
+    pipeline. pipelines: of the plan, in words."""
 
     number: int
     time: float
@@ -37,6 +37,7 @@ class Generation:
     copies: int | None = None
     shortage: str = ""
     idle: tuple[str, ...] = ()
+    pipelines: str = ""
 
     @property
     def seconds(self) -> float:
@@ -109,6 +110,7 @@ def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str
 def _row(one: Generation, longest: float) -> tuple[str | Cell, ...]:
     changes = ((one.left, "left"), (one.joined, "joined"))
     happened = [f"{listed(list(names))} {what}" for names, what in changes if names]
+    plan = f"pipelines: {one.pipelines}" if one.pipelines else ""
     spare = f"idle until the next change: {listed(list(one.idle))}" if one.idle else ""
     phases = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in one.phases.items())
     parts = [
@@ -120,7 +122,7 @@ def _row(one: Generation, longest: float) -> tuple[str | Cell, ...]:
         str(one.step),
         str(one.members),
         "" if one.copies is None else str(one.copies),
-        Cell("; ".join(happened), notes=[note for note in (one.reason, one.shortage, spare) if note]),
+        Cell("; ".join(happened), notes=[note for note in (one.reason, plan, one.shortage, spare) if note]),
         Cell(parts=parts, notes=[note for note in (phases, _salvaged(one)) if note]),
         seconds_text(one.seconds) if one.lost else "",
     )

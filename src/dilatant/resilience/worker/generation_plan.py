@@ -16,9 +16,9 @@ from dilatant.config import Config, UserError
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import Redundancy, copies_on_nodes, copies_on_unlike_nodes
-from dilatant.plan.templates.membership import MembershipPlanner
+from dilatant.plan.templates.membership import MembershipPlanner, pipelines_of, ranks_of
 from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
-from dilatant.report.text.wording import bytes_text
+from dilatant.report.text.wording import bytes_text, counted
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import FAILS_AGAIN, GOES_ON, NO_STATE, too_few
 from dilatant.resilience.worker.worker_link import Fenced, WorkerLink
@@ -213,6 +213,12 @@ def idle_ranks(plan: Plan, members: Sequence[str], workers: Sequence[int]) -> di
     return dict(Counter(members[node] for rank, node in enumerate(nodes_of(workers)) if rank not in busy))
 
 
+def pipelines_text(plan: Plan) -> str:
+    """Return the pipelines of a plan by their length, such as `1 of 3 ranks, 2 of 2 ranks`."""
+    sizes = Counter(len(ranks_of(one)) for one in pipelines_of(plan))
+    return ", ".join(f"{count} of {counted(size, 'rank')}" for size, count in sorted(sizes.items(), reverse=True))
+
+
 def _layout(planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]) -> tuple[Any, ...]:
     return planned.plan, planned.schedule, planned.num_microbatches, (*members,), (*workers,)
 
@@ -224,7 +230,7 @@ def nodes_of(workers: Sequence[int]) -> list[int]:
 
 def publish_plan(store: Store, order: Rebuild, planned: TrainingPlan) -> None:
     """Publish the plan of a generation in the store, for the planning of the next one."""
-    document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
+    document = {"plan": planned.to_json(indent=None), "members": order.members, "workers": order.workers}
     store.set(_plan_key(order.generation), json.dumps(document))
 
 

@@ -41,6 +41,7 @@ from dilatant.resilience.worker.generation_plan import (
     after_saving,
     idle_ranks,
     nodes_of,
+    pipelines_text,
     publish_plan,
     report_failure,
 )
@@ -327,6 +328,7 @@ class _ResilientRank:
             redundancy.shortage,
             redundancy.has_sunk,
             idle_ranks(planned.plan, order.members, order.workers),
+            pipelines_text(planned.plan),
         )
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}

@@ -175,19 +175,19 @@ class StepPlanner:
         costs = self._costs.origin if forwards else self._costs.costs_at(step)
         graph = build(self._plan, assignment, schedule)
         timed = time_step(graph, costs, costs.workload(_arrays(tokens)))
+        draws = tuple([sample.draw for sample in samples])
         return PreparedStep(
             assignment=assignment,
             schedule=schedule,
             tokens=tokens,
-            draws=tuple(sample.draw for sample in samples),
+            draws=draws,
             actions=schedule.actions.get(self._rank, ()),
             routes=derive_routes(graph, self._rank, () if forwards else self._with_backward, timed.durations),
             digests={
                 "the assignment": digest(*_assignment_arrays(assignment)),
                 "the schedule": digest(*_schedule_arrays(graph)),
                 "the sizes of the samples": digest(
-                    *(np.asarray(values, dtype=np.int64) for values in sizes.values()),
-                    np.asarray([sample.draw for sample in samples], dtype=np.int64),
+                    *(np.asarray(values, dtype=np.int64) for values in (*sizes.values(), draws))
                 ),
             },
             prediction=StepPrediction(
@@ -227,8 +227,8 @@ def _assignment_arrays(assignment: Assignment) -> list[NDArray[np.int64]]:
     found = []
     for replicas in assignment.microbatches.values():
         batches = list(chain.from_iterable(replicas))
-        numbers = [len(own) for own in replicas], [len(batch) for batch in batches], list(chain.from_iterable(batches))
-        found += [np.asarray(own, dtype=np.int64) for own in numbers]
+        numbers = map(len, replicas), map(len, batches), chain.from_iterable(batches)
+        found += [np.fromiter(own, np.int64) for own in numbers]
     return found
 
 

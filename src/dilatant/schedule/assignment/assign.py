@@ -162,11 +162,15 @@ def _shared(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> Microbatc
         renumber[np.argsort(sizes == 0, kind="stable")] = np.arange(count)
         slot_of = renumber[slot_of]
         sizes = np.bincount(slot_of, minlength=count)
-    # Small integers are sorted stably in linear time.
-    order = np.argsort(slot_of.astype(np.uint16) if count < 1 << 16 else slot_of, kind="stable").tolist()
+    order = tuple(order_of(slot_of, count).tolist())
     bounds = [0, *np.cumsum(sizes).tolist()]
-    batches = tuple(tuple(order[first:end]) for first, end in pairwise(bounds))
+    batches = tuple(order[first:end] for first, end in pairwise(bounds))
     return Microbatches((batches,) * problem.shape.num_units)
+
+
+def order_of(numbers: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return the stable order of numbers below `count`; small ones are sorted in linear time."""
+    return np.argsort(numbers.astype(np.uint16) if count < 1 << 16 else numbers, kind="stable")
 
 
 def random_slots(problem: MicrobatchProblem) -> NDArray[np.int64]:
@@ -210,27 +214,27 @@ def _balanced(problem: MicrobatchProblem) -> NDArray[np.int64]:
 def balanced_replicas(
     seconds: NDArray[np.float64],
     scale: NDArray[np.float64],
-    replica_of: NDArray[np.int64],
-    count_of: Callable[[NDArray[np.int64]], int],
+    samples: NDArray[np.int64],
+    first: NDArray[np.int64],
+    counts: NDArray[np.int64],
     weight: NDArray[np.float64],
     capacity: float,
 ) -> list[list[Microbatch]] | None:
     """Return the `balanced` microbatches of all replicas; None where `assign_microbatches` has to find or refuse them
-    one replica after another. `scale [replicas, units]` multiplies `seconds [samples, units]`; `count_of` returns the
-    number of microbatches for a replica's samples. Raises UserError like `assign_microbatches`."""
+    one replica after another. Replica r has `samples[first[r]:first[r + 1]]` in `counts[r]` microbatches; `scale
+    [replicas, units]` multiplies `seconds [samples, units]`. Raises UserError like `assign_microbatches`."""
     from dilatant.schedule.assignment import assign_kernels as kernels
 
-    samples = np.argsort(replica_of, kind="stable")
-    first = np.searchsorted(replica_of[samples], np.arange(len(scale) + 1))
-    counts = np.array([count_of(samples[start:end]) for start, end in pairwise(first.tolist())], dtype=np.int64)
     _check(seconds, int(counts.min()), "balanced")
     slots, fits = kernels.balance_replicas(seconds, scale, weight, capacity, samples, first, counts, EVEN, SWAPS_TRIED)
-    bases = np.cumsum(counts) - counts
-    slots += bases[replica_of[samples]]
-    order = samples[np.argsort(slots, kind="stable")].tolist()
-    ends = np.cumsum(np.bincount(slots, minlength=int(counts.sum()))).tolist()
-    batches = [tuple(order[start:end]) for start, end in pairwise([0, *ends])]
-    return [batches[base : base + count] for base, count in zip(bases.tolist(), counts.tolist())] if fits else None
+    if not fits:
+        return None
+    ends = np.cumsum(counts)
+    slots += np.repeat(ends - counts, np.diff(first))
+    order = tuple(samples[order_of(slots, int(ends[-1]))].tolist())
+    bounds = [0, *np.cumsum(np.bincount(slots, minlength=int(ends[-1]))).tolist()]
+    batches = [order[start:end] for start, end in pairwise(bounds)]
+    return [batches[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
 
 def _loads(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> NDArray[np.float64]:

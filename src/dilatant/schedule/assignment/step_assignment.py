@@ -24,12 +24,13 @@ from dilatant.config.errors import UserError
 from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, pack_rows
-from dilatant.plan.plan import PlacedStage, Plan, Stage
+from dilatant.plan.plan import PlacedStage, Plan, Replica
 from dilatant.schedule.assignment.assign import (
     Microbatches,
     Policy,
     assign_microbatches,
     balanced_replicas,
+    order_of,
     split_by_pattern,
 )
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, ScheduleFamily
@@ -127,26 +128,27 @@ def assign(
     if tokens is not None and how.row_tokens is not None:
         # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
         limit, weights = float(how.row_tokens), np.minimum(np.asarray(tokens, dtype=np.float64), how.row_tokens)
+    samples, first = order_of(replica_of, replicas), np.append(0, np.cumsum(np.bincount(replica_of, None, replicas)))
+    of_replica = [samples[start:end] for start, end in itertools.pairwise(first.tolist())]
+    counts = np.full(replicas, how.num_microbatches)
+    for replica, mine in enumerate(of_replica if limit < np.inf else ()):
+        if len(mine) > how.num_microbatches:
+            counts[replica] = max(how.num_microbatches, len(pack_rows(weights[mine].tolist(), limit)))
     # A replica that serves several anchor replicas merges their microbatches: its seconds are multiplied.
-    counts = [len(unit.replicas) for unit in plan.units]
-    longer = [[pace for _, pace in _serving(plan, replica, replicas, times or {})] for replica in range(replicas)]
-    scale = np.array(longer) * replicas / counts
-
-    def count_of(mine: NDArray[np.int64]) -> int:
-        rows = pack_rows(weights[mine].tolist(), limit) if limit < np.inf and len(mine) > how.num_microbatches else ()
-        return max(how.num_microbatches, len(rows))
+    serving, paces = _serving(plan, replicas, times or {})
+    scale = paces * replicas / [len(unit.replicas) for unit in plan.units]
 
     def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
-        mine = np.flatnonzero(replica_of == replica)
-        shape = _pipeline(plan, replica, replicas, times or {}, how.family)
-        own, count, seed = table[mine] * scale[replica], count_of(mine), how.seed + replica
+        mine, here = of_replica[replica], [unit.replicas[own] for unit, own in zip(plan.units, serving[replica])]
+        shape = _pipeline(plan, here, paces[replica].tolist(), times or {}, how.family)
+        own, count, seed = table[mine] * scale[replica], int(counts[replica]), how.seed + replica
         return mine, assign_microbatches(
             own, count, how.policy, seed, shape=shape, weight=weights[mine], capacity=limit
         )
 
     together = None
     if how.policy == "balanced":
-        together = balanced_replicas(table, scale, replica_of, count_of, weights, limit)
+        together = balanced_replicas(table, scale, samples, first, counts, weights, limit)
     slots = [together or []] * len(names)
     if together is None:
         # The search runs in compiled code that releases the GIL; replicas are independent of each other.
@@ -167,35 +169,33 @@ def assign(
     )
 
 
-def _serving(
-    plan: Plan, replica: int, anchors: int, times: Mapping[str, UnitTimes]
-) -> list[tuple[tuple[Stage, ...], float]]:
-    """Return, by unit, the stages of the replica that serves one of the `anchors` replicas of the anchor, and the
-    seconds of one of them relative to a stage of the unit's first replica."""
-    found = []
+def _serving(plan: Plan, anchors: int, times: Mapping[str, UnitTimes]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the number of the replica of each unit that serves each of the `anchors` replicas of the anchor, and the
+    seconds of a stage there relative to a stage of the unit's first replica: `[anchors, units]`."""
+    serving, paces = [], []
     for unit in plan.units:
-        count, paces = len(unit.replicas), times[unit.name].paces if unit.name in times else ()
-        serving = replica * count // anchors if count <= anchors else -(-replica * count // anchors)
-        here = unit.replicas[serving].stages
-        found.append((here, paces[serving] if len(paces) else len(unit.replicas[0].stages) / len(here)))
-    return found
+        count, known = len(unit.replicas), times[unit.name].paces if unit.name in times else ()
+        if not len(known):
+            known = [len(unit.replicas[0].stages) / len(replica.stages) for replica in unit.replicas]
+        anchor = np.arange(anchors)
+        serving.append(anchor * count // anchors if count <= anchors else -(-anchor * count // anchors))
+        paces.append(np.asarray(known, dtype=np.float64)[serving[-1]])
+    return np.stack(serving, axis=1), np.stack(paces, axis=1)
 
 
 def _pipeline(
-    plan: Plan, replica: int, anchors: int, times: Mapping[str, UnitTimes], family: ScheduleFamily
+    plan: Plan, here: Sequence[Replica], paces: Sequence[float], times: Mapping[str, UnitTimes], family: ScheduleFamily
 ) -> PipelineShape:
-    """Return the pipeline of one of the `anchors` replicas of the anchor: its stages and those of the replicas that
-    serve it."""
+    """Return the pipeline of one replica of each unit; `paces` is as in `_serving`."""
     number = {unit.name: index for index, unit in enumerate(plan.units)}
     own = [times.get(unit.name, UnitTimes()) for unit in plan.units]
-    serving = _serving(plan, replica, anchors, times)
     return PipelineShape(
-        stages=tuple(len(stages) for stages, _ in serving),
+        stages=tuple(len(replica.stages) for replica in here),
         feeds=tuple(tuple(number[target] for target in unit.feeds) for unit in plan.units),
         backward=tuple(time.backward for time in own),
-        fixed_seconds=tuple(time.fixed * longer for time, (_, longer) in zip(own, serving)),
+        fixed_seconds=tuple(time.fixed * pace for time, pace in zip(own, paces)),
         family=family,
-        ranks=tuple(stage.ranks[0] for stages, _ in serving for stage in stages),
+        ranks=tuple(stage.ranks[0] for replica in here for stage in replica.stages),
     )
 
 

@@ -14,7 +14,6 @@ schedule that deadlocks, which `validate` reports.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,51 +94,62 @@ def pipelined(
         raise ValueError(f"depths needs {len(arrays.placed)} numbers of at least 1, got {list(depths)}")
     trainability = trainability or all_trainable(plan)
     pieces = cut_pieces(arrays, assignment, trainability)
-    times = _virtual_times(arrays, pieces, np.asarray(depths, dtype=np.float64), forward_first, interleave)
-    return order_by_time(arrays, pieces, times, trainability)
+    rows = _Rows.of(arrays, pieces)
+    times = _virtual_times(arrays, pieces, rows, np.asarray(depths, dtype=np.float64), forward_first, interleave)
+    return _order_by_time(arrays, pieces, rows, times, trainability)
 
 
-Times = list[tuple[NDArray[np.float64], NDArray[np.float64]]]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """A row for every piece in every stage, by stage: those of a stage begin at `first[stage]`."""
+
+    first: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    piece: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, arrays: PlanArrays, pieces: Pieces) -> _Rows:
+        counts = np.diff(pieces.first)[arrays.chain]
+        first = np.append(0, np.cumsum(counts))
+        stage = np.repeat(np.arange(len(counts)), counts)
+        piece = np.arange(first[-1]) - (first[:-1] - pieces.first[arrays.chain])[stage]
+        return cls(first, stage, piece)
 
 
 def _virtual_times(
-    arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
-) -> Times:
-    """Return every chain's virtual forward and backward times `[stages, pieces]`. A slot of the longest sink is 2."""
+    arrays: PlanArrays, pieces: Pieces, rows: _Rows, depths: NDArray[np.float64], forward_first: bool, interleave: bool
+) -> NDArray[np.float64]:
+    """Return the virtual forward and backward times: `[2, rows]`. A slot of the longest sink is 2."""
     fed = {source for source, _ in arrays.feeds}
     sinks = [unit for unit in range(len(arrays.units)) if unit not in fed]
     slots = _slots(pieces)
     longest = max((int(slots[chain]) for unit in sinks for chain in arrays.chains_of(unit)), default=0)
     nudge = 0.25 / (len(arrays.placed) + 1)
     clock = _Clock.of(arrays, pieces, depths, nudge)
-    half, times = clock.half, [(np.empty(0), np.empty(0))] * arrays.num_chains
+    half, times, (begins, ends) = clock.half, np.empty((2, len(rows.stage))), arrays.stages_of.T
     for unit in reversed(range(len(arrays.units))):
         chains = arrays.chains_of(unit)
+        own = clock.pieces_of(chains)
+        chain = clock.chain[own]
         if unit in fed:
             forward, backward = clock.before_consumers(chains)
         else:
             half[chains] = longest / np.maximum(slots[chains], 1)
-            own = clock.pieces_of(chains)
-            forward = 2 * half[clock.chain[own]] * pieces.microbatch[own]
-            backward = forward + half[clock.chain[own]] + (2 * longest if forward_first else 0)
-        bounds = pieces.first[chains[0] : chains[-1] + 2]
-        stages, of_piece = arrays.stages_of[chains], clock.chain[bounds[0] : bounds[-1]] - chains[0]
-        by_length: Times = [(forward, backward)] * (1 + int((stages[:, 1] - stages[:, 0]).max()))
-        for length in {*(stages[:, 1] - stages[:, 0]).tolist()}:  # replicas at once: there may be a thousand
-            back = np.arange(length - 1, -1, -1)[:, None]
-            stage = np.maximum(stages[:, 1] - 1 - back, 0)  # shorter replicas' columns are not used
-            lead = (depths[stage] - depths[stages[:, 1] - 1]) * half[chains] + nudge * back
-            by_length[length] = forward - lead[:, of_piece], backward + lead[:, of_piece]
-        spans = itertools.pairwise((bounds - bounds[0]).tolist())
-        for chain, (start, stop), (first, end) in zip(chains, spans, stages.tolist()):
-            groups = _period(arrays, first, end) if interleave else end - first
-            ahead, behind = by_length[end - first]
-            times[chain] = ahead[:, start:stop], behind[:, start:stop]
-            if groups < end - first:
-                last = forward[start:stop], backward[start:stop]
-                times[chain] = _in_rounds(groups, end - first, half[chain], *last, unit in fed)
-        for kind, row in enumerate(clock.first_stage):
-            row[bounds[0] : bounds[-1]] = np.concatenate([times[chain][kind][0] for chain in chains])
+            forward = 2 * half[chain] * pieces.microbatch[own]
+            backward = forward + half[chain] + (2 * longest if forward_first else 0)
+        here = slice(rows.first[begins[chains[0]]], rows.first[ends[chains[-1]]])
+        stage, piece = rows.stage[here], rows.piece[here] - own.start
+        last = ends[chain[piece]] - 1
+        lead = (depths[stage] - depths[last]) * half[chain[piece]] + nudge * (last - stage)
+        times[:, here] = forward[piece] - lead, backward[piece] + lead
+        for number in chains if interleave else ():
+            first, end = arrays.stages_of[number].tolist()
+            if (groups := _period(arrays, first, end)) < end - first:
+                alone = chain == number
+                rounds = _in_rounds(groups, end - first, half[number], forward[alone], backward[alone], unit in fed)
+                times[:, rows.first[first] : rows.first[end]] = np.reshape(rounds, (2, -1))
+        firsts = rows.first[begins[chain]] + np.arange(own.start, own.stop) - pieces.first[chain]
+        clock.first_stage[:, own] = times[:, firsts]
     return times
 
 
@@ -259,49 +269,51 @@ def _in_rounds(
     return ahead, behind
 
 
-def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability) -> Schedule:
+def _order_by_time(
+    arrays: PlanArrays, pieces: Pieces, rows: _Rows, times: NDArray[np.float64], trainability: Trainability
+) -> Schedule:
     """Build the schedule in which every rank runs the actions of its stages by virtual time."""
     from dilatant.schedule.rank_kernels import order_within
 
-    groups, group_of = _stages_on_ranks(arrays)
-    runs = [
-        (group, stage, code)
-        for group, stages in enumerate(groups)
-        for stage in stages
-        for code in ((FORWARD, BACKWARD) if trainability.backward[stage] else (FORWARD,))
-    ]
-    group, stage, code = np.array(runs).T
-    chain = arrays.chain[stage]
-    local = (stage - arrays.stages_of[chain, 0]).tolist()
-    when = [times[own][kind][row] for own, kind, row in zip(chain.tolist(), code.tolist(), local)]
-    counts = np.diff(pieces.first)[chain]
-    run = np.repeat(np.arange(len(runs)), counts)
-    piece = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts - pieces.first[chain], counts)
-    sizes = np.bincount(group, counts, len(groups)).astype(np.int64)
+    group_of, group, stage, code = _runs(arrays, trainability)
+    counts = np.diff(rows.first)[stage]
+    code = np.repeat(code, counts)
+    row = np.arange(len(code)) + np.repeat(rows.first[stage] - (np.cumsum(counts) - counts), counts)
+    sizes = np.bincount(group, counts).astype(np.int64)
     firsts, offsets = np.cumsum(np.append(0, sizes)), np.cumsum(np.append(0, sizes[group_of]))
-    order = order_within(firsts, np.concatenate(when))
-    rows = order[np.arange(offsets[-1]) + np.repeat(firsts[group_of] - offsets[:-1], sizes[group_of])]
+    order = order_within(firsts, times[code, row])
+    order = order[np.arange(offsets[-1]) + np.repeat(firsts[group_of] - offsets[:-1], sizes[group_of])]
     actions = PackedActions(
         arrays.ranks,
         offsets,
-        code[run[rows]].astype(np.int8),
-        stage[run[rows]].astype(np.int32),
-        piece[rows].astype(np.int32),
+        code[order].astype(np.int8),
+        rows.stage[row[order]].astype(np.int32),
+        rows.piece[row[order]].astype(np.int32),
         pieces,
     )
     return Schedule(actions)
 
 
 @lru_cache(maxsize=1)  # many schedules share one plan
-def _stages_on_ranks(arrays: PlanArrays) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.int64]]:
-    """Return the distinct sets of stages on ranks, and each rank's set: ranks with equal sets run the same actions."""
+def _runs(
+    arrays: PlanArrays, trainability: Trainability
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the group of each rank, and (group, stage, kind) of all runs of actions: ranks with the same stages form a
+    group, which runs the same actions."""
     on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
     for placed in arrays.placed:
         for rank in placed.stage.ranks:
             on_rank[rank].append(placed.index)
     groups: dict[tuple[int, ...], int] = {}
     group_of = [groups.setdefault(tuple(own), len(groups)) for own in on_rank.values()]
-    return tuple(groups), np.array(group_of, dtype=np.int64)
+    runs = [
+        (group, stage, code)
+        for stages, group in groups.items()
+        for stage in stages
+        for code in ((FORWARD, BACKWARD) if trainability.backward[stage] else (FORWARD,))
+    ]
+    group, stage, code = np.array(runs, dtype=np.int64).T
+    return np.array(group_of, dtype=np.int64), group, stage, code
 
 
 def zero_bubble_h1(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:

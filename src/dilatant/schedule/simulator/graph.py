@@ -108,7 +108,7 @@ def try_build(
     arrays = plan_arrays(plan)
     packed = pack(arrays, assignment, schedule)
     number = {rank: index for index, rank in enumerate(packed.ranks)}
-    lead = np.asarray([number.get(placed.stage.ranks[0], -1) for placed in arrays.placed], dtype=np.int32)
+    lead = np.asarray([number.get(rank, -1) for rank in arrays.ranks], dtype=np.int32)[arrays.lead]
     alone = all(len(placed.stage.ranks) == 1 for placed in arrays.placed)
     alone = alone and bool((lead[packed.stage] == _rank_of_row(packed)).all())
     ops = _ops(plan, assignment, schedule, arrays, packed, None if alone else lead)
@@ -239,10 +239,12 @@ def _order_edges(
     return (codes // count).astype(np.int32), (codes % count).astype(np.int32)
 
 
-def message_order(graph: ScheduleGraph) -> NDArray[np.int64]:
-    """Return message numbers sorted by directed edge, then in the producer's, then in the consumer's order."""
-    source, target = graph.messages
-    return np.lexsort((target, source, graph.stage[target], graph.stage[source]))
+def message_order(graph: ScheduleGraph, numbers: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Return message numbers (by default all) sorted by directed edge, then in the producer's, then in the consumer's
+    order."""
+    numbers = np.arange(graph.num_messages) if numbers is None else numbers
+    source, target = graph.edge_source[numbers], graph.edge_target[numbers]
+    return numbers[np.lexsort((target, source, graph.stage[target], graph.stage[source]))]
 
 
 def _cycle(

@@ -6,6 +6,7 @@ The planner uses it, and training for the step that it runs.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -249,9 +250,9 @@ def synced_seconds(
     end = ends[last]
     begin = np.where(graph.kind[last] == WEIGHT_GRADIENT, end, end - durations[last])
     held = np.maximum(costs.stages.gradient_bytes[stage_of], 1.0)
-    counts = [len(graph.arrays.placed[stage].stage.ranks) for stage in stage_of.tolist()]
-    pair = np.repeat(np.arange(len(last)), counts)  # one per (stage, rank)
-    rank = np.concatenate([graph.arrays.placed[stage].stage.ranks for stage in stage_of.tolist()])
+    ranks = [graph.arrays.placed[stage].stage.ranks for stage in stage_of.tolist()]
+    pair = np.repeat(np.arange(len(last)), [*map(len, ranks)])  # one per (stage, rank)
+    rank = np.array([*itertools.chain(*ranks)])
     beside, after = (
         np.asarray([seconds.get(one, 0.0) for one in rank.tolist()])
         for seconds in (costs.sync.beside, costs.sync.after)
@@ -278,10 +279,10 @@ def unevenness(
     arrays, pieces = graph.arrays, graph.packed.pieces
     times = np.ones(graph.num_ops)
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for stage, (placed, items) in enumerate(zip(arrays.placed, items_per_token.tolist(), strict=True)):
-        if (wide := placed.stage.degrees.row_parts) == 1 or items >= 1.0:
+    for stage in np.flatnonzero(items_per_token < 1.0).tolist():
+        if (wide := arrays.placed[stage].stage.degrees.row_parts) == 1:
             continue
-        chain = int(arrays.chain[stage])
+        chain, items = int(arrays.chain[stage]), float(items_per_token[stage])
         first, end = pieces.first[chain : chain + 2]
         if (chain, wide) not in known:
             own = tokens[arrays.unit_of[chain]]
