@@ -27,6 +27,20 @@ class GroupOverride(Section):
     weight_decay: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
+class MuonConfig(Section):
+    """Muon for matrices, beside AdamW for all other weights."""
+
+    weights: tuple[str, ...] = Field(min_length=1)
+    """Units, parts or patterns, as in `groups`: their trained matrices within blocks (not embeddings, heads and
+    projectors) have orthogonalised updates and one moment."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Its settings `momentum`, `nesterov`, `ns_steps` and `adjust_lr_fn` are as in torch; by default, learning rates
+    and weight decay are those that suit AdamW."""
+    nesterov: bool = True
+    ns_steps: int = Field(5, gt=0, lt=100)
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+
 class OptimizerConfig(Section):
     """AdamW and its settings."""
 
@@ -44,9 +58,13 @@ class OptimizerConfig(Section):
     """Keep fp32 master weights and moments in host memory and update there: a GPU then holds only weights and
     gradients. Slower; refused without a GPU, since they are in host memory anyway."""
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
+    muon: MuonConfig | None = None
 
     @model_validator(mode="after")
     def _one_way_to_save(self) -> Self:
+        if self.muon is not None and (self.offload or self.name != "adamw"):
+            with_ = "offload" if self.offload else f"name: {self.name}"
+            raise ValueError(f"'muon' goes with AdamW on the device only; leave out {with_!r}")
         if self.offload and self.name != "adamw":
             raise ValueError(
                 f"'offload' keeps fp32 moments on the host, 'name: {self.name}' 8-bit ones on the GPU; give one"

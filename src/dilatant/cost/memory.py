@@ -96,6 +96,8 @@ class MemoryReserve:
 
 NOTHING = MemoryReserve()
 FP32_MOMENTS = 8.0
+MUON_SAVES = 4.0
+"""Bytes per parameter that Muon updates: its second moment."""
 EXACT_SUMS = 8.0
 FP32_AVERAGE = 4.0
 FOUR_BITS = 0.5 + 4 / 64

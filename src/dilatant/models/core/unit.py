@@ -55,6 +55,8 @@ class Unit(Stage):
     """The reason why tensor-parallel ranks cannot share the unit; None if its family decides."""
     four_bit: frozenset[str] = frozenset()
     """Logical names of the weights that stages hold in four bits (see `core.dtype`)."""
+    orthogonal: frozenset[str] = frozenset()
+    """Logical names of the matrices that Muon updates, of which no rank may hold only a part."""
 
     @abstractmethod
     def stage(self, first: int, end: int) -> Stage:

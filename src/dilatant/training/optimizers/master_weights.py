@@ -81,8 +81,7 @@ class WithMasters(torch.optim.Optimizer):
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor] | None:
         """Return `step` and the moments of a master, shaped like it; None before its first update."""
-        state = self.state.get(parameter)
-        return {name: state[name] for name in ("step", *MOMENTS)} if state else None
+        return dict(self.state.get(parameter, ())) or None
 
     def allocate(self, parameter: nn.Parameter) -> None:
         """Allocate what `moments` returns, so that a checkpoint can be read into it."""
