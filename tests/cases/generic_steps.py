@@ -175,7 +175,7 @@ def generic_cases(
         with_lora,
         dtype,
         () if with_lora else tuple(draw(st.lists(st.sampled_from(freezable), max_size=2, unique=True))),
-        draw(st.sampled_from(["none", "block", "block_keep_attention"])),
+        draw(st.sampled_from(["none", "block", "block_keep_attention", "block_offload"])),
         draw(st.integers(0, 10**6)),
     )
     model = opened(case, "meta")

@@ -192,8 +192,9 @@ class TrainConfig(Section):
     bf16; gradients, master weights and moments are fp32."""
     recompute: Recompute | dict[str, Recompute] | None = None
     """Activation recomputation in the backward, for all units or by unit (`{vision: block}`; others `none`). `block`:
-    keep only the input of each block; `block_keep_attention`: also keep the output of attention. Default: chosen by the
-    plan for each block, as little as fits memory; without a plan `none`."""
+    keep only the input of each block; `block_keep_attention`: also keep the output of attention; `block_offload`: keep
+    the input in host memory. Default: chosen by the plan for each block, as little as fits memory; without a plan
+    `none`."""
     compile: Compile = "auto"
     """`blocks`: compile the blocks of every unit with torch.compile. The first step takes longer; blocks that cannot be
     compiled run as before, with a warning. `auto`: none, until compiled steps were tested on a GPU

@@ -102,7 +102,7 @@ def layer_table(
         cost = costs.layer(layer.kind, degrees)
         if layer.experts:
             cost = with_experts_on_ranks(cost, degrees.ep)
-        work = frozen_work(cost, layer.trainable, before, how)
+        work = frozen_work(cost, layer.trainable, before, how, rules.host_link)
         kinds = work.forward, work.backward, work.input_gradient, work.weight_gradient
         forward, inputs, weights = work.host
         held, trained, tied = layer.held(degrees), layer.held_trained(degrees), layer.held_before(degrees)
@@ -172,6 +172,8 @@ def _sum_stage(
     held = kept.sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
     if table.backward[layers][-1]:  # the output stays, as root of the backward
         held = held + output
+    if not entry.is_first and table.backward[layers][0] and (kept[0] == common[0]).all():
+        held = held + table.output_bytes[entry.stage.first - 1]  # received rows stay, not on the host
     static = table.static_shared_by(shared_by, layers).sum()
     if entry.is_first:
         static -= table.twice(shared_by, layers).sum()
