@@ -154,6 +154,9 @@ class TrainConfig(Section):
     row_tokens: int | None = Field(None, gt=0)
     """Maximum language-model tokens of one packed microbatch. Default: `data.max_length`; on GPUs without pipelines,
     the largest of this, 4,096, 8,192 and 16,384 whose predicted memory fits."""
+    row_multiple: int | None = Field(None, gt=1)
+    """Pad packed rows behind their samples to a multiple of so many tokens, for kernels that are faster on aligned
+    lengths (128). Default: no padding."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
     zero: Literal["none", "node", "all"] | None = None
