@@ -105,6 +105,8 @@ class GenericCase:
     plan: Plan = field(default_factory=lambda: Plan(()))
     assignment: Assignment = field(default_factory=lambda: Assignment({}))
     schedule: Schedule = field(default_factory=lambda: Schedule({}))
+    compiler: str = ""
+    """Backend of `torch.compile` for the blocks; empty to run them as they are."""
 
     @property
     def adapters(self) -> LoraConfig | None:
