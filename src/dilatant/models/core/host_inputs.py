@@ -133,7 +133,7 @@ class HostInputs:
                 self._copies = StreamedCopies(tensor.device) if tensor.is_cuda else PlainCopies()
             before = None if self._last is None else self._last()
             follows = before is not None and before.number < number
-            kept = _Kept(self._copies.leave(tensor), number, self._last if follows else None)
+            kept = _Kept(self._copies.leave(tensor.detach()), number, self._last if follows else None)
             self._last = weakref.ref(kept)
             return kept
 
