@@ -6,40 +6,35 @@ matrices (`plan.buckets`), and tensor-parallel ranks cannot divide them. It has 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from dilatant.config.train import MuonConfig
-from dilatant.training.optimizers.master_weights import WithMasters
+from dilatant.training.optimizers.master_weights import Delegating, WithMasters
 
 
-class _AdamWAndMuon(torch.optim.Optimizer):
-    """torch's two optimizers over one list of groups and one state. Muon updates the groups that are `orthogonal`."""
+class MuonAdamW(WithMasters, Delegating):
+    """torch's Muon for groups of masters that are `orthogonal`, and its AdamW for the others."""
 
-    def __init__(self, groups: list[dict[str, Any]], muon: MuonConfig, **options: Any) -> None:
-        super().__init__(groups, {})
-        others = [group for group in groups if not group["orthogonal"]]
-        settings = muon.model_dump(exclude={"weights"})
-        self._each: list[torch.optim.Optimizer] = [
-            torch.optim.Muon([group for group in groups if group["orthogonal"]], **settings),
-            *([torch.optim.AdamW(others, **options)] if others else ()),
-        ]
-        for each in self._each:
-            each.state = self.state
-
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None
-        for each in self._each:
-            each.step()
-
-
-class MuonAdamW(WithMasters, _AdamWAndMuon):
-    """torch's AdamW and Muon over fp32 masters."""
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        weights: Mapping[str, nn.Parameter],
+        masters: Mapping[str, nn.Parameter],
+        muon: MuonConfig,
+        **options: Any,
+    ) -> None:
+        matrices, others = ([one for one in groups if one["orthogonal"] == kind] for kind in (True, False))
+        inner: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, **muon.model_dump(exclude={"weights"}))]
+        inner += [torch.optim.AdamW(others, **options)] if others else []
+        super().__init__(groups, weights, masters, inner=inner)
+        self._matrices = {parameter for group in matrices for parameter in group["params"]}
 
     def allocate(self, parameter: nn.Parameter) -> None:
-        if any(parameter is one for group in self.param_groups if group["orthogonal"] for one in group["params"]):
+        if parameter in self._matrices:
             self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
         else:
             super().allocate(parameter)
