@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilatant.models.core.host_inputs import HostCopy, HostInputs, PlainCopies, StreamedCopies
+from cases.host_memory import Elsewhere
+from dilatant.models.core.host_inputs import HostInputs, PlainCopies, StreamedCopies
 from dilatant.models.core.recompute import recompute
 from oracles.live_storages import LiveStorages
 
@@ -24,31 +25,6 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         return hidden + self.down(torch.tanh(self.up(hidden * table))) * scale
-
-
-class Elsewhere:
-    """Host memory that is none of torch's."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, int]] = []
-        self.names: dict[int, int] = {}
-
-    def leave(self, tensor: Tensor) -> HostCopy:
-        copy = HostCopy(tensor.detach().numpy().copy(), tensor.device)
-        self.names[id(copy)] = len(self.names)
-        self.log.append(("leave", self.names[id(copy)]))
-        return copy
-
-    def fetch(self, copy: HostCopy) -> None:
-        if copy.back is None:
-            self.log.append(("fetch", self.names[id(copy)]))
-            copy.back = torch.empty(copy.host.shape).copy_(torch.from_numpy(copy.host))
-
-    def take(self, copy: HostCopy) -> Tensor:
-        self.fetch(copy)
-        tensor, copy.back = copy.back, None
-        assert tensor is not None
-        return tensor
 
 
 def blocks(how: Any, inputs: HostInputs) -> nn.ModuleList:
