@@ -81,7 +81,7 @@ def make_buckets(
             last[key] = position
     full += [(last[key], boxes, key) for key, (boxes, *_) in filling.items()]
     full.sort(key=lambda entry: (entry[0], entry[2][0]))
-    return tuple(Bucket(tuple(boxes), ranks, whole) for _, boxes, (ranks, *_, whole) in full)
+    return tuple(Bucket(tuple(boxes), key[0], key[3]) for _, boxes, key in full)
 
 
 def cut_shards(bucket: Bucket, count: int) -> tuple[tuple[Box, ...], ...]:
