@@ -193,5 +193,5 @@ def test_muon_trains_alike_on_sharded_weights(project: Path, dilatant: Dilatant,
     dilatant("train", config, "--set", "output_dir=one", *muon)
     code, _, err = dilatant("train", config, *layout(2), "--set", f"train.shard={shard}", *muon)
     assert code == 0, err
-    # Gradients differ in their last bits, which the iteration in bf16 makes one part in 256 of few numbers of an update.
+    # Gradients differ in their last bits, which the iteration in bf16 makes a part in 256 of few numbers of an update.
     assert losses(project / "run") == pytest.approx(losses(project / "one"), rel=2**-8)
