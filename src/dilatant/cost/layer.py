@@ -163,10 +163,10 @@ def frozen_work(
     if recomputed:
         input_gradient = input_gradient + cost.recompute
         kept = cost.checkpoint_bytes + cost.common_bytes
-    forward, copied = cost.forward, ZERO
+    forward = cost.forward
     if recompute == "block_offload" and recomputed and host_link and not cost.in_chunks:
-        copied = cost.checkpoint_bytes
-        kept, seconds = cost.common_bytes, copied.scaled(1.0 / host_link)
+        kept, seconds = cost.common_bytes, cost.checkpoint_bytes.scaled(1.0 / host_link)
+        working = working + cost.checkpoint_bytes.scaled(2.0)  # of the running block, and of the one that runs next
         forward = forward + _positive(seconds, forward)
         input_gradient = input_gradient + _positive(seconds, input_gradient)
     if recompute == "block_keep_attention":
@@ -180,8 +180,7 @@ def frozen_work(
         weight_gradient,
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
-        # Of inputs on the host, that of the running block is here, and the one that runs next.
-        transient_bytes=working + whole + copied + copied if recomputed else working,
+        transient_bytes=working + whole if recomputed else working,
         common_bytes=cost.common_bytes,
         host=(cost.host, cost.host * (0.5 + recomputed), 0.5 * cost.host * trainable),
     )
