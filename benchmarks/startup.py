@@ -91,11 +91,12 @@ def train(ranks: int, data: Path, output: Path) -> dict[str, Any]:
         raise SystemExit(f"the command failed: {' '.join(command)}")
     # The command counts from its own first line, when Python and the command line are loaded.
     start = seen[next(iter(PHASES))] + json.loads(output_text.strip().splitlines()[-1])["startup_seconds"]
-    first = json.loads(metrics.read_text().splitlines()[0])["step_seconds"]
+    first = json.loads(metrics.read_text().splitlines()[0])
     times = [0.0, *(seen[phase] for phase in PHASES), start]
     names = ["before the first line", *PHASES.values()]
     phases = {name: later - sooner for name, sooner, later in zip(names, times, times[1:])}
-    return {"startup_seconds": start, "first_step_seconds": first, "phases": phases, "mebibytes": held}
+    phases |= {"first step": first["step_seconds"], "of it, for data": first.get("data_wait_seconds", 0.0)}
+    return {"startup_seconds": start, "phases": phases, "mebibytes": held}
 
 
 def main() -> None:
@@ -124,7 +125,6 @@ def main() -> None:
         print(f"{ranks} ranks: {start:.1f} s to the first step, {start / bound:.1f}x the imports{bar}")
         for phase in found[0]["phases"]:
             print(f"    {phase:32} {statistics.median(run['phases'][phase] for run in found):5.2f} s")
-        print(f"    {'first step':32} {statistics.median(run['first_step_seconds'] for run in found):5.2f} s")
         held = found[-1]["mebibytes"]
         print(f"    {sum(held):.0f} MiB in {len(held)} processes")
     fewest, most = min(runs), max(runs)
