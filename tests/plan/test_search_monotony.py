@@ -163,7 +163,7 @@ def test_chains_that_fit_only_with_inputs_on_the_host_have_them_there():
         elif beside is not None:
             assert "block_offload" in beside.chain.recompute["language"]
             more += 1
-    assert more > 5
+    assert more > 2
 
 
 @pytest.mark.slow
