@@ -105,7 +105,7 @@ def test_it_takes_trained_matrices_within_blocks_only() -> None:
     assert model.language.orthogonal == {
         name for name, weight in sizes.items() if weight.ndim == 2 and weight.requires_grad and ".layers." in name
     }
-    for pattern, why in (("language.layers.0", "that trains"), ("language.norm", "no matrix in a block")):
+    for pattern, why in (("language.layers.0", "that trains"), ("language.head.norm", "no matrix in a block")):
         with pytest.raises(UserError, match=rf"muon.weights: '{pattern}' names .*{why}"):
             choose_orthogonal(model.units, MuonConfig(weights=("language", pattern)))
 

@@ -60,7 +60,7 @@ def select(units: Mapping[str, Unit], patterns: Iterable[str]) -> frozenset[str]
             hint = f"did you mean {near[0]!r}?" if near else f"the units are {', '.join(units)}"
             unmatched.append(f"{pattern!r} names no weight; {hint}")
     if unmatched:
-        raise list_problems("cannot choose weights to freeze:", unmatched)
+        raise list_problems("cannot choose weights:", unmatched)
     return frozenset(chosen)
 
 
