@@ -35,6 +35,7 @@ def compare(name: str, folder: Path, settings: argparse.Namespace) -> dict[str, 
     other = threading.Thread(target=run_eager)
     other.start()
     compiled = train_dilatant(folder, argparse.Namespace(**vars(settings), compile="blocks"), turns.give)
+    turns.leave()
     other.join()
     seconds = {side: [one.seconds for one in steps] for side, steps in (("compiled", compiled), ("eager", eager))}
     medians = {side: statistics.median(own[settings.warm_up :]) for side, own in seconds.items()}
