@@ -246,17 +246,33 @@ def cases(data: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
     yield "lengths differ", scratch
 
 
+def compared(name: str, ours: Sequence[Step], others: Sequence[Step], warm_up: int, bar: float) -> dict[str, Any]:
+    """Return how much faster `ours` are, pair by pair behind the warm-up, and what both did in a second. Exits where
+    the first losses differ, since they must train alike."""
+    assert all((a.samples, a.tokens) == (b.samples, b.tokens) for a, b in zip(ours, others, strict=True))
+    difference = max(abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours[:3], others[:3], strict=True))
+    pairs = list(zip(ours, others, strict=True))[warm_up:]
+    ratios = [b.seconds / a.seconds for a, b in pairs]
+    print(
+        f"{name:15} {statistics.median(ratios):.2f}x (median of {len(ratios)} pairs of steps; worst "
+        f"{min(ratios):.2f}x, best {max(ratios):.2f}x); bar {bar}x; losses differ by {difference:.1e}",
+        flush=True,
+    )
+    if difference > AGREEMENT:
+        raise SystemExit(f"{name}: the losses differ by {difference}, so the ratio means nothing")
+    return {
+        "ratio": {"median": statistics.median(ratios), "worst": min(ratios), "best": max(ratios), "bar": bar},
+        "loss_difference": difference,
+    }
+
+
 def compare(name: str, folder: Path, settings: argparse.Namespace) -> dict[str, Any]:
-    """Both loops in turn on one case; their speeds and ratios, printed and returned."""
+    """Run both loops in turn on one case; print and return their speeds and ratios."""
     padded: list[Step] = []
     plain = train_padded(folder, settings)
     ours = train_dilatant(folder, settings, lambda: padded.append(next(plain)))
-    assert all((a.samples, a.tokens) == (b.samples, b.tokens) for a, b in zip(ours, padded, strict=True))
-    differences = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours, padded, strict=True)]
-    timed = list(zip(ours, padded, strict=True))[settings.warm_up :]
-    ratios = [b.seconds / a.seconds for a, b in timed]
     speeds: dict[str, dict[str, float]] = {}
-    for way, steps in (("dilatant", [a for a, _ in timed]), ("padded", [b for _, b in timed])):
+    for way, steps in (("dilatant", ours[settings.warm_up :]), ("padded", padded[settings.warm_up :])):
         speeds[way] = {
             f"{what}_per_second": statistics.median(getattr(step, what) / step.seconds for step in steps)
             for what in ("samples", "tokens")
@@ -265,33 +281,25 @@ def compare(name: str, folder: Path, settings: argparse.Namespace) -> dict[str, 
             f"{name:15} {way:9} {speeds[way]['samples_per_second']:8.2f} samples/s "
             f"{speeds[way]['tokens_per_second']:9.0f} tokens/s"
         )
-    print(
-        f"{name:15} {statistics.median(ratios):.2f}x (median of {len(ratios)} pairs of steps; worst "
-        f"{min(ratios):.2f}x, best {max(ratios):.2f}x); bar {BARS[name]}x; losses differ by {max(differences[:3]):.1e}",
-        flush=True,
-    )
-    if max(differences[:3]) > AGREEMENT:
-        raise SystemExit(f"{name}: the losses differ, so the ratio means nothing: {differences}")
-    return {
-        **speeds,
-        "ratio": {"median": statistics.median(ratios), "worst": min(ratios), "best": max(ratios), "bar": BARS[name]},
-        "loss_difference": max(differences[:3]),
-    }
+    return {**speeds, **compared(name, ours, padded, settings.warm_up, BARS[name])}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str) -> argparse.ArgumentParser:
+    """Return the options of a benchmark that trains the model of this file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of chartqa_mini")
-    parser.add_argument("--case", choices=BARS, action="append", help="default: both")
+    parser.add_argument("--case", choices=BARS, action="append", help="default: all")
     parser.add_argument("--steps", type=int, default=12, help="of each loop, that are timed after --warm-up")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
-    parser.add_argument("--padded-batch", type=int, default=8, help="samples that the plain loop runs at once")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--compile", choices=("blocks", "none"), default="none", help="train.compile of (a)")
-    parser.add_argument("--attention", help="attn_implementation of (a), to compare with its default")
+    parser.add_argument("--attention", help="attn_implementation of Dilatant's model, to compare with its default")
     parser.add_argument("--json", type=Path)
-    settings = parser.parse_args()
+    return parser
+
+
+def run(settings: argparse.Namespace, compare_case: Callable[[str, Path, argparse.Namespace], dict[str, Any]]) -> None:
+    """Compare in every chosen case, and write the results."""
     if not any(settings.data.glob("*.parquet")):
         print(f"skipped: {settings.data} holds no Parquet files of chartqa_mini")
         return
@@ -299,11 +307,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, folder in cases(settings.data, Path(scratch) / "charts"):
             if settings.case is None or name in settings.case:
-                results[name] = compare(name, folder, settings)
+                results[name] = compare_case(name, folder, settings)
     if settings.json:
-        options = {key: value for key, value in vars(settings).items() if key not in ("data", "json")}
-        report = {"machine": machine(), "threads": torch.get_num_threads(), "settings": options, "cases": results}
+        chosen = {key: value for key, value in vars(settings).items() if key not in ("data", "json")}
+        report = {"machine": machine(), "threads": torch.get_num_threads(), "settings": chosen, "cases": results}
         settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = options(str(__doc__))
+    parser.add_argument("--padded-batch", type=int, default=8, help="samples that the plain loop runs at once")
+    parser.add_argument("--compile", choices=("blocks", "none"), default="none", help="train.compile of (a)")
+    run(parser.parse_args(), compare)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,10 @@ class Turns:
     def begin(self) -> None:
         self._go.acquire()
 
+    def leave(self) -> None:
+        """Let the other loop end, if it waits for a turn after its last step."""
+        self._go.release()
+
     def end(self) -> None:
         self._ended = True
         self._done.release()

@@ -80,10 +80,11 @@ def cases(
         generators=generators,
         nets=drawing,
         frozen=_draw_frozen(draw, encoders, generators, drawing),
-        recompute=draw(st.sampled_from(["none", "block", "block_keep_attention"])),
+        recompute=draw(st.sampled_from(["none", "block", "block_keep_attention", "block_offload"])),
         loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
         placement="auto" if language in HYBRIDS else draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous"])),
         rows_of_piece=draw(st.sampled_from([None, 1, 2, 5])),
+        row_multiple=draw(st.sampled_from([None, 4, 16])),
         attention="causal"
         if language in HYBRIDS
         else draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -11,8 +12,10 @@ import torch
 from cases.models.tiny_nets import NETS, SIZES
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
+from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, Generator, MultimodalModel
+from dilatant.models.language.row_padding import pad_rows
 from dilatant.models.language.token_loss import TargetPlaces, TokenLoss
 from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
@@ -156,6 +159,8 @@ class Case:
     """Of what tensor-parallel ranks exchange."""
     placement: str = "auto"
     """How context-parallel ranks share a row."""
+    row_multiple: int | None = None
+    """Of whose tokens rows are padded to a multiple, where the model can."""
     nets: dict[str, tuple[str, str, bool]] = field(default_factory=dict)
     """Of generators that draw pictures: family of their net, objective, whether learned queries ask for them."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -270,6 +275,8 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     if case.attention is not None and not plain:
         use_row_attention(model)
         place_rows(model, case.placement)
+        with suppress(UserError):
+            pad_rows(model.language, case.row_multiple or 1)
     if case.frozen:
         model.freeze(case.frozen)
     model.language.loss_chunk = case.loss_chunk

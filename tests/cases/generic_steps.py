@@ -105,6 +105,8 @@ class GenericCase:
     plan: Plan = field(default_factory=lambda: Plan(()))
     assignment: Assignment = field(default_factory=lambda: Assignment({}))
     schedule: Schedule = field(default_factory=lambda: Schedule({}))
+    compiler: str = ""
+    """Backend of `torch.compile` for the blocks; empty to run them as they are."""
 
     @property
     def adapters(self) -> LoraConfig | None:
@@ -175,7 +177,7 @@ def generic_cases(
         with_lora,
         dtype,
         () if with_lora else tuple(draw(st.lists(st.sampled_from(freezable), max_size=2, unique=True))),
-        draw(st.sampled_from(["none", "block", "block_keep_attention"])),
+        draw(st.sampled_from(["none", "block", "block_keep_attention", "block_offload"])),
         draw(st.integers(0, 10**6)),
     )
     model = opened(case, "meta")

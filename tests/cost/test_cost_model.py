@@ -387,6 +387,18 @@ def test_what_does_not_train_keeps_nothing_for_weight_gradients():
     assert frozen_work(unknown, trainable=False, before=True).kept_bytes == Quadratic(b=10.0)
 
 
+@pytest.mark.parametrize(("link", "forward", "backward"), [(10.0, 1.0, 3.3), (0.5, 2.0, 3.3), (0.25, 4.0, 5.1)])
+def test_inputs_on_the_host_cost_what_their_copies_expose(link: float, forward: float, backward: float) -> None:
+    """A block of 1 s forward and 2.2 s input gradient, half of it again, keeps an input of one byte."""
+    work = frozen_work(COST, True, True, "block_offload", link)
+    assert work.forward(1) == pytest.approx(forward)
+    assert work.backward(1) == pytest.approx(backward)
+    assert work.kept_bytes(1) == 0.0
+    block = frozen_work(COST, True, True, "block")
+    assert work.transient_bytes(1) == block.transient_bytes(1) + 2 * 1.0
+    assert frozen_work(COST, True, True, "block_offload") == block  # no host apart
+
+
 def test_a_layer_that_saves_no_memory_is_not_recomputed():
     head = replace(COST, activation_bytes=Quadratic(b=10.0), checkpoint_bytes=Quadratic(b=10.0))
     assert frozen_work(head, True, True, "block") == frozen_work(head, True, True, "none")

@@ -27,7 +27,9 @@ def _step(worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero
         comm,
         weights=weights,
         layout=layout,
-        execution=Execution(case.dtype, check_transport=True),
+        execution=Execution(
+            case.dtype, check_transport=True, compile="blocks" if case.compiler else "none", compiler=case.compiler
+        ),
     )
     samples = [samples_of(case.family)[number] for number in case.numbers]
     result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))

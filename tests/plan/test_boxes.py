@@ -91,11 +91,14 @@ def test_intervals_that_are_no_part_of_the_weight_are_refused(intervals: BoxInte
 
 @pytest.mark.parametrize("degrees", [(1,), (2,), (1, 1), (2, 1), (1, 2, 4), (4, 4), (2, 2, 1, 1)])
 @pytest.mark.parametrize("zero", ["none", "node", "all"])
-def test_every_number_has_one_owner_and_shared_ones_are_divided(degrees: tuple[int, ...], zero: str) -> None:
+@pytest.mark.parametrize("uncut", [frozenset[str](), frozenset({"u.0.rows", "u.0.columns", "u.0.kv"})])
+def test_every_number_has_one_owner_and_shared_ones_are_divided(
+    degrees: tuple[int, ...], zero: str, uncut: frozenset[str]
+) -> None:
     held = holdings(plan_of(*degrees), {"u": ["u.0"]}, WEIGHTS, split)
     ranks = sum(degrees)
     node_of = [rank // 3 for rank in range(ranks)]  # unlike numbers of holders on a node
-    buckets = make_buckets(held, {weight.name: FP32 for weight in WEIGHTS}, held, bucket_bytes=100)
+    buckets = make_buckets(held, {weight.name: FP32 for weight in WEIGHTS}, held, 100, uncut=uncut)
     summed = [point for b in buckets for box in b.boxes for point in zip([box.name] * box.size, points(box))]
     assert len(summed) == len(set(summed)) == sum(math.prod(shape) for shape in SHAPES.values())
     spoken: list[tuple[str, tuple[int, ...]]] = []
@@ -113,6 +116,8 @@ def test_every_number_has_one_owner_and_shared_ones_are_divided(degrees: tuple[i
             whole = {(box.name, point) for box in bucket.boxes for point in points(box)}
             assert len(divided) == len(set(divided))
             assert set(divided) == whole
+            if bucket.uncut:
+                assert set(own.own) | set(own.pieces) <= set(bucket.boxes)
             if own.is_primary:
                 spoken += [(box.name, point) for box in own.own for point in points(box)]
     assert sorted(spoken) == sorted(summed)
@@ -143,12 +148,28 @@ def test_a_tied_weight_with_unlike_boxes_on_a_rank_is_refused() -> None:
 @given(st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=5), st.integers(1, 7))
 def test_shares_are_consecutive_and_off_by_less_than_a_row(shapes: list[list[int]], count: int) -> None:
     boxes = [Box.of(f"w{i}", shape) for i, shape in enumerate(shapes)]
+    shares = cut_shards(Bucket(tuple(boxes), ()), count)
     order = {(box.name, point): (i, n) for i, box in enumerate(boxes) for n, point in enumerate(sorted(points(box)))}
-    flat = [(box.name, point) for share in cut_shards(boxes, count) for box in share for point in sorted(points(box))]
+    flat = [(box.name, point) for share in shares for box in share for point in sorted(points(box))]
     assert flat == sorted(order, key=lambda entry: order[entry])
     total, longest_row = len(flat), max(box.size // (box.shape[0] if box.whole else 1) for box in boxes)
-    for share in cut_shards(boxes, count):
+    for share in shares:
         assert abs(sum(box.size for box in share) - total / count) <= longest_row + 1
+
+
+@pytest.mark.parametrize("holders", [2, 3, 4, 8])
+def test_uncut_matrices_are_spread_over_all_their_holders(holders: int) -> None:
+    """Of seven matrices of a block, no rank of eight blocks' owners has more than twice its part."""
+    shapes = [(8, 8), (8, 2), (8, 2), (8, 8), (24, 8), (24, 8), (8, 24)]
+    sizes = {f"u.layers.{n}.{i}": shape for n in range(8) for i, shape in enumerate(shapes)}
+    held = {name: Holding(dict.fromkeys(range(holders), Box.of(name, shape))) for name, shape in sizes.items()}
+    buckets = make_buckets(held, dict.fromkeys(sizes, FP32), sizes, bucket_bytes=4, uncut=sizes.keys())
+    each = [
+        sum(box.size for bucket in buckets for box in shard_of(bucket, rank, "all", [0] * holders).own)
+        for rank in range(holders)
+    ]
+    assert sum(each) == sum(map(math.prod, sizes.values()))
+    assert max(each) < 2 * sum(each) / holders
 
 
 def test_buckets_hold_one_rank_set_and_format_in_backward_order() -> None:

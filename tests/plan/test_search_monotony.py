@@ -144,6 +144,28 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
     assert mixed > 5
 
 
+def test_chains_that_fit_only_with_inputs_on_the_host_have_them_there():
+    more = 0
+    for seed in range(100):
+        draw = random.Random(seed)
+        spec, costs, tokens = drawn(draw, free=True, activation=200.0)
+        workload = Workload({name: np.full(8, float(count)) for name, count in tokens.items()})
+        request, capacity = ChainRequest("language", ONE, draw.randint(1, 4), 1.0, 8), draw.uniform(500, 5_000)
+        alone, beside = (
+            OptionTable(UnitLayers(spec, costs, workload, 4, replace(RULES, host_link=link), 8), capacity).chain(
+                request, 1
+            )
+            for link in (0.0, 1e30)
+        )
+        if alone is not None:
+            assert beside is not None
+            assert beside.total <= alone.total * ROUNDING
+        elif beside is not None:
+            assert "block_offload" in beside.chain.recompute["language"]
+            more += 1
+    assert more > 2
+
+
 @pytest.mark.slow
 @often
 def test_no_simulated_plan_beats_the_bound_of_a_stopped_search(cases):

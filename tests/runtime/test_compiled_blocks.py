@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from cases.drawn_steps import cases
 from cases.engine_case import BATCHES, CASE, Case
+from cases.generic_steps import generic_cases
 from cases.parallel_cases import case_of, plan_of
 from dilatant.config.train import TrainConfig
 from dilatant.models.core.recompute import recompute
@@ -25,6 +27,7 @@ from dilatant.runtime.compiled_blocks import SAFE, CompiledBlocks, compiles
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
 from dilatant.schedule.families.families import one_f_one_b, zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
+from harness.checked_generic_steps import check_generic_case
 from harness.checked_steps import COMMON, check_case
 from harness.worker_pool import WorkerPool
 
@@ -177,6 +180,30 @@ def test_compiled_blocks_with_sharded_weights_match_one_process(workers: WorkerP
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (0,)),), (Stage(0, 4, (1,)),))
     halves = Assignment({"vision": (BATCHES,), "language": (BATCHES[::2], BATCHES[1::2])})
     check_case(workers, case_of(plan, compiler="inductor", assignment=halves), "node", 1, shard={"language": "weights"})
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_blocks_under_context_parallelism(workers: WorkerPool, compiler: str) -> None:
+    """Rank 2 has fewer tokens than a block, so that rows of very unlike lengths meet one graph; rows that one rank
+    holds alone are padded."""
+    stages = Stage(0, 2, (1, 2, 3), cp=3), Stage(2, 4, (0,))
+    case = case_of(plan_of((Stage(0, 5, (0,)),), stages), zero_bubble_h1, attention="causal", compiler=compiler)
+    check_case(workers, replace(case, row_multiple=16), "node", 1)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("compiler", "dtype"), [("aot_eager", torch.float32), ("inductor", torch.bfloat16)])
+@settings(max_examples=4, **COMMON)
+@given(data=st.data())
+def test_compiled_blocks_with_adapters_match_peft(
+    workers: WorkerPool, compiler: str, dtype: torch.dtype, data: Any
+) -> None:
+    case = data.draw(generic_cases(["deepseek_vl"], 3, dtype, lora=True))
+    check_generic_case(workers, replace(case, compiler=compiler), "node", 1)
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 from typing import Literal, get_args
 
-Recompute = Literal["none", "block", "block_keep_attention"]
+Recompute = Literal["none", "block", "block_keep_attention", "block_offload"]
 """`none`: all activations are kept. `block`: only the input of each block. `block_keep_attention`: also the output of
-attention (selective recomputation)."""
+attention (selective recomputation). `block_offload`: only the input of each block, in host memory."""
 
 Shard = Literal["none", "gradients", "weights"]
 """What ranks that share the optimizer state of a weight shard besides it. `none`: nothing (ZeRO stage 1). `gradients`:

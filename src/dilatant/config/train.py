@@ -27,6 +27,20 @@ class GroupOverride(Section):
     weight_decay: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
+class MuonConfig(Section):
+    """Muon for matrices, beside AdamW for all other weights."""
+
+    weights: tuple[str, ...] = Field(min_length=1)
+    """Units, parts or patterns, as in `groups`: their trained matrices within blocks (not embeddings, heads and
+    projectors) have orthogonalised updates and one moment."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Its settings `momentum`, `nesterov`, `ns_steps` and `adjust_lr_fn` are as in torch; by default, learning rates
+    and weight decay are those that suit AdamW."""
+    nesterov: bool = True
+    ns_steps: int = Field(5, gt=0, lt=100)
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+
 class OptimizerConfig(Section):
     """AdamW and its settings."""
 
@@ -44,9 +58,13 @@ class OptimizerConfig(Section):
     """Keep fp32 master weights and moments in host memory and update there: a GPU then holds only weights and
     gradients. Slower; refused without a GPU, since they are in host memory anyway."""
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
+    muon: MuonConfig | None = None
 
     @model_validator(mode="after")
     def _one_way_to_save(self) -> Self:
+        if self.muon is not None and (self.offload or self.name != "adamw"):
+            with_ = "offload" if self.offload else f"name: {self.name}"
+            raise ValueError(f"'muon' goes with AdamW on the device only; leave out {with_!r}")
         if self.offload and self.name != "adamw":
             raise ValueError(
                 f"'offload' keeps fp32 moments on the host, 'name: {self.name}' 8-bit ones on the GPU; give one"
@@ -136,6 +154,9 @@ class TrainConfig(Section):
     row_tokens: int | None = Field(None, gt=0)
     """Maximum language-model tokens of one packed microbatch. Default: `data.max_length`; on GPUs without pipelines,
     the largest of this, 4,096, 8,192 and 16,384 whose predicted memory fits."""
+    row_multiple: int | None = Field(None, gt=1)
+    """Pad packed rows behind their samples to a multiple of so many tokens, for kernels that are faster on aligned
+    lengths (128). Default: no padding."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
     zero: Literal["none", "node", "all"] | None = None
@@ -174,8 +195,9 @@ class TrainConfig(Section):
     bf16; gradients, master weights and moments are fp32."""
     recompute: Recompute | dict[str, Recompute] | None = None
     """Activation recomputation in the backward, for all units or by unit (`{vision: block}`; others `none`). `block`:
-    keep only the input of each block; `block_keep_attention`: also keep the output of attention. Default: chosen by the
-    plan for each block, as little as fits memory; without a plan `none`."""
+    keep only the input of each block; `block_keep_attention`: also keep the output of attention; `block_offload`: keep
+    the input in host memory. Default: chosen by the plan for each block, as little as fits memory; without a plan
+    `none`."""
     compile: Compile = "auto"
     """`blocks`: compile the blocks of every unit with torch.compile. The first step takes longer; blocks that cannot be
     compiled run as before, with a warning. `auto`: none, until compiled steps were tested on a GPU

@@ -49,7 +49,8 @@ class Hardware:
     seconds from one kernel to the next on the device; `host`: seconds in which the host issues one operation. The two
     efficiencies are the fractions of peak that large kernels reach; `attention`: those of its forward and backward, by
     kernel ("packed": ours). `processors`: units that each compute a tile of a product; 0: products have no tiles.
-    `source`: origin of the numbers.
+    `host_link`: bytes per second between a device and its host in one direction, while all devices of a node copy; 0:
+    they share memory, or it is unknown. `source`: origin of the numbers.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Hardware:
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host: float = 0.0
     processors: Annotated[int, Meta(ge=0)] = 0
+    host_link: float = 0.0
 
     def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
         """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
@@ -176,7 +178,7 @@ _WORDS = {
 }
 
 
-_OPTIONAL = {"source", "ports", "attention", "host", "processors"}
+_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link"}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:

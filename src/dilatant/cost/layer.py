@@ -134,12 +134,15 @@ def trainable_before(trainable: Sequence[bool], upstream: bool = False) -> tuple
     return tuple(result)
 
 
-def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recompute = "none") -> LayerWork:
+def frozen_work(
+    cost: LayerCost, trainable: bool, before: bool, recompute: Recompute = "none", host_link: float = 0.0
+) -> LayerWork:
     """Return the work of a layer that trains or not, with something trainable before it or not.
 
     The weight gradient is needed only if the layer trains, the input gradient only if something before it trains, and
     recomputation only if there is a backward: a frozen encoder is never recomputed, and a layer without a backward
-    keeps nothing. Recomputation is charged to the input-gradient half, which runs first.
+    keeps nothing. Recomputation is charged to the input-gradient half, which runs first. host_link: bytes per second
+    of copies to and from the host, beside which blocks compute; 0: it shares the device's memory.
     """
     if not trainable and not before:
         held = cost.activation_bytes if cost.forward_bytes == ZERO else cost.forward_bytes
@@ -160,13 +163,19 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
     if recomputed:
         input_gradient = input_gradient + cost.recompute
         kept = cost.checkpoint_bytes + cost.common_bytes
+    forward = cost.forward
+    if recompute == "block_offload" and recomputed and host_link and not cost.in_chunks:
+        kept, seconds = cost.common_bytes, cost.checkpoint_bytes.scaled(1.0 / host_link)
+        working = working + cost.checkpoint_bytes.scaled(2.0)  # of the running block, and of the one that runs next
+        forward = forward + _positive(seconds, forward)
+        input_gradient = input_gradient + _positive(seconds, input_gradient)
     if recompute == "block_keep_attention":
         input_gradient = _positive(input_gradient, cost.attention)
         kept = kept + cost.attention_bytes
     if not cost.splits:
         input_gradient, weight_gradient = input_gradient + weight_gradient, ZERO
     return LayerWork(
-        cost.forward,
+        forward,
         input_gradient,
         weight_gradient,
         kept_bytes=kept,

@@ -22,7 +22,8 @@ class ParameterBytes:
     optimizer state. ranks_per_node: None if all are on one node. State offloaded to the host takes no device memory.
     keeps_gradients: a rank keeps its local gradients until the update, for partial-step recovery. integers: bytes of
     integer sums over samples (`train.deterministic`), in addition to one sample's gradients. shard: pairs of a unit and
-    what is sharded of it besides its state; the unit "" stands for all others.
+    what is sharded of it besides its state; the unit "" stands for all others. host_link: as in `Hardware`, for inputs
+    of blocks that are kept on the host.
     """
 
     weight: float = 2.0
@@ -33,6 +34,7 @@ class ParameterBytes:
     keeps_gradients: bool = False
     integers: float = 0.0
     shard: tuple[tuple[str, Shard], ...] = ()
+    host_link: float = 0.0
 
     def shard_of(self, unit: str) -> Shard:
         """Return what is sharded of a unit besides its optimizer state."""
@@ -96,6 +98,8 @@ class MemoryReserve:
 
 NOTHING = MemoryReserve()
 FP32_MOMENTS = 8.0
+MUON_SAVES = 4.0
+"""Bytes per parameter that Muon updates: its second moment."""
 EXACT_SUMS = 8.0
 FP32_AVERAGE = 4.0
 FOUR_BITS = 0.5 + 4 / 64

@@ -8,7 +8,7 @@ is cut at the row borders nearest to equal shards, so that every shard consists 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,10 +22,12 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Cells in backward order, and the ranks (ascending) that each hold all of them."""
+    """Cells in backward order, and the ranks (ascending) that each hold all of them. uncut: no shard has a part of a
+    cell."""
 
     boxes: tuple[Box, ...]
     ranks: tuple[int, ...]
+    uncut: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,64 +43,71 @@ class Format:
     item_bytes: int
 
 
+_Key = tuple[tuple[int, ...], Format, str, bool]
+"""What all cells of a bucket have in common: holders, format, group, and whether shards may cut them."""
+
+
 def make_buckets(
     holdings: Holdings,
     formats: Mapping[str, Format],
     trainable: Iterable[str],
     bucket_bytes: int,
     apart: Mapping[str, str] = MappingProxyType({}),
+    uncut: Set[str] = frozenset(),
 ) -> tuple[Bucket, ...]:
     """Group trainable weights into buckets of one rank set and format and of at most `bucket_bytes` (or one cell).
 
     Buckets are in reduction order: that of their last weight in the backward pass. holdings: in layer order. apart:
-    weight → group; weights of different groups share no bucket. All arguments are known to every rank, so all ranks
-    cut the same buckets.
+    weight → group; weights of different groups share no bucket. uncut: weights that no shard may hold in part; their
+    buckets are as large as their largest cell times their holders, so that every holder can get one. All arguments are
+    known to every rank, so all ranks cut the same buckets.
     """
     chosen = set(trainable)
-    filling: dict[tuple[tuple[int, ...], Format, str], tuple[list[Box], int]] = {}
-    full: list[tuple[int, list[Box], tuple[int, ...]]] = []
-    last: dict[tuple[tuple[int, ...], Format, str], int] = {}
+    filling: dict[_Key, tuple[list[Box], int, int]] = {}
+    full: list[tuple[int, list[Box], _Key]] = []
+    last: dict[_Key, int] = {}
     for position, name in enumerate(name for name in reversed(holdings) if name in chosen):
         form = formats[name]
         for atom in atoms(holdings[name].boxes):
-            key = atom.ranks, form, apart.get(name, "")
-            boxes, total = filling.get(key, ([], 0))
+            key = atom.ranks, form, apart.get(name, ""), name in uncut
+            boxes, total, largest = filling.get(key, ([], 0, 0))
             size = atom.box.size * form.item_bytes
-            if boxes and total + size > bucket_bytes:
-                full.append((last[key], boxes, atom.ranks))
-                boxes, total = [], 0
+            largest = max(largest, size)
+            if boxes and total + size > max(bucket_bytes, len(atom.ranks) * largest * (name in uncut)):
+                full.append((last[key], boxes, key))
+                boxes, total, largest = [], 0, size
             boxes.append(atom.box)
-            filling[key] = boxes, total + size
+            filling[key] = boxes, total + size, largest
             last[key] = position
-    full += [(last[key], boxes, key[0]) for key, (boxes, _) in filling.items()]
-    full.sort(key=lambda entry: (entry[0], entry[2]))
-    return tuple(Bucket(tuple(boxes), ranks) for _, boxes, ranks in full)
+    full += [(last[key], boxes, key) for key, (boxes, *_) in filling.items()]
+    full.sort(key=lambda entry: (entry[0], entry[2][0]))
+    return tuple(Bucket(tuple(boxes), key[0], key[3]) for _, boxes, key in full)
 
 
-def cut_shards(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
+def cut_shards(bucket: Bucket, count: int) -> tuple[tuple[Box, ...], ...]:
     """Cut a bucket's cells into `count` consecutive shards, at the row borders nearest to equal shards.
 
-    Each end of a shard is less than a row away from the equal cut; a shard may be empty.
+    Each end of a shard is less than a row (of uncut weights: a weight) away from the equal cut; a shard may be empty.
     """
-    return _cut(boxes, _borders(boxes, count))
+    return _cut(bucket, _borders(bucket, count))
 
 
-def _borders(boxes: Sequence[Box], count: int) -> list[int]:
-    total = sum(box.size for box in boxes)
-    return [0] + [_border(boxes, (2 * total * k + count) // (2 * count)) for k in range(1, count)] + [total]
+def _borders(bucket: Bucket, count: int) -> list[int]:
+    total = sum(box.size for box in bucket.boxes)
+    return [0] + [_border(bucket, (2 * total * k + count) // (2 * count)) for k in range(1, count)] + [total]
 
 
-def _cut(boxes: Sequence[Box], borders: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
+def _cut(bucket: Bucket, borders: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
     """Cut consecutive cells at row borders, in elements from the start."""
     divided: list[tuple[Box, ...]] = []
     for first, end in itertools.pairwise(borders):
         share = []
         start = 0
-        for box in boxes:
-            row = _row_size(box)
+        for box in bucket.boxes:
+            row = 1 if bucket.uncut else _row_size(box)
             low, high = max(first - start, 0) // row, min(end - start, box.size) // row
             if low < high:
-                share.append(box.rows(low, high))
+                share.append(box if bucket.uncut else box.rows(low, high))
             start += box.size
         divided.append(tuple(share))
     return tuple(divided)
@@ -165,7 +174,7 @@ def shard_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
     else:
         alike = tuple(held[place] for held in nodes.values())
     is_primary = bucket.ranks[0] in sharing
-    divided = cut_shards(bucket.boxes, len(sharing))
+    divided = cut_shards(bucket, len(sharing))
     sizes = tuple(sum(box.size for box in share) for share in divided)
     own = divided[place]
     cells = tuple(
@@ -173,18 +182,18 @@ def shard_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
     )
     pieces = own
     if not even:
-        borders = {border for held in nodes.values() for border in _borders(bucket.boxes, len(held))}
-        finer = itertools.chain(*_cut(bucket.boxes, sorted(borders)))
+        borders = {border for held in nodes.values() for border in _borders(bucket, len(held))}
+        finer = itertools.chain(*_cut(bucket, sorted(borders)))
         pieces = tuple(part for part in finer if any(b.name == part.name and b.meet(part) == part for b in own))
     return BucketShard(bucket, rank, sharing, alike, sizes, own, cells, pieces, is_primary, even)
 
 
-def _border(boxes: Sequence[Box], target: int) -> int:
-    """Return the row border nearest to `target` elements from the start."""
+def _border(bucket: Bucket, target: int) -> int:
+    """Return the border nearest to `target` elements from the start: of a row, or of an uncut weight."""
     start = 0
-    for box in boxes:
+    for box in bucket.boxes:
         if target <= start + box.size:
-            row = _row_size(box)
+            row = box.size if bucket.uncut else _row_size(box)
             return start + (target - start + row // 2) // row * row
         start += box.size
     return start

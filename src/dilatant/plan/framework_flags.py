@@ -40,13 +40,15 @@ def framework_flags(
     degrees, names = max(stage.degrees for stage in stages), TORCHTITAN if framework == "torchtitan" else MEGATRON
     flags: dict[str, str | int] = {flag: getattr(degrees, name) for name, flag in names.items()}
     chunks, size = len(stages) // groups, max(1, batch // (replicas * microbatches))
-    kinds = {*chosen.recompute} - {"none"}
+    kinds = {"block" if how == "block_offload" else how for how in chosen.recompute} - {"none"}
     others = [other.name for other in plan.units if other.name != unit]
     lost = [f"stages and replicas of their own: {other!r} runs in the first stage" for other in others]
     if len({replica.shape for replica in chosen.replicas}) > 1 or len({one.degrees for one in stages}) > 1:
         lost.append("replicas or stages of unlike shape: all are as the first replica's largest")
     if len({stage.end - stage.first for stage in stages[1:-1]}) > 1:
         lost.append("cuts by what layers take: stages get equal numbers of blocks")
+    if "block_offload" in chosen.recompute:
+        lost.append("inputs of blocks in host memory: they stay on the device")
     if kinds and "none" in chosen.recompute:
         lost.append("recomputation of some blocks only: all are recomputed")
     lost += [f"{name} {n}: it has no flag" for name, n in degrees._asdict().items() if n > 1 and name not in names]

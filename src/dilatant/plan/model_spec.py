@@ -16,7 +16,7 @@ class LayerSpec:
     `tied`: parameters shared with the unit's first layer; a rank with both layers holds them once. `experts`: number of
     experts, which own `expert_parameters` of the parameters; expert-parallel ranks divide them. `fixed`: parameters
     that are frozen although the layer trains, as with adapters. `largest`: parameters of its largest trainable
-    weight. `four_bit`: parameters stored in four bits."""
+    weight. `four_bit`: parameters stored in four bits. `orthogonal`: parameters that Muon updates, with one moment."""
 
     name: str
     kind: str
@@ -29,6 +29,7 @@ class LayerSpec:
     largest: int = 0
     fixed: int = 0
     four_bit: int = 0
+    orthogonal: int = 0
 
     @property
     def trained(self) -> int:

@@ -22,6 +22,7 @@ from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
 from dilatant.models.build import build_model, inspect_denoisers, open_pretrained, token_of
+from dilatant.models.core.freeze import choose_orthogonal
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
 from dilatant.models.encoders.media import media_unit
 from dilatant.models.families.media_units import units_of_patch_merger, units_of_pretrained
@@ -151,6 +152,7 @@ def assemble_model(config: Config, tokenizer: Any, encoding: Encoding, hollow: b
     for name, how in recompute_by_unit(config, model.units).items():
         model.units[name].recompute(how or "none")
     model.language.loss_chunk = config.train.loss_chunk
+    choose_orthogonal(model.units, config.train.optimizer.muon)
     return model
 
 

@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.cost.memory import BF16, MUON_SAVES, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stable_batch import StableBatch
 from dilatant.plan.costs.sync_time import sharing
@@ -158,7 +158,8 @@ def _parameter_bytes(
             weights -= float((trained * (rules.weight - left))[by > 1].sum())
         weights -= sum(rules.spared(layer.held_in_four_bits(degrees)) for layer in layers)
         gradients += rules.gradients * float((trained if shard == "none" else trained / by).sum())
-        optimizer += rules.optimizer * float((trained / by).sum())
+        orthogonal = np.array([layer.orthogonal for layer in layers])
+        optimizer += float(((rules.optimizer * trained - MUON_SAVES * orthogonal) / by).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 

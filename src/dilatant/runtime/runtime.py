@@ -415,7 +415,7 @@ class Runtime:
         `optimizer_tensors` returns them. Raises UserError."""
         copies = {key: tensor for key, tensor in masters.items() if tensor is not self.owned.parameters[key]}
         state = {"master weights": copies}
-        for kind in ("exp_avg", "exp_avg_sq", "ema"):
+        for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer", "ema"):
             state[f"moments ({kind})"] = {key: tensors[kind] for key, tensors in moments.items() if kind in tensors}
         self._shared.require_equal(state)
 

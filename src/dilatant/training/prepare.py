@@ -18,6 +18,7 @@ from dilatant.hf.stored_weights import check_sources
 from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.language.embedding_noise import EmbeddingNoise
 from dilatant.models.language.router_loss import has_router_loss, router_weight
+from dilatant.models.language.row_padding import pad_rows
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.templates.membership import ChainCosts
@@ -84,6 +85,8 @@ def prepare(
         if (alpha := config.train.neftune_noise_alpha) is not None:
             language = model.language
             language.extensions.insert(0, EmbeddingNoise(language.unit, alpha))
+        if config.train.row_multiple is not None:
+            pad_rows(model.language, config.train.row_multiple)
         if (refused := unkeyed_dropout(model.units.values())) is not None:
             raise refused
         check_sources(model, config.model)

@@ -96,7 +96,8 @@ def train_rank(
     planned = TrainingPlan.from_json(plan_json)
     prepared = prepared or prepare(config, planned)
     folder = RunFolder(config.output_dir)
-    trainer = Trainer(config, prepared.samples, prepared.model, planned, worker, folder.checkpoints)
+    with show_progress(console_for(show if worker.rank == 0 else "nothing"), "building the model"):
+        trainer = Trainer(config, prepared.samples, prepared.model, planned, worker, folder.checkpoints)
     try:
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
         find_references(trainer, checkpoint is not None, show)

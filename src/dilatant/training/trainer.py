@@ -434,7 +434,13 @@ def _open_runtime(
         costs=planned.costs,
         seed=config.seed,
         weights=weights,
-        layout=StateLayout(planned.zero, membership.node_of, not config.train.optimizer.offload, shard=planned.shard),
+        layout=StateLayout(
+            planned.zero,
+            membership.node_of,
+            not config.train.optimizer.offload,
+            shard=planned.shard,
+            uncut=frozenset().union(*(unit.orthogonal for unit in model.units.values())),
+        ),
         execution=execution,
         recovery=Recovery(
             None if before is None else before.runtime, membership.weights_follow, membership.keeps_gradients
@@ -461,7 +467,8 @@ def _open_optimizer(
     if own is not None and masters:
         optimizer = OwnOptimizer(own.value, owned.parameters, masters, owned.boxes)
     else:
-        optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
+        orthogonal = frozenset().union(*(unit.orthogonal for unit in runtime.model.units.values()))
+        optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact, orthogonal)
     ema = config.train.optimizer.ema
     return optimizer, None if ema is None else Averages(optimizer.masters, ema)
 

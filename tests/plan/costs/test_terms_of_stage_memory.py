@@ -3,8 +3,6 @@ missing, doubled or another's."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from dilatant.config.degrees import ONE
@@ -58,7 +56,7 @@ def _stages(
             ),
         )
     )
-    rules = replace(ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0), zero=zero)
+    rules = ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0, zero=zero, host_link=1e30)
     return stage_costs(plan, ModelSpec((UnitSpec("u", layers),)), COSTS, rules)
 
 
@@ -93,6 +91,14 @@ def test_what_is_recomputed_is_held_while_it_runs() -> None:
     kept = _of(0, ACTIVATION) + _of(1, CHECKPOINT) + _of(1, COMMON) - _of(0, COMMON) + _of(1, OUTPUT)
     assert found.kept_bytes[0].tolist() == [0.0, kept, 0.0]
     assert found.transient_bytes[0].tolist() == [0.0, _of(1, WORKING) + _of(1, ACTIVATION), 0.0]
+
+
+def test_inputs_in_host_memory_are_here_only_while_they_are_used() -> None:
+    found = _stages((True,) * 4, again=("none", "none", "block_offload", "block_offload"))
+    # The rows that a stage received stay on the device, and its output.
+    assert found.kept_bytes[1].tolist() == [0.0, _of(3, COMMON) + _of(1, OUTPUT) + _of(3, OUTPUT), 0.0]
+    running = _of(3, WORKING) + _of(3, ACTIVATION) + 2 * _of(3, CHECKPOINT)
+    assert found.transient_bytes[1].tolist() == [0.0, running, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cases.host_memory import Elsewhere
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
 from dilatant.config.degrees import Degrees
+from dilatant.config.train import MuonConfig
 from dilatant.cost.memory import BF16, EXACT_SUMS, FP32, ParameterBytes
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.freeze import choose_orthogonal
+from dilatant.models.core.host_inputs import HostInputs
 from dilatant.models.core.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
@@ -46,7 +50,8 @@ class Run:
     """A step of a language model cut in two stages; each replica has `count` microbatches of one sample of `tokens`.
 
     Replicas shard optimizer state. linear: every second layer has linear attention. keeps: ranks keep their local
-    gradients for recovery. exact: gradients are summed as integers. shard: what else replicas shard.
+    gradients for recovery. exact: gradients are summed as integers. shard: what else replicas shard. muon: it updates
+    the matrices of blocks.
     """
 
     dtype: torch.dtype
@@ -63,12 +68,19 @@ class Run:
     keeps: bool = False
     exact: bool = False
     shard: Any = "none"
+    muon: bool = False
 
     @property
     def rules(self) -> ParameterBytes:
         integers = EXACT_SUMS if self.exact else 0.0
-        shard = (("language", self.shard),)
-        return replace(RULES[self.dtype], zero="node", keeps_gradients=self.keeps, integers=integers, shard=shard)
+        return replace(
+            RULES[self.dtype],
+            zero="node",
+            keeps_gradients=self.keeps,
+            integers=integers,
+            shard=(("language", self.shard),),
+            host_link=1e30,
+        )
 
     def model(self) -> MultimodalModel:
         settings = {
@@ -84,8 +96,9 @@ class Run:
             }  # fmt: skip
         model = MultimodalModel({}, settings, seed=0, device="meta")
         use_row_attention(model)
-        model.language.recompute(self.recompute)
+        model.language.recompute(self.recompute, HostInputs(Elsewhere()))
         model.language.loss_chunk = self.loss_chunk
+        choose_orthogonal(model.units, MuonConfig(weights=("language",)) if self.muon else None)
         return model
 
     def plan(self) -> Plan:
@@ -123,13 +136,16 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     comm = Comm(worker.store, worker.rank, worker.size)
     shard = {} if run.shard == "none" else {"language": run.shard}
     with LiveStorages(resizing=bool(shard)) as live:
+        model = run.model()
+        matrices = model.language.orthogonal
         runtime = Runtime(
-            run.model(), run.plan(), comm, seed=0,
-            layout=StateLayout("node", bucket_bytes=1 << 16, shard=shard),
+            model, run.plan(), comm, seed=0,
+            layout=StateLayout("node", bucket_bytes=1 << 16, shard=shard, uncut=matrices),
             execution=Execution(precision=run.dtype, exact=run.exact),
             recovery=Recovery(keeps_gradients=run.keeps),
         )  # fmt: skip
-        optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
+        config = OptimizerConfig(muon=MuonConfig(weights=("language",)) if run.muon else None)
+        optimizer = build_optimizer(runtime.owned.parameters, config, lambda _: frozenset(), orthogonal=matrices)
         samples, schedule = run.samples(), FAMILIES[run.family](run.plan(), run.assignment())
         step = runtime.prepare(samples, run.assignment(), schedule)
         runtime.execute(samples, step)
@@ -222,6 +238,9 @@ RUNS = {
     "linear attention": Run(torch.float32, "none", "1f1b", 512, linear=True),
     "tp 2, linear attention": Run(torch.bfloat16, "none", "1f1b", 512, tp=2, linear=True),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
+    "gpipe, inputs on the host": Run(torch.bfloat16, "block_offload", "gpipe", 512, count=14),
+    "Muon": Run(torch.bfloat16, "none", "1f1b", 16, count=2, width=128, muon=True),
+    "Muon, state shared": Run(torch.float32, "none", "1f1b", 16, count=2, replicas=2, width=128, muon=True),
     "gradients kept": Run(torch.bfloat16, "none", "1f1b", 16, count=2, replicas=2, width=128, keeps=True),
     "deterministic": Run(torch.bfloat16, "none", "1f1b", 64, replicas=2, width=128, exact=True),
     "gradients kept, one holder": Run(torch.float32, "none", "1f1b", 64, width=128, keeps=True),
@@ -243,6 +262,9 @@ RARELY = (
     "linear attention",
     "tp 2, linear attention",
     "state shared",
+    "gpipe, inputs on the host",
+    "Muon",
+    "Muon, state shared",
     "gradients kept",
     "deterministic",
     "gradients kept, one holder",
@@ -286,4 +308,6 @@ def test_the_peak_of_a_step_is_what_the_planner_says(workers: WorkerPool, name: 
     # A sample's own gradients, which come while its activations go, are counted whole beside the integers.
     assert off.min() >= -0.05, off
     # How long collectives of sharded weights hold their buffers depends on the other ranks.
-    assert off.max() <= (0.1 if run.exact or run.shard != "none" else 0.05), off
+    # Shares of Muon's state end between matrices, so those of two ranks differ, and the planner counts their mean.
+    is_uneven = run.muon and run.replicas > 1
+    assert off.max() <= (0.1 if run.exact or run.shard != "none" or is_uneven else 0.05), off

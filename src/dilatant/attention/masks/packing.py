@@ -161,6 +161,12 @@ def document_causal(row: RowLayout) -> AttentionMask:
     return _mask(row, pack_fields(1, 1, sample=row.sample, causal=True, window=True))
 
 
+def with_padding(mask: AttentionMask, count: int) -> AttentionMask:
+    """Return the mask of the same row with `count` tokens of padding behind it."""
+    columns = mask.runs.length, mask.runs.field, mask.runs.position
+    return AttentionMask(Runs.build(*map(np.append, columns, (count, PADDING, 0))), mask.window)
+
+
 def full(row: RowLayout) -> AttentionMask:
     """Build a mask in which every token sees its whole sample: for encoders over packed images."""
     return _mask(row, pack_fields(1, 1, sample=row.sample, window=True))

@@ -14,7 +14,8 @@ from itertools import accumulate
 
 from torch import nn
 
-from dilatant.config.errors import list_problems
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.train import MuonConfig
 from dilatant.models.core.unit import Unit
 
 
@@ -59,8 +60,24 @@ def select(units: Mapping[str, Unit], patterns: Iterable[str]) -> frozenset[str]
             hint = f"did you mean {near[0]!r}?" if near else f"the units are {', '.join(units)}"
             unmatched.append(f"{pattern!r} names no weight; {hint}")
     if unmatched:
-        raise list_problems("cannot choose weights to freeze:", unmatched)
+        raise list_problems("cannot choose weights:", unmatched)
     return frozenset(chosen)
+
+
+def choose_orthogonal(units: Mapping[str, Unit], muon: MuonConfig | None) -> None:
+    """Let Muon update the trained matrices within blocks that its patterns select. Raises UserError for a pattern
+    without any."""
+    for pattern in () if muon is None else muon.weights:
+        names = select(units, [pattern])
+        found = {
+            unit: {name for name, weight in unit.named_logical_parameters() if name in names and weight.ndim == 2}
+            for unit in units.values()
+        }
+        inside = {unit: {one for one in own - unit.frozen if ".layers." in one} for unit, own in found.items()}
+        if not any(inside.values()):
+            raise UserError(f"train.optimizer.muon.weights: {pattern!r} names no matrix in a block that trains")
+        for unit, own in inside.items():
+            unit.orthogonal |= own
 
 
 def freeze(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ every family has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar, cast
 
@@ -17,12 +17,18 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from dilatant.attention.recompute_cache import attention_cache_contexts
 from dilatant.config.memory_modes import Recompute
+from dilatant.models.core.host_inputs import HostInputs
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Factory of two contexts: one around the forward that runs now, one around its recomputation in backward."""
 
 _ADDED = "recompute_contexts"
-_CONTEXTS: dict[str, Contexts] = {"block": noop_context_fn, "block_keep_attention": attention_cache_contexts}
+_INPUTS = "kept_inputs"
+_CONTEXTS: dict[str, Contexts] = {
+    "block": noop_context_fn,
+    "block_keep_attention": attention_cache_contexts,
+    "block_offload": noop_context_fn,
+}
 
 
 class Recomputed:
@@ -37,7 +43,16 @@ class Recomputed:
             return run(*args, **kwargs)
         # The recomputation draws the same random numbers: in a step because they are keyed, elsewhere because
         # checkpoint restores torch's generators by default.
-        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        with self._inputs_kept(args):
+            return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _inputs_kept(self, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+        """Return the context in which inputs are saved. Hidden states come first, and are a block's own; others, such
+        as rotary tables, are those of all blocks."""
+        if self.how != "block_offload" or not args:
+            return nullcontext()
+        inputs, number = self.__dict__.setdefault(_INPUTS, (HostInputs(), 0))
+        return cast(AbstractContextManager[Any], inputs.kept(args[0], number))
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         added = self.__dict__.get(_ADDED, ())
@@ -66,12 +81,15 @@ def remove_contexts(module: nn.Module, contexts: Contexts) -> None:
         module.__dict__[_ADDED] = left
 
 
-def recompute(module: nn.Module, how: Recompute) -> None:
-    """Make `module` recompute its activations in backward as `train.recompute` says, or keep them ("none").
+def recompute(module: nn.Module, how: Recompute, inputs: tuple[HostInputs, int] | None = None) -> None:
+    """Make `module` recompute its activations in backward as `train.recompute` says, or keep them ("none"). inputs: of
+    all blocks with which it keeps its input in host memory, and its number among them.
 
     The module's class becomes a subclass of its own class, as in FSDP2: names, keys, hooks and `isinstance` stay as
     they are, and slices that share the module share the change.
     """
+    if inputs is not None:
+        module.__dict__[_INPUTS] = inputs
     own = type(module).__mro__[2] if isinstance(module, Recomputed) else type(module)
     module.__class__ = own if how == "none" else mixed(cast(Any, own), Recomputed, how=how)
 

@@ -18,6 +18,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.memory_modes import Recompute
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.geometry import EncoderGeometry
+from dilatant.models.core.host_inputs import HostInputs
 from dilatant.models.core.recompute import recompute
 from dilatant.models.core.stage import Boundary, Loss, Stage
 from dilatant.models.core.structure import Structure
@@ -55,6 +56,8 @@ class Unit(Stage):
     """The reason why tensor-parallel ranks cannot share the unit; None if its family decides."""
     four_bit: frozenset[str] = frozenset()
     """Logical names of the weights that stages hold in four bits (see `core.dtype`)."""
+    orthogonal: frozenset[str] = frozenset()
+    """Logical names of the matrices that Muon updates, of which no rank may hold only a part."""
 
     @abstractmethod
     def stage(self, first: int, end: int) -> Stage:
@@ -138,14 +141,16 @@ class Unit(Stage):
         """Make the input for measuring one layer: random data for about `tokens` tokens, as `Stage.one_layer` takes it.
         Raises UserError for a layer that cannot be run alone."""
 
-    def recompute(self, how: Recompute | Sequence[Recompute] = "block") -> None:
+    def recompute(self, how: Recompute | Sequence[Recompute] = "block", inputs: HostInputs | None = None) -> None:
         """Recompute the activations of blocks in the backward pass as `train.recompute` says, or keep them ("none"),
-        also in stages that are already cut. how: for every block, or one value per layer in the order of `layers`."""
+        also in stages that are already cut. how: for every block, or one value per layer in the order of `layers`.
+        inputs: those in host memory; None: of copies that suit the device."""
+        inputs = inputs or HostInputs()
         by_layer = (how,) * len(self.layers) if isinstance(how, str) else tuple(how)
         if len(by_layer) != len(self.layers):
             raise ValueError(f"the unit has {len(self.layers)} layers, not {len(by_layer)}")
-        for block, own in zip(self.blocks, by_layer[self.first_block :], strict=False):
-            recompute(block, own)
+        for number, (block, own) in enumerate(zip(self.blocks, by_layer[self.first_block :], strict=False)):
+            recompute(block, own, (inputs, number))
 
     def freeze_names(self, names: frozenset[str]) -> None:
         """Freeze the parameters with these logical names, in addition to those that are frozen already."""

@@ -169,6 +169,12 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
                 f"{unit.unit}: {tp} ranks would cut {name!r}, {list(shape)}, within the blocks of {BLOCK} numbers "
                 "that have one scale in four bits; give it less tp, or leave model.lora.load_in_4bit out"
             ]
+    for name, weight in unit.named_logical_parameters():
+        if name in unit.orthogonal and plan.held(name, tuple(weight.shape), Degrees(tp), 0)[0] is not None:
+            return [
+                f"{unit.unit}: Muon updates whole matrices, and {tp} ranks would divide {name!r}; give the unit tp: 1, "
+                "or leave it out of train.optimizer.muon.weights"
+            ]
     inner = [experts.inner for of_block in plan.experts for experts in of_block]
     narrow = min((*(part.count for region in _all(plan) for part in region.rows.values()), *inner), default=tp)
     if narrow < tp and not any(region.heads == narrow for region in _all(plan)):

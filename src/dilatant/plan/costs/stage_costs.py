@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.memory_modes import Recompute
 from dilatant.cost.layer import frozen_work, trainable_before, with_experts_on_ranks
-from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.cost.memory import BF16, MUON_SAVES, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.cluster import Cluster
@@ -102,10 +102,11 @@ def layer_table(
         cost = costs.layer(layer.kind, degrees)
         if layer.experts:
             cost = with_experts_on_ranks(cost, degrees.ep)
-        work = frozen_work(cost, layer.trainable, before, how)
+        work = frozen_work(cost, layer.trainable, before, how, rules.host_link)
         kinds = work.forward, work.backward, work.input_gradient, work.weight_gradient
         forward, inputs, weights = work.host
         held, trained, tied = layer.held(degrees), layer.held_trained(degrees), layer.held_before(degrees)
+        saved = MUON_SAVES * layer.orthogonal
         row = {
             "seconds": [_triple(kind) for kind in kinds],
             "kept_bytes": _triple(work.kept_bytes),
@@ -113,8 +114,8 @@ def layer_table(
             "transient_bytes": _triple(work.transient_bytes),
             "output_bytes": _triple(cost.output_bytes),
             "common_bytes": _triple(work.common_bytes),
-            "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(degrees)),
-            "shared_bytes": rules.shared(trained, True, unit.name),
+            "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(degrees)) - saved,
+            "shared_bytes": rules.shared(trained, True, unit.name) - saved,
             "tied_bytes": rules.of(tied, layer.trainable),
             "tied_shared_bytes": rules.shared(tied, layer.trainable, unit.name),
             "backward": layer.trainable or before,
@@ -171,6 +172,8 @@ def _sum_stage(
     held = kept.sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
     if table.backward[layers][-1]:  # the output stays, as root of the backward
         held = held + output
+    if not entry.is_first and table.backward[layers][0] and (kept[0] == common[0]).all():
+        held = held + table.output_bytes[entry.stage.first - 1]  # received rows stay, not on the host
     static = table.static_shared_by(shared_by, layers).sum()
     if entry.is_first:
         static -= table.twice(shared_by, layers).sum()
@@ -262,7 +265,10 @@ def _summed(entry: PlacedStage, unit: UnitSpec, replicas: int) -> list[tuple[flo
             if replicas > 1 or degrees.ep == 1:
                 held = layer.held(degrees)
             held -= layer.held_before(degrees) if entry.is_first else 0.0
-            found.append((held * layer.trained_share, layer.largest / parts))
+            largest = layer.largest / parts
+            if layer.orthogonal:  # a bucket has a matrix for every holder, of this layer or the next
+                largest = min(largest * replicas * degrees.ranks, layer.orthogonal * (stage.end - stage.first))
+            found.append((held * layer.trained_share, largest))
         elif number == 0 or not entry.is_first:
             ends = layers[stage.end :] if number == 0 else (layer,)
             tied = max((end.tied for end in ends), default=0) / parts

@@ -18,8 +18,9 @@ from dilatant.plan.costs.sync_time import parts_of_a_rank, ranks_together
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.model_spec import ModelSpec
 
-LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
-"""Recomputation levels that a plan may choose, from the fastest to the most frugal."""
+LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block", "block_offload")
+"""Recomputation levels that a plan may choose, from the fastest to the most frugal; the last only with a host whose
+memory is not the device's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +165,8 @@ class UnitLayers:
 
     def levels(self, units: Sequence[str]) -> tuple[Recompute, ...]:
         """Return the recomputation levels to try for `units`, fastest first; only "none" if the model fixes all."""
-        return LEVELS if any(map(self._free.__getitem__, units)) else LEVELS[:1]
+        count = len(LEVELS) - (not self.rules.host_link)
+        return LEVELS[: count if any(map(self._free.__getitem__, units)) else 1]
 
     def with_experts(self, unit: str, degrees: Degrees) -> tuple[Degrees, ...]:
         """Return these degrees with each `ep` that may pay off for a unit. These are 1 and, inside a node and if costs

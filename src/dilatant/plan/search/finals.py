@@ -16,7 +16,7 @@ from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore, PlanScorer
 from dilatant.plan.costs.sync_time import sync_seconds
-from dilatant.plan.costs.unit_layers import LEVELS, UnitLayers
+from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
@@ -234,8 +234,9 @@ def _more_recomputed(plan: Plan, score: PlanScore, units: UnitLayers, capacity_b
             for stage in replica.stages:
                 if overflowing & {*stage.ranks}:
                     held[stage.first : stage.end] = True
+        levels = units.levels([unit.name])
         for layer in np.flatnonzero(held & can).tolist():
-            layers[layer] = LEVELS[min(LEVELS.index(layers[layer]) + 1, len(LEVELS) - 1)]
+            layers[layer] = levels[min(levels.index(layers[layer]) + 1, len(levels) - 1)]
         if tuple(layers) != (unit.recompute or nothing):
             changed[unit.name] = tuple(layers)
     return _recomputing(plan, changed) if changed else None

@@ -12,7 +12,7 @@ from torch import nn
 from dilatant.config import Config
 from dilatant.config.memory_modes import Recompute
 from dilatant.models.build import build_model
-from dilatant.models.core.freeze import audit, thaw
+from dilatant.models.core.freeze import audit, choose_orthogonal, thaw
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.unit import Unit
 from dilatant.models.generators.diffusion import Diffusion
@@ -101,6 +101,7 @@ def build_meta_model(config: Config, vocab_size: int) -> MultimodalModel:
     Raises UserError."""
     model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
     attend_as_configured(model, config.model.text)
+    choose_orthogonal(model.units, config.train.optimizer.muon)
     return model
 
 
@@ -139,6 +140,7 @@ def describe_model(model: MultimodalModel, recompute: Mapping[str, Recompute | N
                     divided=types[kind].is_divided,
                     **_trained_fields(weights),
                     four_bit=four_bit,
+                    orthogonal=sum(p.numel() for r, p in weights if f"{unit.layers[index]}{r}" in unit.orthogonal),
                     tied=sum(parameter.numel() for _, parameter in weights if index and id(parameter) in leading),
                     experts=experts.get(unit.layers[index], (0, 0))[0],
                     expert_parameters=experts.get(unit.layers[index], (0, 0))[1],

@@ -127,7 +127,7 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
         is_local=is_local,
         threads=threads,
         dtype=dtype,
-        rules=_rules(dtype, train, per_node, keeps_gradients),
+        rules=replace(_rules(dtype, train, per_node, keeps_gradients), host_link=hardware.host_link),
     )
 
 
@@ -137,6 +137,7 @@ def _target_of_groups(config: ClusterConfig, train: TrainConfig) -> Target:
     each = [plan_target(group, train) for group in config.of_groups]
     dtype = "float32" if any(target.dtype == "float32" for target in each) else "bfloat16"
     rules = _rules(dtype, train, math.gcd(*(target.cluster.gpus_per_node for target in each)))
+    rules = replace(rules, host_link=min(target.hardware.host_link for target in each))
     groups = tuple(
         replace(
             target,

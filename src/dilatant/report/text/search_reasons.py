@@ -30,7 +30,11 @@ _SHARED_BY: Mapping[Zero, str] = {
     "all": "shared by all ranks that hold the same weight",
 }
 
-_KEEPING: Mapping[Recompute, str] = {"block": "", "block_keep_attention": " but for attention"}
+_KEEPING: Mapping[Recompute, str] = {
+    "block": "",
+    "block_keep_attention": " but for attention",
+    "block_offload": " with inputs in host memory",
+}
 
 
 def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tuple[str, ...]:

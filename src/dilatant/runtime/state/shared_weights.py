@@ -30,13 +30,14 @@ class StateLayout:
     """Distribution of optimizer state over ranks. zero: which ranks shard the state of a weight, see
     `cost.memory.Zero`; node_of: rank → node (default: detected). keeps_masters: hold fp32 masters of owned bf16
     weights. bucket_bytes: size of the buckets in which gradients are summed. shard: unit → what these ranks shard
-    besides the state."""
+    besides the state. uncut: weights whose state no rank may own in part."""
 
     zero: Zero = "none"
     node_of: Sequence[int] | None = None
     keeps_masters: bool = True
     bucket_bytes: int = BUCKET_BYTES
     shard: Mapping[str, Shard] = field(default_factory=dict)
+    uncut: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +132,7 @@ def bucket_weights(
     be sharded.
     """
     nodes = [0] * comm.size if layout.node_of is None else layout.node_of
-    buckets = make_buckets(holdings, formats, formats, layout.bucket_bytes, apart)
+    buckets = make_buckets(holdings, formats, formats, layout.bucket_bytes, apart, layout.uncut)
     layers = _divided_layers(buckets, layout, nodes, apart)
     shares = tuple(shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in buckets if comm.rank in bucket.ranks)
     sharded = tuple(share for share in shares if apart.get(share.bucket.names[0]) in layers)

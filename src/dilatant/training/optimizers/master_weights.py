@@ -6,7 +6,7 @@ updates that with the fp32 gradient, and rounds it into the model's weight. A ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,8 +81,7 @@ class WithMasters(torch.optim.Optimizer):
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor] | None:
         """Return `step` and the moments of a master, shaped like it; None before its first update."""
-        state = self.state.get(parameter)
-        return {name: state[name] for name in ("step", *MOMENTS)} if state else None
+        return dict(self.state.get(parameter, ())) or None
 
     def allocate(self, parameter: nn.Parameter) -> None:
         """Allocate what `moments` returns, so that a checkpoint can be read into it."""
@@ -94,6 +93,22 @@ class WithMasters(torch.optim.Optimizer):
     def loaded(self) -> None:
         """Use masters and moments that were filled from a checkpoint: round the masters into the weights."""
         self.write_weights()
+
+
+class Delegating(torch.optim.Optimizer):
+    """The optimizers `inner` as one, with their groups and one state."""
+
+    def __init__(self, groups: Any, inner: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(groups, {})
+        self.inner = inner
+        self.param_groups = [group for each in inner for group in each.param_groups]
+        self.state = inner[0].state
+        for each in inner:
+            each.state = self.state
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self.inner:
+            each.step()
 
 
 class MasterAdamW(WithMasters, torch.optim.AdamW):

@@ -1,4 +1,4 @@
-"""AdamW over logical parameter names, with learning rates per unit, part or pattern, and their schedule."""
+"""AdamW and Muon over logical parameter names, with learning rates per unit, part or pattern, and their schedule."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dilatant.config.signatures import takes
 from dilatant.plan.boxes import parse_key
 from dilatant.training.optimizers.eight_bit import eight_bit_adamw, require_bitsandbytes
 from dilatant.training.optimizers.master_weights import MasterAdamW, WithMasters, make_masters
+from dilatant.training.optimizers.muon import MuonAdamW
 from dilatant.training.optimizers.offload import OffloadedAdamW
 
 Matcher = Callable[[str], Set[str]]
@@ -38,9 +39,10 @@ def build_optimizer(
     config: OptimizerConfig,
     matching: Matcher,
     exact: Mapping[str, Tensor] | None = None,
+    orthogonal: Set[str] = frozenset(),
 ) -> WithMasters:
     """Build AdamW over the masters of the trainable `parameters` (logical name or box key → parameter, tied weights
-    once).
+    once); for those of the `orthogonal` names, Muon.
 
     exact: see `make_masters`. `matching(pattern)` returns the names that a key of `config.groups` selects. Norms and
     biases (fewer than two dimensions) have no weight decay. Without a trainable parameter, as on a rank of frozen
@@ -48,17 +50,20 @@ def build_optimizer(
     """
     name_of = {key: parse_key(key)[0] for key in parameters}
     rates = _rates(name_of.values(), config, matching)
-    groups: dict[tuple[str, float, float], dict[str, nn.Parameter]] = {}
+    groups: dict[tuple[str, float, float, bool], dict[str, nn.Parameter]] = {}
     masters = make_masters(parameters, exact, torch.device("cpu") if config.offload else None)
     for key, master in masters.items():
         label, rate, decay = rates[name_of[key]]
-        groups.setdefault((label, rate, decay if master.ndim >= 2 else 0.0), {})[key] = master
+        alike = label, rate, decay if master.ndim >= 2 else 0.0, name_of[key] in orthogonal
+        groups.setdefault(alike, {})[key] = master
     if not groups:
-        groups["none", config.learning_rate, 0.0] = {}
+        groups["none", config.learning_rate, 0.0, False] = {}
     kind: type[WithMasters] = OffloadedAdamW if config.offload else MasterAdamW
     options: dict[str, Any] = {"fused": True}  # one pass over memory, not one per operation, also on the CPU
     if config.name == "adamw_8bit":
         kind, options = eight_bit_adamw(), {}
+    if config.muon is not None and any(is_orthogonal for *_, is_orthogonal in groups):
+        kind, options = MuonAdamW, {**options, "muon": config.muon}
     return kind(
         [
             {
@@ -67,8 +72,9 @@ def build_optimizer(
                 "lr": rate,
                 "peak_lr": rate,
                 "weight_decay": decay,
+                "orthogonal": is_orthogonal,
             }
-            for (_, rate, decay), members in groups.items()
+            for (_, rate, decay, is_orthogonal), members in groups.items()
         ],
         parameters,
         masters,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from dilatant.config import UserError
 from dilatant.config.errors import type_and_text
 from dilatant.config.signatures import takes
 from dilatant.plan.boxes import Box, parse_key
-from dilatant.training.optimizers.master_weights import WithMasters
+from dilatant.training.optimizers.master_weights import Delegating, WithMasters
 
 ELEMENTWISE = frozenset(
     ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
@@ -23,17 +22,7 @@ PROBED = 4
 """Length of each dimension of the weights on which an optimizer is tried."""
 
 
-class _Delegating(torch.optim.Optimizer):
-    def __init__(self, groups: Any, inner: torch.optim.Optimizer) -> None:
-        super().__init__(groups, {})
-        self.inner = inner
-        self.param_groups, self.state = inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step()
-
-
-class OwnOptimizer(WithMasters, _Delegating):
+class OwnOptimizer(WithMasters, Delegating):
     """The optimizer that `factory` made for masters by key. Raises UserError for one that cannot be checkpointed, and
     for one that needs whole weights if a rank holds a part of one. boxes: key → the part that is held."""
 
@@ -56,7 +45,7 @@ class OwnOptimizer(WithMasters, _Delegating):
             raise UserError(
                 f"optimizer: it leaves out {min(left)!r} and {len(left) - 1} others; freeze what does not train"
             )
-        super().__init__(inner.param_groups, weights, masters, inner=inner)
+        super().__init__(inner.param_groups, weights, masters, inner=[inner])
         cut = next((key for key in masters if boxes[key].shape != tuple(boxes[key].whole)), None)
         is_torchs = type(inner).__module__.startswith("torch.optim") and type(inner).__name__ in ELEMENTWISE
         if cut is not None and not is_torchs and not getattr(factory, "elementwise", False):
