@@ -100,7 +100,7 @@ class ChatTokenizer:
             marks = np.pad(marks, ((0, 0), (len(self.prefix), 0)))
         return ChatTokens(ids, *marks)
 
-    def _encode(self, text: str, cuts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _encode(self, text: str, cuts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
         """Return the ids of a text, with marks, and the number of cuts before each. Marks stand where no token must
         cross a cut: everywhere or, if they would change the text, where one would."""
         marked = cuts
