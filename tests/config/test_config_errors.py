@@ -179,6 +179,11 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("train.optimizer.eps=.inf", "train.optimizer.eps"),
         ("train.optimizer.groups={vision: {learning_rate: .inf}}", "groups.vision.learning_rate"),
         ("train.epochs=.inf", "train.epochs"),
+        ("data.train.0.weight=.inf", "data.train.0.weight: Input should be a finite"),
+        ("train.steps=yes", "train.steps: give a number, or null for none (given: True)"),
+        ("seed=off", "seed: give a number (given: False)"),
+        ("output_dir=${OUT:-runs}", "path '${OUT:-runs}': of what shells replace, only $NAME and ${NAME} are"),
+        ("output_dir=runs/$(date)", "only $NAME and ${NAME} are"),
         ("train.schedule.final_ratio=1.5", "train.schedule.final_ratio"),
         ("seed=99999999999999999999", "seed: Input should be less than 4294967296"),
         ("seed=-1", "seed"),
@@ -427,3 +432,8 @@ def test_keys_that_pairs_have_no_use_for_are_refused(tmp_path: Path, override: s
     path = write(tmp_path, changed(train={"preferences": {}}))
     with pytest.raises(UserError, match=re.escape(says)):
         load_config(path, ["data.val_size=2", override])
+
+
+def test_a_date_needs_no_quotation_marks(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD), ["data.template_date=2026-01-02"])
+    assert config.data.template_date == "2026-01-02"

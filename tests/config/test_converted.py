@@ -189,3 +189,24 @@ def test_the_verb_prints_yaml_and_what_it_left_out(
     assert yaml.safe_load(out) == {"model": {"id": "x", "lora": {}}}
     assert "left out: packing: True: samples are always packed" in err
     assert "'data' is missing" in err
+
+
+def test_zeros_that_are_values_stay() -> None:
+    tree, _ = convert({"model": "x", "weight_decay": 0.0, "max_grad_norm": 0, "warmup_steps": 0}, 1)
+    assert tree["train"] == {"optimizer": {"weight_decay": 0.0}, "max_grad_norm": None}
+
+
+def test_scripts_may_have_line_ends_of_windows() -> None:
+    assert read_others("swift sft --model m \\\r\n  --dataset a.jsonl\r\n") == {"model": "m", "dataset": "a.jsonl"}
+
+
+def test_all_of_a_named_data_set_is_converted_or_named(tmp_path: Path) -> None:
+    about = {"hf_hub_url": "lab/set", "subset": "en", "split": "dev", "num_samples": 9, "folder": "z", "ranking": False}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": about}))
+    names = ["mine", "HF::lab/more:small#5"]
+    tree, left_out = convert({"model": "m", "dataset": names, "dataset_dir": str(tmp_path)}, 1)
+    assert tree["data"]["train"] == [
+        {"id": "lab/set", "subset": "en", "split": "dev", "limit": 9},
+        {"id": "lab/more", "subset": "small", "limit": 5},
+    ]
+    assert left_out == [f"mine.folder of {tmp_path / 'dataset_info.json'}: 'z': no key here"]

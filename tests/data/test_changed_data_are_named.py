@@ -11,6 +11,7 @@ from cases.data_builders import small_encoding, write_lines
 from dilatant.config import DataSource, UserError
 from dilatant.data.index.data_identity import DataIdentity
 from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers.records import Blocks
 
@@ -18,8 +19,8 @@ from dilatant.data.readers.records import Blocks
 def identity(folder, *sources, **settings):
     paths = [write_lines(folder / f"{number}.jsonl", rows) for number, rows in enumerate(sources)]
     blend = open_blend([DataSource(path=str(path)) for path in paths], cache_dir=folder / "cache")
-    sizes = blend_sizes(blend, small_encoding(units=(), **settings), cache_dir=folder / "cache", workers=0)
-    return DataIdentity.of(blend, sizes)
+    encoding = small_encoding(**{"units": (), **settings})
+    return DataIdentity.of(blend, blend_sizes(blend, encoding, cache_dir=folder / "cache", workers=0), encoding)
 
 
 def rows(*answers):
@@ -63,6 +64,14 @@ def test_other_row_groups_are_another_order(tmp_path, before):
     with pytest.raises(UserError, match=r"'0.jsonl' has the same samples in other row groups"):
         grouped.require(before)
     grouped.require(grouped.by_source)
+
+
+def test_media_that_are_processed_otherwise_are_other_data(tmp_path, before):
+    unit = ImageUnit("vision", 300, 4, PixelProcessor(8, 8))
+    known = identity(tmp_path, rows("a", "b", "c"), rows("d", "e"), units=(unit,))
+    with pytest.raises(UserError, match=r"media of source '0.jsonl' are processed in another way"):
+        known.require(before)
+    known.require([{key: value for key, value in each.items() if key != "processing"} for each in before])
 
 
 def test_of_a_stream_or_an_older_checkpoint_nothing_is_required(tmp_path, before):

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cases.data_builders import small_encoding, write_lines, write_tar
+from cases.data_builders import small_encoding, wav_bytes, write_lines, write_tar
 from cases.often import often
 from dilatant.config import DataSource, UserError
 from dilatant.data import cache as cache_module
@@ -293,6 +293,20 @@ def test_only_files_that_changed_are_scanned_again(tmp_path, monkeypatch):
     write_lines(tmp_path / "1.jsonl", [{"text": "new"}])
     assert texts() == [*(f"0 {line}" for line in range(4)), "new", *(f"2 {line}" for line in range(4))]
     assert scanned == ["1.jsonl"]
+
+
+def test_measurements_that_proved_wrong_are_made_again(tmp_path):
+    """Media that a data file names are not watched: a picture of another size shows when it is decoded."""
+    write_lines(tmp_path / "x.jsonl", [{"text": "number"}])
+    write_lines(tmp_path / "y.jsonl", [{"text": "sound", "audio": "y.wav"}])
+    (tmp_path / "y.wav").write_bytes(wav_bytes(0.1))
+    sources = [DataSource(path=str(tmp_path / f"{name}.jsonl")) for name in "xy"]
+    _, index = opened(*sources)
+    (tmp_path / "y.wav").write_bytes(wav_bytes(0.3))
+    _, again = opened(*sources)
+    assert again.of("audio").tolist() == index.of("audio").tolist() == [0, 5]
+    pickle.loads(pickle.dumps(again)).forget(1)
+    assert opened(*sources)[1].of("audio").tolist() == [0, 15]
 
 
 def test_a_file_that_changes_while_it_is_scanned_is_refused(tmp_path, monkeypatch):

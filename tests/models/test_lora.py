@@ -82,6 +82,21 @@ def test_an_adapter_of_peft_fits_the_only_part_that_has_adapters(tmp_path):
         assert torch.equal(tensor, saved[f"base_model.model.{weights[name].key}".replace(".default", "")])
 
 
+def test_an_adapter_whose_layers_differ_in_scale_is_refused(tmp_path):
+    settings = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 1}
+    theirs = get_peft_model(
+        LlamaForCausalLM(LlamaConfig(**settings)),
+        LoraConfigOfPeft(r=2, lora_alpha=4, target_modules=["q_proj"], alpha_pattern={"q_proj": 9}),
+    )
+    theirs.save_pretrained(str(tmp_path))
+    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "adapter": str(tmp_path)}
+    source = {"model_type": "llama", **settings}
+    config = ModelConfig.model_validate({"language_model": {"config": source}, "lora": lora})
+    with pytest.raises(UserError, match=r"alpha_pattern is \{'q_proj': 9\} there, which is not read"):
+        read_adapters(build_model(config), config, {})
+
+
 def test_a_pattern_gives_the_b_matrices_a_rate_of_their_own():
     """As LoRA+ asks: `train.optimizer.groups` selects weights as `freeze` does."""
     model = without_memory(LoraConfig(**EVERYWHERE))

@@ -28,7 +28,7 @@ def convert_config(
         tree, left_out = convert(read_others(read_text(file)), devices)
     except UserError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{str(file)!r} cannot be read: {error}") from None
     print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
     for line in left_out:

@@ -73,6 +73,7 @@ def profile(
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs, save_group_costs
+    from dilatant.data.text.tokenizer import count_ids
     from dilatant.planning.assemble import load_model_tokenizer
     from dilatant.planning.measuring.cost_cache import store_costs
     from dilatant.planning.measuring.layer_costs import layer_costs, measure_layers, measured_tokens
@@ -93,7 +94,7 @@ def profile(
     if place is not None and place.rank > 0:
         return  # layers are measured once, where nothing else runs
     with show_progress(open_console(stderr=True), "building the model without weights") as show:
-        model = describe_model(build_meta_model(resolved, len(load_model_tokenizer(resolved.model))))
+        model = describe_model(build_meta_model(resolved, count_ids(load_model_tokenizer(resolved.model))))
         if target.is_local:
             costs = measure_layers(model, target, counts, repeats, show, planned_degrees(plan, model, target))
         else:

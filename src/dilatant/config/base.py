@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,16 +21,21 @@ _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+]?\d{1,2}")
 class Section(BaseModel):
     """A part of the YAML file. Unknown keys are errors; values are checked when read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _read_whole_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Convert whole numbers in exponent notation: YAML reads 1e3 as a text."""
+        """Convert whole numbers in exponent notation: YAML reads 1e3 as a text. Raises ValueError for true, yes or on
+        in place of a number, which pydantic takes for 1."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(annotation) if is_union else (annotation,)
+        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+            raise ValueError("give a number" + (", or null for none" if type(None) in kinds else ""))
         if not isinstance(value, str) or not _EXPONENT.fullmatch(value):
             return value
-        field = cls.model_fields[str(info.field_name)]
-        is_whole = field.annotation in (int, int | None) and float(value).is_integer()
+        is_whole = annotation in (int, int | None) and float(value).is_integer()
         return int(float(value)) if is_whole else value
 
 

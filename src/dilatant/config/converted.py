@@ -28,6 +28,10 @@ _FROZEN = {
 _OTHER_VALUES = ("evaluation.metrics", "train.resume", "train.optimizer.groups", "model.attn_implementation",
                  "data.chat_template", "train.schedule.kind")  # fmt: skip
 """Keys here whose values are not those of the keys that `CALLED_HERE` answers."""
+_ZEROS = {"seed": 0, "train.optimizer.weight_decay": 0.0, "train.max_grad_norm": None}
+"""Keys here for which zero is a value, and what it is here; for others it means that nothing was chosen."""
+_SAID = frozenset({"formatting", "ranking", "tags", "ms_hub_url", "om_hub_url", "file_sha1"})
+"""Keys of `dataset_info.json` for what files show by themselves, or for other places of the same data."""
 _PAIRS = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 """Their losses of pairs of answers → the method here."""
 _OF_PAIRS = {
@@ -58,7 +62,7 @@ _WORDS = {
 def read_others(text: str) -> dict[str, Any]:
     """Return the keys of a YAML file, or of a command line with the variables before it. Raises ValueError."""
     tree = _plain(text)
-    words = [] if isinstance(tree, dict) else shlex.split(text.replace("\\\n", " "), comments=True)
+    words = [] if isinstance(tree, dict) else shlex.split(re.sub(r"\\\r?\n", " ", text), comments=True)
     found: dict[str, Any] = tree if isinstance(tree, dict) else {}
     key = ""
     for word in words:
@@ -122,11 +126,12 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
         put("model.freeze", frozen)
     each, times = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
     if each or times:
-        put("train.global_batch_size", (each or 1) * (times or 1) * (take("NPROC_PER_NODE") or devices))
-    data = Path(str(take("dataset_dir", default="data")))
+        put("train.global_batch_size", int(each or 1) * int(times or 1) * int(take("NPROC_PER_NODE") or devices))
+    data, unread = Path(str(take("dataset_dir", default="data"))), list[str]()
     for place, *names in (("data.train", "dataset"), ("data.eval", "eval_dataset", "val_dataset")):
         if sources := [_source(name, data) for name in _listed(take(*names, default=[]))]:
-            put(place, sources)
+            put(place, [source for source, _ in sources])
+            unread += [line for _, lines in sources for line in lines]
     for limit in ("min_pixels", "max_pixels", "video_max_pixels"):
         if (pixels := take(f"image_{limit}", limit, limit.upper())) is not None:
             put(f"model.processor.{limit}", pixels)
@@ -135,7 +140,7 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
         put("train.optimizer.betas", [betas[0] or 0.9, betas[1] or 0.999])
     ratio = take("loraplus_lr_ratio", "lorap_lr_ratio")
     rates = {"vision.encoder": take("vit_lr"), "vision.projector": take("aligner_lr")}
-    rates["*.lora_B.*"] = ratio and ratio * left.get("learning_rate", 1e-4)
+    rates["*.lora_B.*"] = ratio and float(ratio) * float(left.get("learning_rate", 1e-4))
     if groups := {name: {"learning_rate": rate} for name, rate in rates.items() if rate}:
         put("train.optimizer.groups", groups)
     for name, meanings in _WORDS.items():
@@ -147,26 +152,34 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
         answer = re.fullmatch(r"write '([a-z_\d.]+)'", CALLED_HERE.get(key, ""))
         here = (answer[1] if answer else place_of(key)) or ""
         is_same = here and here not in _OTHER_VALUES and (is_lora or not here.startswith("model.lora"))
-        if is_same and ((value := left.pop(key)) not in (0, -1) or here == "seed"):  # theirs for "not"
-            put(here, value)
-    left_out = [f"{key}: {value!r}: {CALLED_HERE.get(key, 'no key here')}" for key, value in left.items()]
+        if is_same and ((value := left.pop(key)) not in (0, -1) or here in _ZEROS):  # theirs for "not"
+            put(here, value if value or here not in _ZEROS else _ZEROS[here])
+    left_out = [*unread] + [f"{key}: {value!r}: {CALLED_HERE.get(key, 'no key here')}" for key, value in left.items()]
     if "model_name_or_path" in theirs and not (data / "dataset_info.json").is_file():
         left_out.append(f"dataset: {data / 'dataset_info.json'} is not there, so names are taken for ids of the hub")
     return tree, left_out
 
 
-def _source(name: str, data: Path) -> dict[str, Any]:
-    """Return a data source: a file or id, with `#` and a number of samples, or a name in `dataset_info.json`."""
+def _source(name: str, data: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return a data source, and a line for each key that it leaves out. name: a file, an id (in ms-swift `HUB::ID` and
+    `ID:SUBSET`), both also with `#` and a number of samples, or a name in `dataset_info.json`."""
     name, _, limit = str(name).partition("#")
     table = data / "dataset_info.json"
-    known = (json.loads(read_text(table)) if table.is_file() else {}).get(name, {})
-    if "file_name" in known:
-        found: dict[str, Any] = {"path": str(data / known["file_name"])}
+    known = dict((json.loads(read_text(table)) if table.is_file() else {}).get(name, {}))
+    path, hub, number = (known.pop(key, None) for key in ("file_name", "hf_hub_url", "num_samples"))
+    if path is not None:
+        found: dict[str, Any] = {"path": str(data / path)}
     else:
-        found = {"id": known["hf_hub_url"]} if "hf_hub_url" in known else {**source_of(name, Path())}
+        found = {"id": hub} if hub is not None else {**source_of(name.removeprefix("HF::"), Path())}
+        if ":" in found.get("id", ""):
+            found["id"], _, found["subset"] = found["id"].partition(":")
     ours = {"prompt": "question", "query": "input", "response": "answer"}
-    columns = {ours.get(theirs, theirs): own for theirs, own in known.get("columns", {}).items()}
-    return {**found, **({"columns": columns} if columns else {}), **({"limit": int(limit)} if limit else {})}
+    if columns := {ours.get(theirs, theirs): own for theirs, own in known.pop("columns", {}).items()}:
+        found["columns"] = columns
+    found |= {key: known.pop(key) for key in ("subset", "split") if known.get(key)}
+    if limit or number:
+        found["limit"] = int(limit or number)
+    return found, [f"{name}.{key} of {table}: {known[key]!r}: no key here" for key in known if key not in _SAID]
 
 
 def _listed(value: Any) -> list[str]:

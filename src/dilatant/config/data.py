@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -84,7 +85,7 @@ class DataConfig(Section):
     """Data sets to train on (required, unless `dilatant.train` gets one in Python)."""
     eval: tuple[DataSource, ...] = ()
     """Held-out data, in the same form."""
-    val_size: float | None = Field(None, gt=0, allow_inf_nan=False)
+    val_size: float | None = Field(None, gt=0)
     """Instead of `eval`: hold out samples of each data set of `train`, either a number (1 or more) or a share (below
     1), chosen by the seed. Held-out samples are not trained on."""
     max_samples: int | None = Field(None, gt=0)
@@ -110,7 +111,7 @@ class DataConfig(Section):
     leave free, at least one and at most eight per rank. 0: decode in the training processes."""
     memory: int = Field(512, gt=0)
     """Maximum MiB per rank for samples that are being prepared or are ready; this bounds the prefetch."""
-    decode_seconds: float = Field(60.0, ge=1, allow_inf_nan=False)
+    decode_seconds: float = Field(60.0, ge=1)
     """Time limit for decoding a sample; after two timeouts (with `ray` three) the sample is treated as corrupt."""
     preprocess: Literal["local", "ray"] = "local"
     """`local` decodes in processes of each rank's machine; `ray` in those of a Ray cluster, whose machines must see the
@@ -121,6 +122,12 @@ class DataConfig(Section):
     cache_dir: AnyPath | None = None
     """The folder for the index of records and sizes. Default: the user's cache (`DILATANT_CACHE`, or
     `~/.cache/dilatant`)."""
+
+    @field_validator("template_date", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """Take the date that YAML makes of a text without quotation marks."""
+        return value.isoformat() if isinstance(value, date) else value
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> Self:

@@ -54,6 +54,8 @@ def expand_path(text: str, base: Path) -> Path:
     try:
         if "$" in text and not os.path.lexists(base / text):
             text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+            if re.search(r"\$[{(]", text):
+                raise UserError(f"path {text!r}: of what shells replace, only $NAME and ${{NAME}} are; write it out")
         return Path(text).expanduser()
     except (RuntimeError, OSError) as error:
         raise UserError(f"path {text!r} cannot be used: {error}") from None

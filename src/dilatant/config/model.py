@@ -150,7 +150,7 @@ class GeneratorConfig(Section):
     velocity. Default: that of the pipeline's scheduler, else flow."""
     drop: float = Field(0.1, ge=0, le=1)
     """Probability of training a picture without its condition, as needed for classifier-free guidance."""
-    loss_weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    loss_weight: float = Field(1.0, ge=0)
     """Weight of the generator's loss, the mean over all pictures of a step, relative to the language model's loss."""
 
     @model_validator(mode="after")
@@ -181,7 +181,7 @@ class LoraConfig(Section):
 
     r: int = Field(16, gt=0, le=1 << 16)
     """Rank of the matrices."""
-    lora_alpha: float = Field(32, gt=0, allow_inf_nan=False)
+    lora_alpha: float = Field(32, gt=0)
     """Scale the LoRA update by `lora_alpha / r`."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the input of the LoRA matrices."""

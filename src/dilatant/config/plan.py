@@ -107,7 +107,7 @@ class PlanConfig(Section):
 
     costs: AnyPath | None = None
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
-    measure_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
+    measure_seconds: float = Field(20.0, ge=0)
     """Time limit for measuring layers, if the plan is for devices of this machine; the layers that take most of a step
     come first. All measurements are kept, even rough ones; the other layers are modelled, and measured by the next
     plan. 0: measure nothing. `dilatant profile` measures everything."""

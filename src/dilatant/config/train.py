@@ -21,10 +21,10 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 class GroupOverride(Section):
     """Settings that differ for a group of weights; see `OptimizerConfig.groups`."""
 
-    learning_rate: float | None = Field(None, ge=0, allow_inf_nan=False)
+    learning_rate: float | None = Field(None, ge=0)
     """Learning rate of the group. NAME is a unit (`vision`), a part (`vision.projector`) or a pattern of parameter
     names; if several match, the last one written applies."""
-    weight_decay: float | None = Field(None, ge=0, allow_inf_nan=False)
+    weight_decay: float | None = Field(None, ge=0)
 
 
 class MuonConfig(Section):
@@ -46,11 +46,11 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: each moment takes one byte (bitsandbytes, `pip install 'dilatant[8bit]'`; GPUs only)."""
-    learning_rate: float = Field(1e-4, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(1e-4, gt=0)
     """Peak learning rate of AdamW; `weight_decay`, `betas` and `eps` are as in torch."""
-    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.01, ge=0)
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    eps: float = Field(1e-8, gt=0)
     ema: float | None = Field(None, gt=0, lt=1)
     """Also keep an exponential moving average of the weights with this decay (such as 0.999; smaller in the first
     steps). Evaluations and exports use the average; training continues with the weights."""
@@ -118,13 +118,13 @@ class PreferencesConfig(Section):
     method: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
     """The loss of a pair of answers ([preferences.md](preferences.md)). `dpo` and `ipo` compare with the model that the
     run starts from; `simpo` and `orpo` need no such reference."""
-    beta: float | None = Field(None, gt=0, allow_inf_nan=False)
+    beta: float | None = Field(None, gt=0)
     """Scale of the rewards; with `orpo`, weight of the odds ratio. Default: 0.1, with `simpo` 2."""
-    gamma: float | None = Field(None, ge=0, allow_inf_nan=False)
+    gamma: float | None = Field(None, ge=0)
     """With `simpo`: the margin of rewards that a pair should have. Default: 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """With `dpo` and `simpo`: the share of pairs whose answers are supposed to be in the wrong order."""
-    sft_weight: float | None = Field(None, ge=0, allow_inf_nan=False)
+    sft_weight: float | None = Field(None, ge=0)
     """Weight of the mean cross entropy of the chosen answer's tokens, added to the loss of its pair. Default: 0, with
     `orpo` 1."""
     share_prompt: bool = True
@@ -147,7 +147,7 @@ class PreferencesConfig(Section):
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
     """Total optimizer steps, including those before a resume."""
-    epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
+    epochs: float | None = Field(None, gt=0)
     """Passes over the training data if `steps` is not given. Default: 1."""
     global_batch_size: int = Field(32, gt=0, le=1 << 24)
     """Samples of one optimizer step, over all devices."""
@@ -176,7 +176,7 @@ class TrainConfig(Section):
     preferences: PreferencesConfig | None = None
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of a token's loss that all tokens of the vocabulary have alike, in training."""
-    neftune_noise_alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
+    neftune_noise_alpha: float | None = Field(None, gt=0)
     """NEFTune: uniform noise on token embeddings in training, of this size over the square root of the sample's tokens
     times the width. The same in every layout, as dropout is."""
     max_grad_norm: float | None = Field(1.0, gt=0)
@@ -289,7 +289,7 @@ class EvaluationConfig(Section):
     """Direction of improvement of `keep_best`: down (`min`) or up (`max`). `auto` works for the built-in metrics."""
     patience: int | None = Field(None, gt=0)
     """Stop after this many evaluations without improvement of `keep_best`."""
-    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
+    min_delta: float = Field(0.0, ge=0)
     """Smallest change of the metric that counts as an improvement."""
 
     @field_validator("metrics", mode="before")

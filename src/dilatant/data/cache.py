@@ -205,6 +205,11 @@ class Cache:
                 return made
         return self.known(name, key) or made
 
+    def forget(self, name: str) -> None:
+        """Remove the arrays cached under a name, if any."""
+        with suppress(OSError):
+            self._path(name).unlink()
+
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.arrays"
 

@@ -25,6 +25,10 @@ ADAPTERS = "adapter"
 """Folder of an export that holds its adapters."""
 
 
+_BY_LAYER = ("rank_pattern", "alpha_pattern", "alora_invocation_tokens")
+"""Settings of peft by which single layers differ in rank or scale, or adapters in the tokens that they change."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedModel:
     """A transformers model with adapters. folder: of its files, within that of all adapters. units: those that are
@@ -82,6 +86,7 @@ def adapter_keys(adapted: AdaptedModel, files: Iterable[str], lora: LoraConfig, 
         for key, value in settings_here.items()
         if settings.get(key) != value
     ]
+    wrong += [f"{key} is {settings[key]!r} there, which is not read" for key in _BY_LAYER if settings.get(key)]
     keys = {_stored(key): weight.name for _, weight, key in _weights(adapted)}
     stored = set(files)
     wrong += [f"it has {key!r}, which this model has not" for key in stored if key not in keys]

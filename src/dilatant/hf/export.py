@@ -272,7 +272,9 @@ def _read_conversation(folder: Path) -> tuple[dict[str, str], dict[str, dict[str
 
 
 def _use_template(folder: Path, template: str) -> None:
-    """Write the training chat template wherever the tokenizer and the processor in a folder look for one."""
+    """Write the training chat template wherever the tokenizer and the processor in a folder look for one, and remove
+    others (`tool_use`), which they would prefer for conversations with tools."""
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     (folder / _TEMPLATE).write_text(template, encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
         file = folder / name

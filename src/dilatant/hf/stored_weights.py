@@ -78,8 +78,17 @@ class Layout:
                     yield name, _read(tensors, self.keys[name], None if held is None else held[name])
 
     def read(self, held: Mapping[str, Box]) -> dict[str, Tensor]:
-        """Read the boxes of all stored weights in `held`. Raises UserError."""
-        return dict(self.tensors(held, held))
+        """Read the boxes of all stored weights in `held`. Raises UserError, also for a quantized one, whose scales are
+        apart."""
+        found = dict(self.tensors(held, held))
+        for name, tensor in found.items():
+            if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+                key = self.keys[name]
+                raise UserError(
+                    f"{str(self.files[key])!r}: {key!r} is quantized ({tensor.dtype}); name the model with its weights "
+                    "in bf16 or fp32"
+                )
+        return found
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the floating dtype of each stored weight."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, EncoderConfig, GeneratorConfig, LoraConfig, ModelConfig
+from dilatant.data.text.tokenizer import count_ids
 from dilatant.models.adapters.lora import inject_parts, is_adapter
 from dilatant.models.core.dtype import dtype_of_config, four_bit_names, require_four_bit
 from dilatant.models.core.freeze import select, thaw
@@ -44,13 +45,13 @@ def build_model(
     """Build the multimodal model of the config: encoders, language model, generators, adapters and frozen parts.
 
     Random weights depend only on `seed`, the unit's name and the layer. vocab_size: number of ids of the tokenizer
-    (default: `len(tokenizer)`); the vocabulary size of a language model from scratch whose config has none. hollow: on
+    (default: of `tokenizer`); the vocabulary size of a language model from scratch whose config has none. hollow: on
     a pipeline rank, the units whose pretrained weights are not read here; these units, and units from scratch, stay on
     the meta device until the rank materialises its layers. (Weights of units with remote code are read nevertheless,
     unless `reads_weights` is False.) Raises UserError that names the key.
     """
     if vocab_size is None and tokenizer is not None:
-        vocab_size = len(tokenizer)
+        vocab_size = count_ids(tokenizer)
     if config.is_whole:
         return _build_pretrained(config, seed, vocab_size, tokenizer, attn_implementation, dtype, hollow)
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}

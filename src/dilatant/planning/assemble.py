@@ -20,7 +20,7 @@ from dilatant.data.order.blend import Blend, StreamBlend, open_blend, open_own_d
 from dilatant.data.sample import MediaUnit
 from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
-from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
+from dilatant.data.text.tokenizer import count_ids, generation_ends, load_tokenizer
 from dilatant.models.build import build_model, inspect_denoisers, open_pretrained, token_of
 from dilatant.models.core.freeze import choose_orthogonal
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
@@ -183,7 +183,7 @@ def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
     """Return how each encoder sees its media, from configs alone: no weights are read. Raises UserError."""
     if config.is_whole:
         return units_of_pretrained(open_pretrained(config), config.processor, tokenizer, config.id)
-    vocabulary = _vocabulary(config, len(tokenizer))
+    vocabulary = _vocabulary(config, count_ids(tokenizer))
     return tuple(
         unit
         for position, (name, entry) in enumerate(config.encoders.items())
@@ -196,7 +196,7 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
     if not config.generators:
         return ()
     encoders = open_pretrained(config).family.towers if config.is_whole else config.encoders
-    first = _vocabulary(config, len(tokenizer)) + len(encoders)
+    first = _vocabulary(config, count_ids(tokenizer)) + len(encoders)
     targets = []
     for position, (name, seen) in enumerate(inspect_denoisers(config).items()):
         entry = config.generators[name]

@@ -15,6 +15,7 @@ from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.parallel_map import Progress
+from dilatant.data.text.tokenizer import count_ids
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch, sample_work
 from dilatant.plan.costs.stage_costs import stage_costs
@@ -143,7 +144,7 @@ def planning_problem(
     layers on this hardware replace what `plan.measure_seconds` leave unmeasured; without `measure_again` they are used
     first, and only missing costs are measured. like: a layout whose degrees are tried, too. Raises UserError."""
     searched_sizes(config, target_of_run(config))  # before anything is measured
-    whole = build_meta_model(config, len(samples.tokenizer))
+    whole = build_meta_model(config, count_ids(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     if like is not None:
         config = with_requested_degrees(config, model, target_of_run(config), parse_asked_layout(like, [*whole.units]))

@@ -18,7 +18,13 @@ from dilatant.data.media.pixels import Pixels, concatenate_inputs
 from dilatant.data.media.sound_file import decode_audio, resample
 from dilatant.data.media_units.audio_unit import AudioUnit, LogMelProcessor
 from dilatant.data.media_units.image_unit import PixelProcessor
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor, audio_processor, image_processor
+from dilatant.data.media_units.processors import (
+    HuggingFaceImageProcessor,
+    audio_processor,
+    clip_settings,
+    image_processor,
+    pretrained_settings,
+)
 from dilatant.data.sample import FileSlice, Media, MediaSize
 from dilatant.models.core.stage import on_device
 
@@ -85,6 +91,23 @@ def test_other_families_run_transformers_own_processor(tmp_path):
     assert (mine(pixels)["pixel_values"] == expected).all()
 
 
+def test_settings_that_a_file_lacks_are_those_of_its_class():
+    """ViT resizes bilinearly and CLIP crops, unless the file says otherwise."""
+    shared = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    crops = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}, "resample": 3}
+    pixels = picture(20, 30)
+    for settings in (
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}, **shared},
+        {"image_processor_type": "CLIPImageProcessor", **crops, **shared},
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}, "resample": 2},
+    ):
+        made = image_processor(settings, height=8, width=8)(pixels)["pixel_values"]
+        theirs = HuggingFaceImageProcessor(json.dumps(settings))(pixels)["pixel_values"]
+        np.testing.assert_allclose(
+            made.normalized() if isinstance(made, Pixels) else made, theirs, atol=1e-6
+        )  # one rounding in float32
+
+
 @pytest.mark.parametrize(
     "processor",
     [
@@ -139,6 +162,23 @@ def test_combined_processor_file_loads_and_a_missing_one_raises(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps(parts))
     assert image_processor(str(tmp_path), height=8, width=8) == pixels
     assert audio_processor(str(tmp_path), frames=100, mel_bins=40) == sound
+
+
+def test_of_two_processor_files_transformers_choice_is_read(tmp_path):
+    """Transformers prefers what `processor_config.json` holds to the file of one processor."""
+    parts = {"image_processor": {"size": 2}, "video_processor": {"fps": 2}}
+    for name, content in (
+        ("preprocessor_config.json", {"size": 1}),
+        ("video_preprocessor_config.json", {"fps": 1}),
+        ("processor_config.json", parts),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert (pretrained_settings(str(tmp_path)), clip_settings(str(tmp_path))) == ({"size": 2}, {"fps": 2})
+    (tmp_path / "processor_config.json").write_text('{"image_seq_length": 4}')
+    assert (pretrained_settings(str(tmp_path)), clip_settings(str(tmp_path))) == ({"size": 1}, {"fps": 1})
+    (tmp_path / "preprocessor_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"cannot be loaded: preprocessor_config.json holds no object"):
+        pretrained_settings(str(tmp_path))
 
 
 def test_a_processor_unlike_the_encoder_size_is_refused():

@@ -73,3 +73,6 @@ def test_unusable_image_sizes_and_settings_are_refused_by_name() -> None:
         unit(min_pixels=9000, max_pixels=8000)
     with pytest.raises(UserError, match="patch_size is 16, but the encoder has 14"):
         unit(patch_size=16)
+    for wrong in ({"size": 5}, {"resample": 99}, {"resample": "bicubic"}, {"max_pixels": "many"}, {"image_mean": 0.5}):
+        with pytest.raises(UserError, match=r"model.processor: "):
+            unit(**wrong)

@@ -123,6 +123,23 @@ def test_members_of_no_known_name_are_told_by_their_content(tmp_path):
     assert (first.unused, second.unused) == (("image",), (".npy",))
 
 
+def test_media_are_in_the_order_in_which_their_json_lists_them(tmp_path):
+    def shard(*names):
+        text = json.dumps({**ROW, "images": list(names)}).encode()
+        return read_all(tar(tmp_path / "a.tar", ("0.a.png", RED), ("0.b.png", BLUE), ("0.json", text)))[0]
+
+    assert data_of(shard("0.b.png", "0.a.png")) == [BLUE, RED]
+    assert data_of(shard("x/1.png", "x/2.png")) == [RED, BLUE]
+    assert "its JSON lists 3 images, of which the shard holds 2" in shard("0.a.png", "0.b.png", "c.png")
+
+
+def test_a_caption_that_stands_twice_may_end_with_a_blank(tmp_path):
+    """As img2dataset writes shards."""
+    members = [("0.png", RED), ("0.json", b'{"caption": "a cat "}'), ("0.txt", "\ufeffa cat ".encode())]
+    (sample,) = read_all(tar(tmp_path / "a.tar", *members))
+    assert sample.turns[-1].content[0].strip() == "a cat"
+
+
 def test_files_about_a_shard_are_no_samples(tmp_path):
     path = tar(
         tmp_path / "a.tar",
@@ -173,6 +190,47 @@ def test_folders_of_save_to_disk_are_read(tmp_path, kind):
     again = pickle.loads(pickle.dumps(reader))
     assert again[4].unplaced[0].source == RED
     assert again[4].id == "data-00001-of-00002.arrow:2"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["q"]), pa.array(["yes"]), pa.array(["no"])], ["question", *["answer"] * 2])
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert read_all(tmp_path / "a.arrow") == ["a.arrow:1: has two columns of one name; rename one of them"]
+
+
+def test_columnar_values_that_python_cannot_hold_are_refused(tmp_path):
+    for name, values in {
+        "text": pa.array([b"\xff"]).view(pa.string()),
+        "date": pa.array([1 << 40], pa.timestamp("s")),
+        "zone": pa.array([0], pa.timestamp("s", tz="No/Where")),
+    }.items():
+        pq.write_table(pa.table({"question": ["q"], "answer": ["a"], "more": values}), tmp_path / f"{name}.parquet")
+        (error,) = read_all(tmp_path / f"{name}.parquet")
+        assert f"{name}.parquet:1: cannot be read: " in error
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    for place in ("data", "far"):
+        (tmp_path / place).mkdir()
+        write_lines(tmp_path / place / f"{place}.jsonl", [ROW])
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "far")
+    for name, place in (("loop", "data"), ("more", "far"), ("up", ".")):
+        (tmp_path / "data" / name).symlink_to(tmp_path / place)
+    assert names(tmp_path / "data", tmp_path) == (["data/data.jsonl", "data/linked/far.jsonl"], ())
+    (tmp_path / "far" / "far.jsonl").unlink()
+    for place in ("data", "far"):
+        (tmp_path / place / f"{place}.txt").write_text(place)
+        (tmp_path / place / f"{place}.png").write_bytes(RED)
+    (tmp_path / "data" / "data.jsonl").unlink()
+    assert [sample.id for sample in read_all(tmp_path / "data")] == ["data", "linked/far"]
+
+
+def test_packed_files_beside_data_are_named(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [ROW])
+    for name in ("b.jsonl.gz", "images.zip", "README.md"):
+        (tmp_path / name).write_bytes(b"x")
+    assert names(tmp_path, tmp_path) == (["a.jsonl"], ("2 of forms that are not read (b.jsonl.gz, images.zip)",))
 
 
 def names(path, folder, **how):

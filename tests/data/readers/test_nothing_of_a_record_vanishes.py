@@ -81,6 +81,28 @@ def refused(pattern, **fields):
         ({"messages": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": [{"text": "a"}]}]},
          [("user", "q"), ("assistant", "a")]),
         ({"prompt": "q", "completion": "a", "label": True}, [("user", "q"), ("assistant", "a")]),
+        ({"problem": "q", "solution": "a"}, [("user", "q"), ("assistant", "a")]),
+        ({"messages": str(CHAT)}, [("user", "q"), ("assistant", "a")]),
+        ({"prompt": json.dumps(CHAT[:1]), "completion": str(CHAT[1:])}, [("user", "q"), ("assistant", "a")]),
+        (
+            {"images": ["a.png"],
+             "messages": [{"role": "user", "content": [{"type": "image", "image": "", "text": ""}]}, CHAT[1]]},
+            [("user", "<a.png>"), ("assistant", "a")],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {
+                "type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}]}, CHAT[1]]},
+            [("user", "<image 1>"), ("assistant", "a")],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "base64": "iVBORw0KGgo="}]}, CHAT[1]]},
+            [("user", "<image 1>"), ("assistant", "a")],
+        ),
+        ({"audio": "a.wav", "transcription": "a"}, [("user", ""), ("assistant", "a")]),
+        (
+            {"images": ["a.png", "b.png"], "question": "<|image_2|> or <|image_1|>?", "answer": "a"},
+            [("user", "<b.png> or <a.png>?"), ("assistant", "a")],
+        ),
     ],
 )  # fmt: skip
 def test_columns_of_the_field_become_the_conversation(fields, expected):
@@ -166,6 +188,7 @@ def test_a_file_name_is_a_medium_by_its_suffix(name, kind):
         ({"question": "q", "prompt": "p", "answer": "a"}, "two columns for the question"),
         ({"question": "q", "input": "p", "answer": "a"}, "two columns for the question, 'question' and 'input'"),
         ({"caption": "a", "text": "b"}, "two columns for the answer"),
+        ({"sentence": "a", "label": "b"}, "two columns for the answer"),
         ({"caption": "a", "image": "a.png", "images": ["b.png"]}, "two columns for images"),
         ({"caption": "a", "image_path": "a.png", "img": "b.png"}, "two columns for images"),
         ({"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"}, "a system text in 'system' and"),
@@ -177,6 +200,9 @@ def test_a_file_name_is_a_medium_by_its_suffix(name, kind):
             "<bbox> in its text stands for what 'objects' lists",
         ),
         ({"question": "q", "options": ["a", "b"], "answer": 2}, "2, but there are 2 choices"),
+        ({"question": "q", "options": ["a", "b"], "answer": -1}, "-1, but there are 2 choices"),
+        ({"question": "<img>a/b.jpg</img>What?", "answer": "a"}, "names the file 'a/b.jpg' in <img> tags"),
+        ({"messages": [{"role": "user", "content": "<audio>b.wav</audio>"}, CHAT[1]]}, "in <audio> tags"),
         ({"question": "q", "options": [1, 2], "answer": 1}, "the text of one choice and the number of another"),
         ({"question": "q", "answer": None}, "'answer' is null"),
         ({"messages": None}, "'messages' is null"),
@@ -186,6 +212,41 @@ def test_a_file_name_is_a_medium_by_its_suffix(name, kind):
 )  # fmt: skip
 def test_a_record_of_two_meanings_is_refused(fields, pattern):
     refused(pattern, **fields)
+
+
+def test_calls_of_openais_earlier_form_are_calls():
+    call = {"name": "find", "arguments": '{"x": 1}'}
+    asked = {"role": "assistant", "content": None, "function_call": call}
+    sample = sample_of(messages=[CHAT[0], asked], functions=[{"name": "find", "parameters": {}}])
+    assert json.loads(dict(sample.turns[1].extras)["tool_calls"])[0]["function"] == {
+        "name": "find",
+        "arguments": {"x": 1},
+    }
+    assert json.loads(sample.tools)[0]["function"]["name"] == "find"
+    assert sample.unused == ()
+    assert sample_of(messages=[{**CHAT[0], "tool_calls": [call]}, CHAT[1]]).unused == ("messages[].tool_calls",)
+
+
+def test_a_key_that_stands_twice_in_an_object_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "yes", "answer": "no"}')
+    with pytest.raises(UserError, match=r"a.jsonl:1: is not valid JSON: an object has the key 'answer' twice"):
+        open_source(DataSource(path=str(tmp_path / "a.jsonl")))[0]
+
+
+@pytest.mark.parametrize("character", ["\ud83d", "\U0010fffd"])
+def test_thoughts_and_tools_hold_no_reserved_characters(tmp_path, character):
+    (tmp_path / "t.jinja").write_text(ROLES)
+    thought = sample_of(messages=[CHAT[0], {**CHAT[1], "reasoning_content": f"so{character}"}])
+    tool = sample_of(messages=CHAT, tools=[{"name": f"f{character}", "parameters": {}}])
+    for sample, template in ((thought, str(tmp_path / "t.jinja")), (tool, None)):
+        with pytest.raises(UserError, match=rf"x:1: the text holds U\+{ord(character):X}"):
+            learned(sample, template)
+
+
+def test_a_long_path_with_blanks_is_a_path():
+    place = "/mnt/clips of cats/kinetics 400/train part/abcdefghijklmnopqrstuvwxyz0123456789"
+    (media,) = sample_of(video=place, question="q", answer="a").unplaced
+    assert media.source == Path(place)
 
 
 def test_columns_that_the_user_names_decide():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def texts(turns: tuple[Turn, ...]) -> list[str]:
             ["q"],
         ),
         ({"messages": [*TALK, BETTER], "rejected_response": "bad"}, ["q", "once", "more"]),
+        ({"chosen": json.dumps([*ASKED, BETTER]), "rejected": str([*ASKED, WORSE])}, ["q"]),
+        ({"prompt": "q", "chosen": str([BETTER]), "rejected": json.dumps([WORSE])}, ["q"]),
         ({"messages": [*ASKED, BETTER], "rejected_messages": [*ASKED, WORSE]}, ["q"]),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
 from dilatant.config.own_parts import OwnPart
 from dilatant.data.index.sizes import blend_sizes
+from dilatant.data.media.image_file import decode_image
+from dilatant.data.media.media_header import media_size
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend, open_own_data
-from dilatant.data.sample import EncodedSample
+from dilatant.data.sample import EncodedSample, MediaSize
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import QUESTION, TOKENS
 
@@ -198,3 +201,29 @@ def test_what_no_other_process_can_have_is_refused_with_a_remedy() -> None:
     shift = 3
     doubled: OwnPart = pickle.loads(pickle.dumps(OwnPart("loss", lambda x: 2 * x + shift)))
     assert doubled.value(4) == 11
+
+
+def test_pictures_are_turned_upright_and_arrays_of_objects_are_lists() -> None:
+    picture = io.BytesIO()
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (16, 8)).save(picture, "JPEG", exif=turned)
+    messages = np.empty(2, object)
+    messages[:] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    sample = as_blend([{"images": [Image.open(picture)], "messages": messages}])[0]
+    assert [turn.content for turn in sample.turns] == [("q",), ("a",)]
+    assert media_size(sample.unplaced[0]) == MediaSize(width=8, height=16)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("I;16", "<u2"), ("I;16B", ">u2")])
+def test_pictures_of_16_bits_keep_their_shades(mode: str, kind: str) -> None:
+    picture = Image.fromarray((np.arange(64) * 1000).astype(kind).reshape(8, 8))
+    assert picture.mode == mode
+    (media,) = as_blend([{"image": picture, "text": "a"}])[0].unplaced
+    assert np.array_equal(decode_image(media, 1)[:, :, 0], (np.arange(64) * 1000 >> 8).reshape(8, 8))
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_pictures_of_unknown_range_are_refused(kind: type) -> None:
+    with pytest.raises(UserError, match="nobody knows what is white in an image of mode"):
+        as_blend([{"image": Image.fromarray(np.zeros((8, 8), kind)), "text": "a"}])[0]

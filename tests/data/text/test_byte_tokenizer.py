@@ -8,9 +8,11 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from dilatant.config import UserError
-from dilatant.data.text.tokenizer import byte_tokenizer, load_tokenizer
+from dilatant.data.text.tokenizer import byte_tokenizer, count_ids, load_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -57,3 +59,9 @@ def test_a_folder_of_a_model_without_its_tokenizer_is_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
     with pytest.raises(UserError, match="there is no tokenizer in"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_with_a_gap_has_more_ids_than_tokens():
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    assert count_ids(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a")) == 8
+    assert count_ids(TOKENIZER) == len(TOKENIZER)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from cases.data_builders import shared
 from dilatant.config import UserError
@@ -191,8 +193,6 @@ def test_the_users_tokenizer_is_left_as_it_is():
 def qwen():
     path = os.environ.get("DILATANT_QWEN_TOKENIZER")
     file = Path(path) if path else shared("models/qwen_tokenizer/tokenizer.json", "ChatML on the Qwen vocabulary")
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -227,3 +227,54 @@ def test_a_sentencepiece_vocabulary_keeps_its_word_starts():
     assert tokens.answered[-1]
     assert (tokens.ids == -1).sum() == 1
     assert tokenizer.unk_token_id not in tokens.ids
+
+
+LINES = (
+    "{% for m in messages %}{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+SPACED = "{% for m in messages %}{{ '[INST] ' * (m.role == 'user') + ' ' + m.content + '</s>' }}{% endfor %}"
+LLAVA = (  # the tag begins behind the blank that the generation prompt lacks
+    "{% for m in messages %}{{ m.role.upper() }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+def tokenizer_of_words(blanks):
+    """A small vocabulary with words that begin with a blank, which some tokenizers also put before texts."""
+    blank, line = ("Ġ", "Ċ") if blanks == "byte" else ("▁", "\n")
+    merges = [("r", "e"), ("re", "d"), ("c", "a"), ("ca", "r"), (blank, "red"), (blank, "car")]
+    tokens = ["<unk>", "<s>", "</s>", blank, line, *map(chr, range(33, 127)), *map("".join, merges)]
+    backend = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, merges, unk_token="<unk>"))
+    backend.decoder = decoders.ByteLevel() if blanks == "byte" else decoders.Metaspace()
+    if blanks == "byte":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif blanks == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=blanks, split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("template", [LINES, SPACED, LLAVA])
+@pytest.mark.parametrize("blanks", ["byte", "first", "always", "normalizer"])
+def test_ids_are_those_of_a_tokenizer_that_adds_blanks(blanks, template):
+    tokenizer = tokenizer_of_words(blanks)
+    tokenizer.chat_template = template
+    chat = chat_tokenizer(tokenizer)
+    messages = conversation(["is it red?", "blue?"], ["red car", "red"])
+    tokens = chat.tokens(messages)
+    dicts = [{"role": m.role, "content": m.text} for m in messages]
+    expected = tokenizer(tokenizer.apply_chat_template(dicts, tokenize=False), add_special_tokens=False).input_ids
+    assert tokens.ids.tolist() == expected
+    prompt = chat.tokens(messages[:-1], for_generation=True).ids
+    assert tokens.ids[: len(prompt)].tolist() == prompt.tolist()
+    answers = np.split(tokens.ids[tokens.answered], np.flatnonzero(np.diff(np.flatnonzero(tokens.answered)) > 1) + 1)
+    assert [tokenizer.decode(answer).strip() for answer in answers] == ["red car</s>", "red</s>"]
+
+
+def test_templates_of_which_none_is_the_default_are_refused():
+    tokenizer = tokenizer_with({"rag": CHATML, "tool_use": INST})
+    with pytest.raises(UserError, match="chat templates called 'rag', 'tool_use', and none called 'default'"):
+        chat_tokenizer(tokenizer)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cases.engine_case import CASE, PLAN, build_model
 from dilatant.comm.comm import Comm
-from dilatant.config import ModelConfig
+from dilatant.config import ModelConfig, UserError
 from dilatant.hf import stored_weights
 from dilatant.hf.stored_weights import read_pretrained
 from dilatant.models.build import build_model as build_model_from
@@ -97,6 +97,17 @@ def _pretrained_config(folder: Path) -> ModelConfig:
             "language_model": {"tokenizer": "bytes", "id": str(folder / "language")},
         }
     )
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    build_model(CASE).save_pretrained(tmp_path)
+    name, stored = "language.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    file = tmp_path / "language" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {stored: weights[stored].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    model = build_model(CASE, "meta")
+    with pytest.raises(UserError, match=rf"{stored}' is quantized \(torch.float8_e4m3fn\)"):
+        read_pretrained(model, _pretrained_config(tmp_path), whole_boxes(model, name), seed=1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -201,13 +201,19 @@ def test_export_keeps_generation_settings_and_unread_weights(tmp_path: Path) -> 
     assert "mtp.fc.weight" in tensor_files(export_of(tmp_path, {"id": "w"}))
 
 
-def test_limits_of_pixels_are_in_every_file_that_has_them(tmp_path: Path) -> None:
+def test_limits_and_template_are_in_every_file_that_has_them(tmp_path: Path) -> None:
     save_as_the_hub_does("qwen2_5_vl", tmp_path / "m")
     old = tmp_path / "m/preprocessor_config.json"
     parts = {"processor_class": "Qwen2_5_VLProcessor", "image_processor": json.loads(old.read_text())}
     (tmp_path / "m/processor_config.json").write_text(json.dumps(parts))
     old.unlink()
+    (tmp_path / "m/additional_chat_templates").mkdir()
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (tmp_path / "m" / name).write_text(template)
     export = export_of(tmp_path, {"id": "m", "processor": {"min_pixels": 64, "max_pixels": 256}})
+    assert (export / "chat_template.jinja").read_text() == template
+    assert not (export / "additional_chat_templates").exists()
     found = json.loads((export / "processor_config.json").read_text())
     limits = {"shortest_edge": 64, "longest_edge": 256}
     assert found["image_processor"]["size"] == limits

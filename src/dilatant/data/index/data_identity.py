@@ -16,6 +16,7 @@ from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.order.blend import Blend, StreamBlend
 from dilatant.data.readers.records import Blocks
 from dilatant.data.sample import digest_of
+from dilatant.data.text.encoding import Encoding
 
 
 @dataclass(frozen=True)
@@ -23,25 +24,28 @@ class DataIdentity:
     """Content digests of a run's data sources; empty for a stream, whose samples are not known in advance.
 
     content: int64 [samples], the `content_digest` of every sample of the concatenated sources. blocks: the blocks in
-    which each source is read; the order of its samples depends on them.
+    which each source is read; the order of its samples depends on them. processing: changes with the processors of
+    media and with the pictures to draw.
     """
 
     names: Sequence[str] = ()
     lengths: Sequence[int] = ()
     content: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     blocks: Sequence[Blocks | None] = ()
+    processing: str = ""
 
     @staticmethod
-    def of(blend: Blend | StreamBlend, sizes: SizesIndex | None) -> DataIdentity:
+    def of(blend: Blend | StreamBlend, sizes: SizesIndex | None, encoding: Encoding) -> DataIdentity:
         if not isinstance(blend, Blend) or sizes is None:
             return DataIdentity()
         blocks = tuple(reader.blocks for reader in blend.readers)
-        return DataIdentity(blend.source_names, blend.lengths, sizes.content, blocks)
+        processing = digest_of([unit.fingerprint for unit in (*encoding.units, *encoding.targets)])[:32]
+        return DataIdentity(blend.source_names, blend.lengths, sizes.content, blocks, processing)
 
     @cached_property
     def by_source(self) -> list[dict[str, Any]]:
         """Describe each source as JSON: name, number of samples, digest of their tokens and labels, digest of the
-        blocks in which they are read."""
+        blocks in which they are read, and `processing`."""
         ends = np.cumsum(self.lengths).tolist()
         return [
             {
@@ -49,6 +53,7 @@ class DataIdentity:
                 "samples": length,
                 "content": _digest(self.content[end - length : end]),
                 "blocks": "" if blocks is None else digest_of(blocks)[:32],
+                "processing": self.processing,
             }
             for name, length, end, blocks in zip(self.names, self.lengths, ends, self.blocks)
         ]
@@ -83,6 +88,8 @@ class DataIdentity:
                 found.append(text)
             elif old["blocks"] != new["blocks"]:
                 found.append(f"{source} has the same samples in other row groups, so in another order")
+            elif old.get("processing", self.processing) != self.processing:
+                found.append(f"media of {source} are processed in another way (see the settings of the processor)")
         return found
 
 

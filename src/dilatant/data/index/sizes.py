@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,18 @@ class Refusals(Mapping[int, str]):
         return self._text[self._ends[at] : self._ends[at + 1]].tobytes().decode()
 
 
-FORMAT = 4
+FORMAT = 5
 _COLUMNS = ("tokens", "target_tokens", "content")
 """Arrays of a cached index, in the order of `SampleMeasurements.columns`."""
-_HAS_AV = find_spec("av") is not None
-"""Part of the cache key: without PyAV some media are refused, and some sounds get another length."""
+_TOOLS = find_spec("av") is not None, version("transformers")
+"""Part of the cache key: without PyAV some media are refused, and some sounds get another length; processors may count
+otherwise in another version of transformers."""
 WATCHED_MEDIA = 1000
 """Most media files of refused samples whose state is compared when the index is opened."""
+
+
+def _keep(sample: int) -> None:
+    """Remove nothing, as nothing is cached."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,8 @@ class SizesIndex:
     units: "language", then encoders and generators. tokens: int64 [samples, units]; 0 if unknown. target_tokens: int64
     [samples], the tokens that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems:
     sample → why it cannot be trained on at any length. name: returns a sample's name in messages. unused: for each
-    source, the columns and keys that no sample uses.
+    source, the columns and keys that no sample uses. forget: removes the cached measurements of a sample's source, if
+    they prove wrong.
     """
 
     units: tuple[str, ...]
@@ -101,6 +108,7 @@ class SizesIndex:
     problems: Mapping[int, str] = field(default_factory=dict)
     name: Callable[[int], str] = field(default="sample {}".format, compare=False)
     unused: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
+    forget: Callable[[int], None] = field(default=_keep, compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -145,7 +153,9 @@ def blend_sizes(
         parts.append(_source(reader, encoding, cache, workers, partial(_forward, progress, done, total)))
         done += len(reader)
         progress(done, total)
-    return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
+    return _index(
+        _together(blend, encoding, cache, parts), encoding, blend.name, parts, _forgetting(blend, encoding, cache)
+    )
 
 
 def known_sizes(blend: Blend, encoding: Encoding, *, cache_dir: str | Path | None = None) -> SizesIndex | None:
@@ -157,7 +167,9 @@ def known_sizes(blend: Blend, encoding: Encoding, *, cache_dir: str | Path | Non
         if found is None or not _media_unchanged(found):
             return None
         parts.append(found)
-    return _index(_together(blend, encoding, cache, parts), encoding, blend.name, parts)
+    return _index(
+        _together(blend, encoding, cache, parts), encoding, blend.name, parts, _forgetting(blend, encoding, cache)
+    )
 
 
 def _forward(progress: Progress, before: int, total: int, done: int, _: int) -> None:
@@ -171,7 +183,7 @@ def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
     use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, reader.split)
     return (
         f"sizes-{_digest(use, encoding.fingerprint)[:16]}",
-        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split, _HAS_AV),
+        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split, _TOOLS),
     )
 
 
@@ -238,7 +250,13 @@ def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Ar
     return cache.kept(f"blend-{_digest(names)[:16]}", _digest(digests), make)
 
 
-def _index(found: Arrays, encoding: Encoding, name: Callable[[int], str], parts: Sequence[Arrays]) -> SizesIndex:
+def _index(
+    found: Arrays,
+    encoding: Encoding,
+    name: Callable[[int], str],
+    parts: Sequence[Arrays],
+    forget: Callable[[int], None] = _keep,
+) -> SizesIndex:
     return SizesIndex(
         units=encoding.unit_names,
         tokens=found.arrays["tokens"].T,
@@ -247,4 +265,13 @@ def _index(found: Arrays, encoding: Encoding, name: Callable[[int], str], parts:
         problems=_refusals(found),
         name=name,
         unused=tuple(tuple(part.about["unused"]) for part in parts),
+        forget=forget,
     )
+
+
+def _forgetting(blend: Blend, encoding: Encoding, cache: Cache) -> Callable[[int], None]:
+    return partial(_forget, blend, cache, [_entry(reader, encoding)[0] for reader in blend.readers])
+
+
+def _forget(blend: Blend, cache: Cache, entries: Sequence[str], sample: int) -> None:
+    cache.forget(entries[blend.source_of(sample)])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, as_user_error
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, Resample
 from dilatant.data.media_units.unit_base import Fingerprinted, ImageUnitBase
@@ -125,23 +125,32 @@ def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, fram
     wrong = mismatches(settings, _SETTINGS, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames})
     if wrong:
         raise UserError(f"model.processor: {'; '.join(wrong)}")
-    size = settings.get("size") or {}
-    limits = {
-        "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
-        "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
-    }
-    normalized = settings.get("do_normalize", True)
-    given: dict[str, Any] = {key: int(value) for key, value in limits.items() if value}
-    if "resample" in settings:
-        given["resample"] = RESAMPLE_NAMES[int(settings["resample"])]
-    for name, key, neutral in (("mean", "image_mean", (0.0,)), ("std", "image_std", (1.0,))):
-        if not normalized:
-            given[name] = neutral
-        elif key in settings:
-            given[name] = tuple(settings[key])
-    if "rescale_factor" in settings:
-        given["rescale"] = settings["rescale_factor"]
-    return PatchProcessor(patch=patch, merge=merge, frames=frames, **given)
+    with as_user_error("model.processor", TypeError, ValueError, AttributeError):
+        size = settings.get("size") or {}
+        limits = {
+            "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
+            "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
+        }
+        given: dict[str, Any] = {key: int(value) for key, value in limits.items() if value}
+    return PatchProcessor(patch=patch, merge=merge, frames=frames, **given, **pixel_settings(settings))
+
+
+def pixel_settings(settings: Mapping[str, Any], normalizes: bool = True) -> dict[str, Any]:
+    """Return what saved settings say of resampling and of values, as `PatchProcessor` calls it. normalizes: value of
+    `do_normalize` if they do not say. Raises UserError."""
+    settings = {"do_normalize": normalizes} | {key: value for key, value in settings.items() if value is not None}
+    given: dict[str, Any] = {}
+    with as_user_error("model.processor", TypeError, ValueError, IndexError):
+        if "resample" in settings:
+            given["resample"] = RESAMPLE_NAMES[int(settings["resample"])]
+        if "rescale_factor" in settings:
+            given["rescale"] = float(settings["rescale_factor"])
+        for name, key, neutral in (("mean", "image_mean", 0.0), ("std", "image_std", 1.0)):
+            if not settings["do_normalize"]:
+                given[name] = (neutral,)
+            elif key in settings:
+                given[name] = tuple(map(float, settings[key]))
+    return given
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, as_user_error
 from dilatant.data.media_units.audio_unit import LogMelProcessor
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
 from dilatant.data.media_units.unit_base import Fingerprinted
@@ -171,21 +171,32 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
     known = (f"{family}ImageProcessor" for family in ("CLIP", "Siglip", "ViT", "Bit", "DeiT"))
     if kind not in known or any(settings.get(f"do_{step}") for step in _OTHER_STEPS):
         return None
+    defaults = {
+        "resample": 2 if kind.startswith("ViT") else 3,
+        "do_center_crop": kind.startswith(("CLIP", "Bit", "De")),
+    }
+    settings = defaults | {key: value for key, value in settings.items() if value is not None}
     size = settings.get("size") or {}
     crop = settings.get("crop_size") or {}
     size = {"shortest_edge": size} if isinstance(size, int) and kind == "CLIPImageProcessor" else size
     size = {"height": size, "width": size} if isinstance(size, int) else size
     crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
-    cropped = bool(settings.get("do_center_crop")) and "height" in crop
-    if not settings.get("do_resize", True) or ("shortest_edge" if cropped else "height") not in size:
-        return None
+    cropped = bool(settings["do_center_crop"]) and "height" in crop
     normalized = settings.get("do_normalize", True)
+    if not settings.get("do_resize", True) or not isinstance(settings["resample"], int):
+        return None
+    if (
+        ("shortest_edge" if cropped else "height") not in size
+        or cropped != settings["do_center_crop"]
+        or (normalized and not {"image_mean", "image_std"} <= settings.keys())
+    ):
+        return None  # the class has values of its own
     return PixelProcessor(
         height=crop["height"] if cropped else size["height"],
         width=crop["width"] if cropped else size["width"],
         channels=channels,
         shortest_edge=size["shortest_edge"] if cropped else None,
-        resample=RESAMPLE_NAMES[int(settings.get("resample", 3))],
+        resample=RESAMPLE_NAMES[int(settings["resample"])],
         rescale=settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 1.0,
         mean=tuple(settings["image_mean"]) if normalized else (0.0,),
         std=tuple(settings["image_std"]) if normalized else (1.0,),
@@ -193,24 +204,23 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
 
 
 def pretrained_settings(name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")) -> dict[str, Any]:
-    """Return the saved image and sound processor settings of a model in a folder or on the hub:
-    `preprocessor_config.json`, or the `parts` of the newer `processor_config.json`. Raises UserError."""
-    if not _lacks(name, "preprocessor_config.json") or _lacks(name, "processor_config.json"):
+    """Return the saved image and sound processor settings of a model in a folder or on the hub: as transformers, the
+    `parts` of the newer `processor_config.json` or, if it has none, `preprocessor_config.json`. Raises UserError."""
+    saved = {} if _lacks(name, "processor_config.json") else saved_settings(name, "processor_config.json")
+    nested = [saved[part] for part in parts if isinstance(saved.get(part), dict)]
+    if not nested and not (saved and _lacks(name, "preprocessor_config.json")):
         return saved_settings(name, "preprocessor_config.json")
-    saved = saved_settings(name, "processor_config.json")
-    found: dict[str, Any] = {}
-    for part in parts:
-        found |= saved[part] if isinstance(saved.get(part), dict) else {}
-    return found
+    return {key: value for each in nested for key, value in each.items()}
 
 
 def clip_settings(name: str) -> dict[str, Any]:
-    """Return the saved clip processor settings of a model; empty if there are none."""
-    if not _lacks(name, "video_preprocessor_config.json"):
-        return saved_settings(name, "video_preprocessor_config.json")
-    if _lacks(name, "processor_config.json"):
-        return {}
-    return saved_settings(name, "processor_config.json").get("video_processor") or {}
+    """Return the saved clip processor settings of a model, found as `pretrained_settings` does; empty if there are
+    none."""
+    saved = {} if _lacks(name, "processor_config.json") else saved_settings(name, "processor_config.json")
+    if isinstance(nested := saved.get("video_processor"), dict):
+        return nested
+    file = "video_preprocessor_config.json"
+    return {} if _lacks(name, file) else saved_settings(name, file)
 
 
 def _lacks(name: str, file: str) -> bool:
@@ -244,7 +254,9 @@ def saved_settings(name: str, file: str) -> dict[str, Any]:
         path = cached_file(name, file)
         with open(str(path), encoding="utf-8") as stream:
             settings = json.load(stream)
-    except (OSError, ValueError) as error:
+        if not isinstance(settings, dict):
+            raise ValueError(f"{file} holds no object")
+    except (OSError, ValueError, RecursionError) as error:
         first = str(error).strip().partition("\n")[0]
         raise UserError(f"processor {name!r} cannot be loaded: {first}") from None
     return settings
@@ -320,7 +332,8 @@ class _ExtractorAlone:
 def _check_image(processor: ImageProcessor, shape: tuple[int, int, int], source: str | ProcessorSettings) -> None:
     """Run the processor on a grey image and raise UserError if its output does not fit the encoder."""
     _, height, width = shape
-    outputs = processor(np.full((height + 7, width + 3, shape[0]), 128, np.uint8))
+    with as_user_error(f"processor {_shown(source)} cannot be used", ValueError, TypeError, LookupError):
+        outputs = processor(np.full((height + 7, width + 3, shape[0]), 128, np.uint8))
     made = {name: array.shape for name, array in outputs.items()}
     if made.get("pixel_values") != (1, *shape):
         raise UserError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES
-from dilatant.data.media_units.native_image_unit import PatchProcessor, mismatches
+from dilatant.data.media_units.native_image_unit import PatchProcessor, mismatches, pixel_settings
 from dilatant.data.sample import MediaSize
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
@@ -70,16 +70,9 @@ def soft_token_processor(settings: Mapping[str, Any], *, patch: int, merge: int)
     tokens = settings.get("max_soft_tokens", 280)
     if tokens not in SOFT_TOKENS:
         wrong.append(f"max_soft_tokens is {tokens!r}; it must be one of {', '.join(map(str, SOFT_TOKENS))}")
+    if settings.get("do_normalize") and not {"image_mean", "image_std"} <= settings.keys():
+        wrong.append("do_normalize needs image_mean and image_std")
     if wrong:
         raise UserError(f"model.processor: {'; '.join(wrong)}")
-    normalized = settings.get("do_normalize", False)
-    return SoftTokenProcessor(
-        patch=patch,
-        merge=merge,
-        frames=1,
-        resample=RESAMPLE_NAMES[int(settings.get("resample", 3))],
-        rescale=settings.get("rescale_factor", 1 / 255),
-        mean=tuple(settings["image_mean"]) if normalized else (0.0, 0.0, 0.0),
-        std=tuple(settings["image_std"]) if normalized else (1.0, 1.0, 1.0),
-        soft_tokens=tokens,
-    )
+    values = pixel_settings(settings, normalizes=False)
+    return SoftTokenProcessor(patch=patch, merge=merge, frames=1, soft_tokens=tokens, **values)

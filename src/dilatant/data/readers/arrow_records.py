@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dilatant.config.errors import as_user_error
+from dilatant.config.errors import as_user_error, type_and_text
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import MOST_CHARACTERS, Blocks
@@ -96,7 +96,12 @@ def row_fields(table: Any, row: int, place: str) -> dict[str, Any]:
                 place, f"{name!r} has {column.nbytes:,} bytes, more than the {most:,} allowed", "cut it into pieces"
             )
     convert = converters(table.schema)
-    fields: dict[str, Any] = one.to_pylist()[0]
+    try:
+        fields: dict[str, Any] = one.to_pylist()[0]
+    except (ValueError, OverflowError, LookupError) as error:  # no UTF-8, a date beyond Python's or an unknown zone
+        raise SampleError(place, f"cannot be read: {type_and_text(error)}", "write the file again") from None
+    if len(fields) < one.num_columns:
+        raise SampleError(place, "has two columns of one name", "rename one of them")
     return {name: convert[name](value) if name in convert else value for name, value in fields.items()}
 
 

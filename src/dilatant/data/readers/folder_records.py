@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from dilatant.data.media.media_kind import kind_of_suffix
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
-from dilatant.data.readers.source_files import choose_split, is_data_file
+from dilatant.data.readers.source_files import choose_split, files_below, is_data_file
 from dilatant.data.readers.tar_records import FIELD_SUFFIXES, record_of_members
 from dilatant.data.sample import FileSlice
 
@@ -45,13 +44,10 @@ def find_beside(folder: Path, split: str | None, held_out: bool) -> FolderRecord
     split, held_out: as for `find_files`. Raises UserError.
     """
     found: dict[str, list[str]] = {}
-    for place, folders, inside in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        below = Path(place).relative_to(folder)
-        for file in sorted(inside):
-            stem, dot, suffix = file.rpartition(".")
-            if dot and not file.startswith("."):
-                found.setdefault(str(below / stem), []).append(suffix)
+    for file in files_below(folder):
+        stem, dot, suffix = file.name.rpartition(".")
+        if dot and not file.name.startswith("."):
+            found.setdefault(str(file.parent.relative_to(folder) / stem), []).append(suffix)
     kinds = {name: {_role(suffix) for suffix in suffixes} for name, suffixes in found.items()}
     paired = {name for name, roles in kinds.items() if {"medium", "text"} <= roles}
     single = [name for name in found if name not in paired]

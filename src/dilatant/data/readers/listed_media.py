@@ -40,7 +40,9 @@ ITEM_OPTIONS = frozenset(
 FRAME_RATES = ("sample_fps", "fps", "raw_fps")
 """The options that give the frame rate of a list of frames; the first one present is used."""
 _SOURCES = ("bytes", "path", "url", "data", "file_name")
-_NUMBERED_MARKER = re.compile(r"<image[ _]?(\d+)>")
+_DESCRIPTIONS = frozenset({"type", "format", "media_type"})
+"""Keys of an item that say what its content says, too."""
+_NUMBERED_MARKER = re.compile(r"<\|?image[ _]?(\d+)\|?>")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
 
 
@@ -185,7 +187,7 @@ def parse_media(
             )
         if key is None:
             fields.refuse(f"{name} has neither 'bytes' nor 'path'", "give one of them")
-        for other in about.keys() - set(_SOURCES) - ITEM_OPTIONS - {"format"}:
+        for other in about.keys() - set(_SOURCES) - ITEM_OPTIONS - _DESCRIPTIONS:
             if not is_blank(about[other]):
                 fields.mark_unused(f"{kind}s[].{other}")
         options |= {option: about[option] for option in ITEM_OPTIONS & about.keys()}
@@ -219,7 +221,7 @@ def _source(record: FileRecord, name: str, value: Any) -> Any:
         raise SampleError(
             record.id, f"{value!r} is a remote address", "download the media and give paths relative to the file"
         )
-    if _BASE64.fullmatch(value) and kind_of_bytes(_base64(record, name, value[:64])) is not None:
+    if _BASE64.fullmatch(value) and kind_of_bytes(_base64(record, name, "".join(value[:128].split())[:48])) is not None:
         return _base64(record, name, value)
     return record.folder / (unquote(value.removeprefix("file://")) if value.startswith("file://") else value)
 

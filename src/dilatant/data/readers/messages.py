@@ -16,6 +16,7 @@ from dilatant.data.readers.record_fields import (
     is_objects,
     json_value,
     kind_of,
+    literal_in,
     rows,
     scalar,
 )
@@ -23,6 +24,8 @@ from dilatant.data.sample import Media, MediaKind, Role, Turn
 
 CALLS = "tool_calls"
 """A message's key for its tool calls."""
+CALL_KEYS = (CALLS, "function_call")
+"""Keys that messages have for calls; the second is an earlier one of OpenAI, for a single call."""
 
 
 def parse_tools(record: str, value: Any) -> str:
@@ -66,8 +69,9 @@ def parse_calls(record: str, where: str, value: Any) -> str:
 
 
 def _unpacked(value: Any, record: str, what: str) -> Any:
-    """Return the value that JSON text holds, and a struct of lists as a list of structs. Raises SampleError."""
-    return rows(json_value(value, record, what) if isinstance(value, str) else value)
+    """Return the value that a text holds, and a struct of lists as a list of structs. Raises SampleError."""
+    found = literal_in(value)
+    return rows(json_value(found, record, what) if isinstance(found, str) else found)
 
 
 def _is_named(function: Any) -> bool:
@@ -97,7 +101,7 @@ _MEDIA_TYPES: Mapping[str, MediaKind] = {
     name: kind for kind in MEDIA_COLUMNS for name in (kind, f"{kind}_url", f"input_{kind}")
 }
 """Types of media parts in typed content."""
-_SOURCE_KEYS = ("path", "url", "bytes", "data")
+_SOURCE_KEYS = ("path", "url", "bytes", "data", "base64", "source")
 
 
 def parse_turns(fields: Fields, messages: Any, listed: ListedMedia) -> tuple[Turn, ...]:
@@ -149,7 +153,13 @@ class _Message:
         if role is None:
             self._refuse(f"has the role {name!r}", f"use one of {', '.join(ROLES)}")
         content = self._only(CONTENT_KEYS)
-        calls = self._message.get(CALLS) if role == "assistant" else None
+        named = [key for key in CALL_KEYS if not is_blank(self._message.get(key))]
+        calls = self._message[named[0]] if named else None
+        if len(named) > 1:
+            self._refuse(f"has both {' and '.join(named)}", "keep one of them")
+        if calls and role != "assistant":
+            self._fields.mark_unused(f"messages[].{CALLS}")
+            calls = None
         if str(name).lower() == "function_call":
             content, calls = "", content
         extras = self._others()
@@ -172,7 +182,7 @@ class _Message:
         """Return the remaining keys, which a chat template may read, as (key, JSON text)."""
         extras = []
         for key, value in self._message.items():
-            if key in (*ROLE_KEYS, *CONTENT_KEYS, *LOSS_KEYS, CALLS) or is_blank(value):
+            if key in (*ROLE_KEYS, *CONTENT_KEYS, *LOSS_KEYS, *CALL_KEYS) or is_blank(value):
                 continue
             if any(key in names for names in MEDIA_COLUMNS.values()):
                 self._refuse(f"has {key!r} of its own", "list media beside the conversation, or write typed content")
@@ -229,11 +239,11 @@ class _Message:
             self._fields.refuse(f"{where} is of the type {kind!r}", "known: text, image, audio, video")
         # Columnar files give every part every key, most of them null.
         keys = (kind, medium, f"{medium}_url", *_SOURCE_KEYS)
-        key = next((key for key in keys if part.get(key) is not None), None)
+        key = next((key for key in keys if not is_blank(part.get(key))), None)
         options = {option: part[option] for option in ITEM_OPTIONS & part.keys()}
         self._note_others(part, ("type", key, *options))
         if key is not None:
-            value = {"data": part["data"]} if key == "data" else part[key]
+            value = {"data": part[key]} if key in ("data", "base64") else part[key]
             return parse_media(self._fields, medium, value, number, options)
         for option, value in options.items():
             if not is_blank(value):

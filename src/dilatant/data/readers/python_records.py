@@ -134,11 +134,16 @@ def as_record(
 
 def _plain(value: Any) -> Any:
     """Return a value as the readers of files know it: media as encoded bytes."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     stream = io.BytesIO()
     if isinstance(value, Image.Image):
-        is_kept = value.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")  # by PNG, without loss
+        value = ImageOps.exif_transpose(value)  # which PNG would lose
+        if value.mode in ("F", "I"):
+            raise ValueError(f"nobody knows what is white in an image of mode {value.mode}; give it 8 or 16 bits")
+        if value.mode.startswith("I;16"):
+            value = Image.fromarray(np.asarray(value).astype(np.uint16))
+        is_kept = value.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # by PNG, without loss
         (value if is_kept else value.convert("RGB")).save(stream, "PNG", compress_level=1)
         return stream.getvalue()
     if isinstance(value, Mapping) and "array" in value and value.get("sampling_rate"):
@@ -150,7 +155,7 @@ def _plain(value: Any) -> Any:
         return stream.getvalue()
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
         return [_plain(inner) for inner in value]
     if isinstance(value, PurePath):
         return str(value)

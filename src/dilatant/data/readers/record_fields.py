@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
@@ -36,11 +37,16 @@ OTHER_MEDIA_COLUMNS: Mapping[MediaKind, tuple[str, ...]] = {
     ),
 }
 """Alternative names, used if a record has none of `MEDIA_COLUMNS`."""
-QUESTION_COLUMNS = ("question", "query", "instruction", "prompt")
+QUESTION_COLUMNS = ("question", "query", "instruction", "prompt", "problem")
 ANSWER_COLUMNS = ("answer", "response", "completion", "output", "answerKey")
-OTHER_ANSWER_COLUMNS = ("caption", "captions", "text", "label")
+OTHER_ANSWER_COLUMNS = ("solution", "caption", "captions", "transcription", "transcript", "sentence", "text", "label")
 """Columns of the text to learn if a record has none of `ANSWER_COLUMNS`."""
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
+TURN_COLUMNS = ("prompt", "completion", "chosen", "rejected", "rejected_response", "rejected_messages")
+"""Columns that hold text or messages, which CSV files and some Parquet files write as text."""
+
+LONGEST_LITERAL = 1 << 20
+"""Characters of a text that is read as Python writes lists, which takes a hundred bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class Fields:
                 hidden.update(names, OTHER_MEDIA_COLUMNS[kind])
         kept = {key: value for key, value in record.fields.items() if key not in hidden}
         self._values = kept | {key: record.fields[name] for key, name in columns.items()}
+        self._values |= {key: _messages_in(self._values[key]) for key in TURN_COLUMNS if key in self._values}
         self._there = {key: value for key, value in self._values.items() if not is_blank(value)}
         self._used: set[str] = set()
         self._inner: dict[str, None] = {}
@@ -137,7 +144,7 @@ class Fields:
         if is_list(mine) and isinstance(mine[0], FileSlice):  # a path in a tar's JSON repeats the member next to it
             there = [first]
         for other in there[1:]:
-            if as_list(self._values[other]) != as_list(mine):
+            if _stripped(self._values[other]) != _stripped(mine):
                 self.refuse(
                     f"has two columns for {what}, {first!r} and {other!r}",
                     "name the one to use with 'columns' of the data source",
@@ -173,14 +180,26 @@ def scalar(record: FileRecord, name: str, value: Any) -> str:
 
 
 def literal_in(value: Any) -> Any:
-    """Return the list or object that a text holds as Python writes it; any other value unchanged."""
+    """Return the list or object that a text holds as JSON or as Python writes it; any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
-    try:
-        found = ast.literal_eval(value.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return value
-    return found if isinstance(found, list | dict) else value
+    readers: tuple[Callable[[str], Any], ...] = (_from_json, ast.literal_eval)
+    for read in readers[: 2 if len(value) <= LONGEST_LITERAL else 1]:
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = read(value.strip())
+            return found if isinstance(found, list | dict) else value
+    return value
+
+
+def _messages_in(value: Any) -> Any:
+    """Return the messages that a text holds; any other value unchanged."""
+    found = literal_in(value)
+    is_chat = bool(found) and is_objects(found) and all("role" in item or "from" in item for item in found)
+    return found if is_chat else value
+
+
+def _stripped(value: Any) -> list[Any]:
+    return [item.strip() if isinstance(item, str) else item for item in as_list(value)]
 
 
 def is_blank(value: Any) -> bool:
@@ -223,9 +242,22 @@ def kind_of(value: Any) -> str:
 def json_value(text: str | bytes, place: str, what: str = "") -> Any:
     """Parse a JSON text, called `what` in the error of the record at `place`. Raises SampleError."""
     try:
-        return json.loads(text)
+        return _from_json(text)
     except RecursionError:
         problem = "nests too deep"
     except ValueError as error:  # invalid JSON or UTF-8, or integers of thousands of digits
         problem = f"is not valid JSON: {error}"
     raise SampleError(place, f"{what} {problem}".strip(), "correct or remove it")
+
+
+def _from_json(text: str | bytes) -> Any:
+    return json.loads(text, object_pairs_hook=_distinct)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Raises ValueError for a key that stands in it twice, of which json would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for at, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:at]))
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found

@@ -7,12 +7,14 @@ prompt (see `preferences`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
 from dilatant.data.errors import SampleError
+from dilatant.data.media.media_kind import kind_of_name
 from dilatant.data.readers.listed_media import ListedMedia
 from dilatant.data.readers.messages import parse_pairs, parse_tools, parse_turns
 from dilatant.data.readers.preferences import is_preference, parse_pair
@@ -33,6 +35,7 @@ from dilatant.data.readers.record_fields import (
 from dilatant.data.sample import Sample, Turn
 
 CHOICE_COLUMNS = ("options", "choices")
+_NUMBER = re.compile(r"-?\d{1,9}")
 
 
 def take_choices(fields: Fields) -> dict[str, str]:
@@ -70,9 +73,9 @@ def answer_among(fields: Fields, choices: Mapping[str, str], name: str, value: A
     text = scalar(fields.record, name, value).strip()
     texts = list(choices.values())
     number = text.removesuffix(".0") if isinstance(value, float) else text
-    if text in choices or not number.isdecimal() or (isinstance(value, str) and text in texts):
+    if text in choices or not _NUMBER.fullmatch(number) or (isinstance(value, str) and text in texts):
         return text
-    if int(number) >= len(texts):
+    if not 0 <= int(number) < len(texts):
         fields.refuse(
             f"{name!r} is {number}, but there are {len(texts)} choices, counted from 0",
             "give the number or the letter of a choice",
@@ -90,6 +93,8 @@ CONTEXT_COLUMNS = ("context", "hint")
 DESIRED_COLUMNS = ("label", "kto_tag")
 """Columns that mark an answer as good or bad (KTO)."""
 GROUNDING_MARKERS = ("<bbox>", "<ref-object>")
+_FILE_IN_TAGS = re.compile(r"<(img|audio|video)>([^<>\n]{1,1024})</\1>")
+"""A media file inside a text, as the first Qwen-VL and Qwen-Audio have it."""
 MOST_CHARACTERS = 16 << 20
 """Characters of the texts of one sample: more than any model reads at once."""
 
@@ -137,7 +142,7 @@ def parse_record(record: FileRecord, prompt: str | None = None, columns: Mapping
         turns = _question_and_answer(fields, prompt, listed)
     tools = ""
     if chat is not None:
-        tools = parse_tools(record.id, fields.take("tools")) if fields.has("tools") else ""
+        tools = _tools(fields)
         _refuse_second_meaning(fields, chat, turns)
     _refuse_other_answers(fields, turns)
     return _sample(fields, turns, listed, tools)
@@ -186,13 +191,19 @@ def _preference(fields: Fields, prompt: str | None) -> Sample:
         if question is not None or listed:
             asked = (*_history(fields, listed), Turn("user", (question,) if question else ()))
     chosen, rejected = parse_pair(fields, asked, listed, again)
-    tools = parse_tools(fields.record.id, fields.take("tools")) if fields.has("tools") else ""
+    tools = _tools(fields)
     _refuse_other_answers(fields, (*chosen, *rejected))
     worse = _sample(fields, rejected, again, tools)
     better = _sample(fields, chosen, listed, tools)
     if worse.unplaced != better.unplaced:
         fields.refuse("its two conversations hold unlike media", "give media in the prompt, once")
     return replace(better, rejected=worse.turns)
+
+
+def _tools(fields: Fields) -> str:
+    """Return the tools of a conversation, which OpenAI's earlier form calls functions. Raises SampleError."""
+    name = fields.only(("tools", "functions"), "the tools")
+    return "" if name is None else parse_tools(fields.record.id, fields.take(name))
 
 
 def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
@@ -216,6 +227,13 @@ def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
             f"{marker} in its text stands for what 'objects' lists (grounding), which is not filled in here",
             "write names and boxes into the text, in the form that the model knows",
         )
+    for text in texts:
+        for tag, name in _FILE_IN_TAGS.findall(text):
+            if kind_of_name(name) == (kind := "image" if tag == "img" else tag):
+                fields.refuse(
+                    f"its text names the file {name!r} in <{tag}> tags, and would be learned without the {kind}",
+                    f"list the file in '{kind}s', and write <{kind}> where it belongs",
+                )
 
 
 def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -226,15 +227,24 @@ def _scans(found: Arrays) -> dict[str, tuple[Form | None, Scan]]:
 SUFFIXES: Mapping[str, Form] = {
     ".parquet": "parquet",
     ".jsonl": "json",
+    ".jsonlines": "json",
     ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
     ".tar": "tar",
     ".arrow": "arrow",
+    ".feather": "arrow",
 }
 LISTS = frozenset({"captions.txt"})
 """Names of lists of files with captions, whose suffix does not tell the format."""
+UNREAD = frozenset(
+    (
+        *(".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tgz", ".7z", ".rar", ".orc", ".avro", ".lance"),
+        *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".tfrecord", ".xls", ".xlsx"),
+    )
+)
+"""Suffixes of files with data in forms that are not read."""
 ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """Files in which `datasets` describes the data next to them."""
 SPLITS: Mapping[str, tuple[str, ...]] = {
@@ -256,7 +266,9 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
     for pattern in _expand_braces(str(Path(path).expanduser())):
         place = Path(pattern)
         if place.is_dir():
-            inside = [file for file in sorted(place.rglob("*")) if is_data_file(file, place)]
+            below = files_below(place)
+            inside = [file for file in below if is_data_file(file, place)]
+            unread = [file.name for file in below if file.suffix.lower() in UNREAD]
             if not inside:
                 raise UserError(
                     f"folder {str(place)!r} holds no data file; expected {', '.join(SUFFIXES)} files in it, or media "
@@ -273,6 +285,8 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
             inside, others = choose_split(place, inside, split, held_out)
             found += inside
             passed_over += others
+            if unread:
+                passed_over.append(f"{len(unread):,} of forms that are not read ({', '.join(unread[:3])})")
         elif place.exists():
             found.append(place)
         else:
@@ -283,6 +297,20 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
                 raise UserError(f"data path {pattern!r} {nothing}")
             found += matches
     return tuple(dict.fromkeys(found)), tuple(passed_over)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted, without hidden folders; also those in linked folders, each once, but in
+    none that holds `folder`."""
+    found: list[Path] = []
+    seen = set(map(str, folder.resolve().parents))
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        is_new = real not in seen
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        found += (Path(place, file) for file in files if is_new)
+    return sorted(found)
 
 
 def is_data_file(file: Path, folder: Path) -> bool:

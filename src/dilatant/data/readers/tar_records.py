@@ -18,7 +18,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import open_regular
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
-from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord, json_value
+from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord, as_list, json_value
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 from dilatant.data.sample import FileSlice, MediaKind
@@ -75,7 +75,7 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
     """Return the record of the files that form a sample, each with its suffix: texts become columns. Raises SampleError
     for texts that contradict each other, are damaged or too large."""
     fields: dict[str, Any] = {}
-    media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": [], "video": []}
+    media: dict[MediaKind, list[tuple[str, FileSlice]]] = {"image": [], "audio": [], "video": []}
     unused = []
     _refuse_doubtful(place, [suffix for suffix, _ in members])
     for suffix, member in members:
@@ -97,11 +97,12 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
         if kind is None:
             unused.append(f".{suffix}")
         else:
-            media[kind].append(member)
-    for kind, slices in media.items():
-        if slices:
+            media[kind].append((suffix, member))
+    for kind, found_media in media.items():
+        if found_media:
+            listed = next((fields[name] for name in MEDIA_COLUMNS[kind] if fields.get(name)), [])
             # The column of first choice, so that a path in the JSON, which repeats the name, is ignored.
-            fields[MEDIA_COLUMNS[kind][0]] = slices
+            fields[MEDIA_COLUMNS[kind][0]] = _as_listed(place, kind, found_media, as_list(listed))
     if not fields:
         raise SampleError(
             place,
@@ -109,6 +110,21 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
             "add an image or a sound with .json, .txt or .cls",
         )
     return FileRecord(place, folder, fields, tuple(unused))
+
+
+def _as_listed(
+    place: str, kind: MediaKind, members: Sequence[tuple[str, FileSlice]], listed: Sequence[Any]
+) -> list[FileSlice]:
+    """Return the media members of a sample: in the order in which its JSON lists their names, if it lists all of them,
+    else in that of the shard. Raises SampleError if it lists more than there are."""
+    if len(listed) > len(members):
+        raise SampleError(
+            place, f"its JSON lists {len(listed)} {kind}s, of which the shard holds {len(members)}", "add the others"
+        )
+    own = dict(members)
+    ends = [posixpath.basename(name).lower() if isinstance(name, str) else "" for name in listed]
+    named = [max((s for s in own if f".{end}".endswith(f".{s}")), key=len, default="") for end in ends]
+    return [own[suffix] for suffix in (named if sorted(named) == sorted(own) else own)]
 
 
 def _read(member: FileSlice, length: int) -> bytes:
@@ -139,7 +155,7 @@ def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
 def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
     if suffix != "json":
         try:
-            text = raw.decode("utf-8").strip()
+            text = raw.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             raise SampleError(place, f"the .{suffix} member is no text: {error}", "write the shard again") from None
         return {"label" if suffix == "cls" else "text": text}

@@ -81,11 +81,9 @@ class ChatTokenizer:
         text, spans = self._render_with_spans(messages, for_generation, tools)
         cuts = sorted({edge for span in spans for edge in span})
         edges = {cut: number for number, cut in enumerate(cuts)}
-        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
-        ids = np.array(self.backend.encode(_EDGE.join(pieces), add_special_tokens=False).ids, np.int64)
+        ids, piece_of = self._encode(text, cuts)
         at_edge = (ids == self.edge_id) | (ids == self.break_id)
-        piece_of = np.cumsum(ids == self.edge_id)
-        by_piece = np.zeros((2, len(pieces)), bool)  # the assistant writes; it writes without loss
+        by_piece = np.zeros((2, len(cuts) + 1), bool)  # the assistant writes; it writes without loss
         for (start, end), carries_loss in zip(spans, self._carry_loss(messages, spans)):
             by_piece[:, edges[start] + 1 : edges[end] + 1] = [[True], [not carries_loss]]
         ids[ids == self.media_id] = -1
@@ -101,6 +99,28 @@ class ChatTokenizer:
             ids = np.concatenate([np.array(self.prefix, np.int64), ids])
             marks = np.pad(marks, ((0, 0), (len(self.prefix), 0)))
         return ChatTokens(ids, *marks)
+
+    def _encode(self, text: str, cuts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        """Return the ids of a text, with marks, and the number of cuts before each. Marks stand where no token must
+        cross a cut: everywhere or, if they would change the text, where one would."""
+        marked = cuts
+        if self._adds_blanks:
+            spans = np.array(self.backend.encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+            marked = [cut for cut in cuts if ((spans[:, 0] < cut) & (cut < spans[:, 1])).any()]
+        pieces = [text[start:end] for start, end in zip([0, *marked], [*marked, len(text)])]
+        encoded = self.backend.encode(_EDGE.join(pieces), add_special_tokens=False)
+        ids = np.array(encoded.ids, np.int64)
+        if len(marked) == len(cuts):
+            return ids, np.cumsum(ids == self.edge_id)
+        starts = np.array(encoded.offsets, np.int64).reshape(-1, 2)[:, 0]
+        return ids, np.searchsorted([cut + sum(mark < cut for mark in marked) for cut in cuts], starts, side="right")
+
+    @cached_property
+    def _adds_blanks(self) -> bool:
+        """True if the tokenizer puts a blank before each text that follows a special token, as SentencePiece's does."""
+        encoded = self.backend.encode(f"a{_EDGE}a", add_special_tokens=False)
+        after = encoded.tokens[encoded.ids.index(self.edge_id) + 1 :]
+        return bool(after) and after[0].startswith(("\u2581", "\u0120"))
 
     def _carry_loss(self, messages: Sequence[TemplateMessage], spans: Sequence[tuple[int, int]]) -> list[bool]:
         """Return for each span whether it carries loss. Raises UserError if spans cannot be matched to turns."""
@@ -130,7 +150,11 @@ class ChatTokenizer:
         """Render the conversation and return the text with the character spans that the assistant writes."""
         if self.template.tagged:
             text, tagged = self.template.render(messages, for_generation, track=True, tools=tools)
-            return text, [(start, end + self._closing(text[:end], text[end:])) for start, end in tagged]
+            between = self._before_tag
+            return text, [
+                (start - len(between) * text[:start].endswith(between), end + self._closing(text[:end], text[end:]))
+                for start, end in tagged
+            ]
         text, _ = self.template.render(messages, for_generation, tools=tools)
         spans: list[tuple[int, int]] = []
         for position, message in enumerate(messages):
@@ -139,6 +163,19 @@ class ChatTokenizer:
                 start, end = self._answer_span(text, messages, position, for_generation, tools, earliest)
                 spans.append((max(start, earliest), end))
         return text, spans
+
+    @cached_property
+    def _before_tag(self) -> str:
+        """The blank that the template writes between the generation prompt and its generation tag, if any: the model
+        has to write it, and tokenizers join it to the answer's first word."""
+        asked, answer = TemplateMessage("user", PROBE), TemplateMessage("assistant", PROBE)
+        try:
+            prompt, _ = self.template.render([asked], True)
+            text, tagged = self.template.render([asked, answer], False, track=True)
+        except UserError:
+            return ""
+        between = text[len(prompt) : tagged[0][0]] if tagged and text.startswith(prompt) else ""
+        return between if between.isspace() else ""
 
     def _answer_span(
         self,
@@ -362,6 +399,11 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, template: str) -> str:
     if template == "auto":
         own = tokenizer.chat_template
         if isinstance(own, dict):
-            own = own.get("default")
+            if "default" not in own:
+                raise UserError(
+                    f"the tokenizer has chat templates called {', '.join(map(repr, own))}, and none called 'default'; "
+                    "write one of them to a file, and name it with 'data.chat_template'"
+                )
+            own = own["default"]
         return own or PLAIN_TEMPLATE
     return read_template(template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -138,12 +139,13 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
                 drawn = drawn_by.get(part.kind) if turn.role == "assistant" and part not in leading else None
                 text.append(put(part, drawn or read_by.get(part.kind)))
                 continue
-            if reserved := RESERVED.search(part):
-                code = ord(reserved.group())
-                kind = "half a character" if code < 0xE000 else "a private character that is used internally"
-                raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
+            _refuse_reserved(sample, part)
             text.append(_fill_markers(part, encoding.markers[turn.role], words, waiting, used, put))
+        for key, value in turn.extras:
+            if encoding.chat.template.reads(key):
+                _refuse_reserved(sample, value, is_json=True)
         messages.append(TemplateMessage(turn.role, "".join(text), turn.extras, turn.carries_loss))
+    _refuse_reserved(sample, sample.tools, is_json=True)
     problems = [
         f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
         for kind in waiting
@@ -159,6 +161,16 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
     order = {unit.name: at for at, unit in enumerate(encoding.units)}
     prepended.sort(key=lambda item: order[item[1].name])
     return messages, placed, prepended
+
+
+def _refuse_reserved(sample: Sample, text: str, is_json: bool = False) -> None:
+    """Raise SampleError for a text that holds a character of `RESERVED`. is_json: it may be escaped."""
+    if is_json and "\\u" in text:
+        text = json.dumps(json.loads(text), ensure_ascii=False)
+    if reserved := RESERVED.search(text):
+        code = ord(reserved.group())
+        kind = "half a character" if code < 0xE000 else "a private character that is used internally"
+        raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
 
 
 def _fill_markers(

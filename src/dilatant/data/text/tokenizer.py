@@ -55,6 +55,11 @@ def _no_tokenizer(name: str) -> UserError:
     )
 
 
+def count_ids(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the highest id plus one, which is more than the number of tokens if the vocabulary has gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def generation_ends(source: str | None) -> tuple[int, ...]:
     """Return the eos ids in the `generation_config.json` of a hub id or a local folder. Raises UserError."""
     found = _settings(source, "generation_config.json").get("eos_token_id") if source is not None else None

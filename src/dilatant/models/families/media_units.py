@@ -105,4 +105,4 @@ def _markup_of_clips(tower: Tower, config: Any, tokenizer: Any) -> MediaMarkup:
 def _token(config: Any, key: str, tokenizer: Any) -> str:
     """Return the text of the token whose id is the config's value of `key`; empty if there is none."""
     id_ = getattr(config, key, None)
-    return "" if id_ is None or id_ >= len(tokenizer) else tokenizer.convert_ids_to_tokens(id_) or ""
+    return "" if id_ is None or id_ < 0 else tokenizer.convert_ids_to_tokens(id_) or ""

@@ -298,9 +298,11 @@ class StepPrefetcher(Generic[Step]):
             if dict(sample.sizes) != dict(head.sizes) or (
                 TOKENS in wanted and replace(sample, content=None).content_digest != head.content
             ):
+                if isinstance(self._data, IndexedData):
+                    self._data.index.forget(draft.indices[number])
                 raise UserError(
-                    f"{head.id} is not what it was when its size was measured: its data changed while they are read; "
-                    "resume, and it is measured anew"
+                    f"{head.id} is not what it was when its size was measured: its data or media changed; start again "
+                    "or resume, and it is measured anew"
                 )
             held = collected.loaded.get(number, head)
             has_tokens = bool(wanted & {TOKENS, QUESTION})
