@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import re
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -256,15 +257,17 @@ def markdown() -> str:
     counts = [sum(each["rung"] == rung for each in results.values()) for rung in (3, 2, 1, 0)]
     trained = sum(is_trained(each) for each in results.values())
     early = sum("checked" not in each for each in results.values())
+    about = (
+        "Checked on a small copy of the family's default config by the proof of `dilatant check-model` "
+        "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers "
+        "and Pillow; for this table, torchvision ran without its compiled operators. *tp*: units whose layers two "
+        "ranks shared. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each "
+        f"row fails where a rung is no longer reached. The listed families are among them. {early} rows are older than "
+        "the trials of clips and tp; name a family to check it again."
+    )
     lines = [
         BEGIN,
-        "Checked on a small copy of the family's default config by the proof of `dilatant check-model`",
-        "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers",
-        "and Pillow; for this table, torchvision ran without its compiled operators. *tp*: two ranks compute what one",
-        "does. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each row fails",
-        "where a rung is no longer reached. The listed families are among them. "
-        f"{early} rows are older than the trials",
-        "of clips and of two ranks; name a family to check it again.",
+        *textwrap.wrap(about, 120),
         "",
         f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
         f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0.",
@@ -281,8 +284,9 @@ def markdown() -> str:
         reasons += [f"its export is wrong ({proven['export']})"] if proven.get("export", "yes") != "yes" else []
         why = "; ".join(dict.fromkeys(map(plain, reasons))).replace("|", "\\|")
         media = [kind for kind, part in MEDIA.items() if not each["found"].get(part, "not").startswith("not")]
-        cells = [re.split("[,: ]", proven.get(name, ""))[0] for name in ("LoRA", "export", "tp")]
-        cells[2] = cells[2] if cells[2] in ("yes", "no") else ""  # an older row has the units by plan
+        cells = [re.split("[,: ]", proven.get(name, ""))[0] for name in ("LoRA", "export")]
+        shared = re.match("yes, in ([^;]+)", proven.get("tp", ""))
+        cells.append(shared[1] if shared else "no" if "checked" in each and "tp" in proven else "")
         shown = "–" if rung is None else rung
         cells = [f"`{family}`", str(shown), ", ".join(media), *cells, ", ".join(each["needs"]), why]
         lines.append(f"| {' | '.join(cells)} |")

@@ -18,10 +18,19 @@ from dilatant.runtime.rank_trial import Trial, compare_ranks, divide_where_prove
 
 
 def test_two_ranks_compute_what_one_does() -> None:
-    model = MultimodalModel({}, pretrained("vipllava"), device="meta")
-    assert trial_of(model) == Trial(("language",), None)
+    model = MultimodalModel({}, pretrained("mistral3"), device="meta")
+    assert trial_of(model) == Trial(("vision", "language"))
+    assert degree_problems(model["vision"], tensor_plan(model["vision"]), 2) != []
     divide_where_proven(model)
-    assert degree_problems(model.language, tensor_plan(model.language), 2) == []
+    for unit in model.units.values():
+        assert degree_problems(unit, tensor_plan(unit), 2) == []
+
+
+@pytest.mark.slow
+def test_an_encoder_whose_inner_outputs_are_read_is_not_shared() -> None:
+    trial = trial_of(MultimodalModel({}, pretrained("vipllava"), device="meta"))
+    assert trial.units == ("language",)
+    assert trial.problems["vision"].startswith("on two ranks, ")
 
 
 def test_ranks_with_other_weights_are_found() -> None:
@@ -38,10 +47,9 @@ def test_ranks_with_other_weights_are_found() -> None:
         built.append(model)
         return model
 
-    trial = compare_ranks(build, samples_with_media(small))
-    assert trial.units == ("language",)
-    assert trial.problem is not None
-    assert "changes" in trial.problem
+    problem = compare_ranks(build, samples_with_media(small), ("language",))
+    assert problem is not None
+    assert "changes" in problem
 
 
 def test_the_error_of_a_rank_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +59,13 @@ def test_the_error_of_a_rank_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rank_trial, "Runtime", fails)
     small = pretrained("vipllava")
     with pytest.raises(UserError, match="this rank fails"):
-        compare_ranks(lambda: drawn(small, attend_by_default), samples_with_media(small))
+        compare_ranks(lambda: drawn(small, attend_by_default), samples_with_media(small), ("language",))
 
 
 @pytest.mark.parametrize(
     ("trial", "why"),
     [
-        (Trial(("language",), "the loss changes"), "language: the loss changes; give it tp: 1"),
+        (Trial(problems={"language": "the loss changes"}), "language: the loss changes; give it tp: 1"),
         (Trial(), "language: two ranks cannot share the small copy that would prove it"),
     ],
 )

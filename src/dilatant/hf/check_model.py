@@ -122,9 +122,8 @@ def _found(whole: PretrainedModel, clips: str | None) -> dict[str, str]:
 def _shared_by_ranks(model: MultimodalModel) -> str:
     """Return the units whose layers two ranks have shared without changing the loss or a gradient."""
     trial = trial_of(model)
-    if trial.problem is not None:
-        return f"no: on two ranks, {trial.problem}"
-    return f"{YES}, in {', '.join(trial.units)}" if trial.units else "no unit"
+    found = f"{YES}, in {', '.join(trial.units)}" if trial.units else "no unit"
+    return "; ".join([found, *(f"{name}: {why}" for name, why in trial.problems.items())])
 
 
 def _tried(proof: Callable[[PretrainedModel], str], whole: PretrainedModel) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from dilatant.config.errors import reason_of
 from dilatant.config.model import LANGUAGE
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.materialize import seeded
+from dilatant.models.encoders.generic_encoder import GenericEncoderUnit
 from dilatant.models.families.media_proof import drawn, samples_with_media, small_copy, trained_parameters
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.families.shrink import shrink, special_ids
@@ -53,50 +55,98 @@ SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial. units: those whose layers two ranks can share by their plans. problem: the difference from one
-    rank; None for none."""
+    """Result of a trial. units: those whose layers two ranks share without changing the loss or a gradient. problems:
+    other unit → why not."""
 
     units: tuple[str, ...] = ()
-    problem: str | None = None
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
+def divide_as_planned(model: MultimodalModel, plan: Plan) -> None:
+    """Prove what `plan` asks for (see `divide_where_proven`), if it has tensor parallelism."""
+    if any(placed.stage.tp > 1 for placed in plan.stages()):
+        divide_where_proven(model)
+
+
+def divide_where_proven(model: MultimodalModel) -> None:
+    """Let ranks share the units of a model whose family is not listed where a trial proves it, and no others."""
+    if model.whole is None or not model.whole.family.narrow:
+        return
+    by_plan, trial = shared_units(model), trial_of(model)
+    for name in by_plan:
+        why = trial.problems.get(name, "two ranks cannot share the small copy that would prove it")
+        model.units[name].undivided = None if name in trial.units else why
 
 
 def trial_of(model: MultimodalModel) -> Trial:
     """Try the small copy of a model, which may be on the meta device, or read the result of an earlier trial."""
-    if not _shared_units(model):
-        return Trial()
     text, whole = model.language.model.config, model.whole
     small: Any = type(text).from_dict(shrink(text, has_encoders=False)) if whole is None else small_copy(whole)
     settings = (small if whole is None else small.config).to_dict()
     path = proof_path(["ranks", RANKS, json.dumps(settings, sort_keys=True, default=str)])
-    kept = read_proof(path, Trial)
-    if kept is None:
+    trial = read_proof(path, Trial)
+    if trial is None:
+        with errors_alone(), torch.enable_grad():
+            trial = _tried(small)
+        store_proof(path, trial)
+    return trial
+
+
+def _tried(small: Any) -> Trial:
+    """Try all units at once and, if that changes anything, each of them alone."""
+    try:
+        units, samples = shared_units(_drawn(small)), _samples_for(small)
+    except Exception as error:
+        return Trial(problems={LANGUAGE: reason_of(error, "its small copy does not run")})
+
+    def problem_of(units: Sequence[str]) -> str | None:
         try:
-            with errors_alone(), torch.enable_grad():
-                kept = compare_ranks(partial(_drawn, small), _samples_for(small))
+            return compare_ranks(partial(_drawn, small), samples, units)
         except Exception as error:
-            kept = Trial(_shared_units(model), reason_of(error, "two ranks do not run its small copy"))
-        store_proof(path, kept)
-    return kept
+            return reason_of(error, "two ranks do not run its small copy")
+
+    if not units or problem_of(units) is None:
+        return Trial(units)
+    found = {name: problem_of((name,)) for name in units}
+    problems = {name: f"on two ranks, {why}" for name, why in found.items() if why is not None}
+    return Trial(tuple(name for name in units if name not in problems), problems)
 
 
-def divide_where_proven(model: MultimodalModel) -> None:
-    """Store in the language model's `undivided` why ranks cannot share its layers, if its family is not listed and two
-    ranks do not compute what one computes."""
-    if model.whole is None or not model.whole.family.narrow:
-        return
-    trial = trial_of(model)
-    model.language.undivided = trial.problem
-    if trial.problem is None and LANGUAGE in _shared_units(model) and LANGUAGE not in trial.units:
-        model.language.undivided = "two ranks cannot share the small copy that would prove it"
+def _drawn(small: Any) -> MultimodalModel:
+    with seeded(0, "ranks"):
+        return drawn(small, attend_by_default)
 
 
-def compare_ranks(build: Callable[[], MultimodalModel], samples: Sequence[EncodedSample]) -> Trial:
-    """Compare loss and every gradient of `samples` on two ranks, which share the layers of all units whose plans allow
-    that, with those on one. build: returns equal models at each call."""
+def _samples_for(small: Any) -> list[EncodedSample]:
+    with seeded(0, "ranks"):
+        if isinstance(small, PretrainedModel):
+            return samples_with_media(small)
+        return text_samples(small.get_text_config().vocab_size, [*special_ids(small.to_dict())])
+
+
+def shared_units(model: MultimodalModel) -> tuple[str, ...]:
+    """Return the units that two ranks can share by their plans. Encoders of families that are not listed get one from
+    the names of their layers, which only a trial can prove."""
+    found = []
+    for name, unit in model.units.items():
+        before, unit.undivided = unit.undivided, None if isinstance(unit, GenericEncoderUnit) else unit.undivided
+        with suppress(Exception):  # layers under these names that are something else
+            plan = tensor_plan(unit)
+            found += [name] if plan.cuts and not degree_problems(unit, plan, RANKS) else []
+        unit.undivided = before
+    return tuple(found)
+
+
+def compare_ranks(
+    build: Callable[[], MultimodalModel], samples: Sequence[EncodedSample], units: Sequence[str]
+) -> str | None:
+    """Compare loss and every gradient of `samples` on two ranks, which share the layers of `units`, with those on one;
+    return what differs. build: returns equal models at each call."""
     models = [build() for _ in range(RANKS)]
-    units, trained = _shared_units(models[0]), trained_parameters(models[0])
-    if not units:
-        return Trial()
+    for model in models:
+        for name in units:
+            model.units[name].undivided = None
+    trained = trained_parameters(models[0])
     everything = tuple(range(len(samples)))
     rows = [everything] if models[0].language.packs_rows else [(number,) for number in everything]
     loss, gradients = with_gradients(loss_of(models[0].units, samples, rows, is_cut=False), trained.values())
@@ -104,11 +154,11 @@ def compare_ranks(build: Callable[[], MultimodalModel], samples: Sequence[Encode
     outcomes = _on_ranks(partial(_step, samples=samples, units=units), models)
     held = [entry for _, parts in outcomes for entry in parts]
     if missing := wanted.keys() - {box.name for box, _ in held}:
-        return Trial(units, f"no rank holds {min(missing)}")
+        return f"no rank holds {min(missing)}"
     theirs = [None if (whole := wanted.get(box.name)) is None else slice_of(whole, box) for box, _ in held]
     ours = [None if part is None else part.reshape(box.shape) for box, part in held]
     problems = (differ((loss, theirs), (torch.tensor(found), ours))[0] for found, _ in outcomes)
-    return Trial(units, next(filter(None, problems), None))
+    return next(filter(None, problems), None)
 
 
 _Parts = list[tuple[Box, Tensor | None]]
@@ -156,23 +206,3 @@ def _plan(model: MultimodalModel, units: Sequence[str]) -> Plan:
     ranks = {name: tuple(range(RANKS)) if name in units else (0,) for name in model.units}
     stages = {name: Stage(0, len(unit.layers), ranks[name], tp=len(ranks[name])) for name, unit in model.units.items()}
     return Plan(tuple(UnitPlan(name, (Replica((stage,)),), feeds[name]) for name, stage in stages.items()))
-
-
-def _drawn(small: Any) -> MultimodalModel:
-    with seeded(0, "ranks"):
-        return drawn(small, attend_by_default)
-
-
-def _samples_for(small: Any) -> list[EncodedSample]:
-    with seeded(0, "samples of ranks"):
-        if isinstance(small, PretrainedModel):
-            return samples_with_media(small)
-        return text_samples(small.get_text_config().vocab_size, [*special_ids(small.to_dict())])
-
-
-def _shared_units(model: MultimodalModel) -> tuple[str, ...]:
-    """Return the units that two ranks can share by their plans."""
-    plans = {name: tensor_plan(unit) for name, unit in model.units.items()}
-    return tuple(
-        name for name, plan in plans.items() if plan.cuts and not degree_problems(model.units[name], plan, RANKS)
-    )

@@ -61,6 +61,7 @@ from dilatant.models.encoders.narrow_encoder import (
 from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 from dilatant.models.parallel.shared_samples import SampleParallel
+from dilatant.models.parallel.tensor_rules import ENCODER_RULES
 
 TYPICAL_PATCHES, TYPICAL_SECONDS = 32, 10
 """Patches on each side of the typical image, and length of the typical sound (see `EncoderGeometry`)."""
@@ -156,6 +157,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
     stage_type = GenericStage
     stand_in = ShapePlaceholder
     undivided = "of a family that is not listed, no proof says that ranks may share them"
+    tensor_rules = ENCODER_RULES
     shapes: FeatureShapes
     axes: Mapping[str, int] = MappingProxyType({})
     taps: tuple[int, ...] = ()
