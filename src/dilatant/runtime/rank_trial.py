@@ -86,7 +86,7 @@ def trial_of(model: MultimodalModel) -> Trial:
     path = proof_path(["ranks", RANKS, json.dumps(settings, sort_keys=True, default=str)])
     trial = read_proof(path, Trial)
     if trial is None:
-        with errors_alone(), torch.enable_grad():
+        with errors_alone(), seeded(0, "ranks"), torch.enable_grad():
             trial = _tried(small)
         store_proof(path, trial)
     return trial
@@ -118,10 +118,9 @@ def _drawn(small: Any) -> MultimodalModel:
 
 
 def _samples_for(small: Any) -> list[EncodedSample]:
-    with seeded(0, "ranks"):
-        if isinstance(small, PretrainedModel):
-            return samples_with_media(small)
-        return text_samples(small.get_text_config().vocab_size, [*special_ids(small.to_dict())])
+    if isinstance(small, PretrainedModel):
+        return samples_with_media(small)
+    return text_samples(small.get_text_config().vocab_size, [*special_ids(small.to_dict())])
 
 
 def shared_units(model: MultimodalModel) -> tuple[str, ...]:
