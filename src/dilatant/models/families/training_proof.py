@@ -94,6 +94,7 @@ def _prove(
             return Proof(_NOT_CAUSAL, _NOT_CAUSAL, alone=_NOT_CAUSAL)
     if attach is not None:
         attach(small)
+    small.streams = streams_of(small, samples[0])
     one_row, one_each = [tuple(range(len(samples)))], [(number,) for number in range(len(samples))]
     largest = [(0.0, 0.0)]
 
@@ -111,7 +112,17 @@ def _prove(
     alone = None if packed is None else problem_of(one_each, is_cut=False)
     cut = problem_of(one_row if packed is None else one_each, is_cut=True)
     loss, gradient = (max(each) for each in zip(*largest, strict=True))
-    return Proof(packed, cut, alone, differences=(loss, gradient))
+    return Proof(packed, cut, alone, differences=(loss, gradient), streams=small.streams)
+
+
+@torch.no_grad()
+def streams_of(unit: LanguageUnit, sample: EncodedSample) -> int:
+    """Return the number of vectors that pass between the blocks of a language model for each token."""
+    try:
+        sent = unit.stage(0, 1).eval().run(StepData.of([sample], unit.losses), (0,), {}).rows_for(unit.unit)
+        return 1 if sent is None else (sent.shape[-1] - unit.boundary(1, unit.unit).width) // unit.width + 1
+    except Exception:  # stages do not run, which the proof says
+        return 1
 
 
 def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mapping[str, Any]) -> LanguageUnit:
