@@ -42,7 +42,6 @@ from dilatant.planning.problem.searched_settings import with_requested_degrees, 
 from dilatant.report.text.plan_summary import no_plan_text
 from dilatant.report.text.wording import bytes_text
 from dilatant.runtime.layouts import context_problems
-from dilatant.runtime.rank_trial import divide_where_proven
 from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import NamedPolicy
 from dilatant.schedule.assignment.step_assignment import QUICK
@@ -145,8 +144,6 @@ def planning_problem(
     first, and only missing costs are measured. like: a layout whose degrees are tried, too. Raises UserError."""
     searched_sizes(config, target_of_run(config))  # before anything is measured
     whole = build_meta_model(config, len(samples.tokenizer))
-    if target_of_run(config).cluster.num_devices > 1:
-        divide_where_proven(whole)
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     if like is not None:
         config = with_requested_degrees(config, model, target_of_run(config), parse_asked_layout(like, [*whole.units]))
