@@ -25,6 +25,7 @@ from cases.tiny_models import (
 from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
 from dilatant.models.core.materialize import materialize
+from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
 from dilatant.models.sources import load_pretrained_config, parse_config
 
