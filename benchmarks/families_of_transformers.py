@@ -262,12 +262,12 @@ def markdown() -> str:
         "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers "
         "and Pillow; for this table, torchvision ran without its compiled operators. *tp*: units whose layers two "
         "ranks shared. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each "
-        f"row fails where a rung is no longer reached. The listed families are among them. {early} rows are older than "
+        f"row guards its rung. The listed families are among them. {early} rows are older than "
         "the trials of clips and tp; name a family to check it again."
     )
     lines = [
         BEGIN,
-        *textwrap.wrap(about, 120),
+        *textwrap.wrap(about, 120, break_on_hyphens=False),
         "",
         f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
         f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0.",

@@ -103,7 +103,7 @@ def _tried(small: Any) -> Trial:
         try:
             return compare_ranks(partial(_drawn, small), samples, units)
         except Exception as error:
-            return reason_of(error, "two ranks do not run its small copy")
+            return reason_of(error, "its small copy does not run")
 
     if not units or problem_of(units) is None:
         return Trial(units)
