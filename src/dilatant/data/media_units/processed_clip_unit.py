@@ -141,7 +141,7 @@ def _transformers_processor(settings_json: str, model_type: str) -> Any:
         # Its constructor wants the tokenizer, of which these texts need nothing.
         made: Any = object.__new__(processing_auto.processor_class_from_name(texts))
         made.video_processor = made.image_processor = kind(**settings)
-        made.image_token, made.video_token = _MARKS
+        made.image_token, made.video_token = made.IMAGE_TOKEN, made.VIDEO_TOKEN = _MARKS  # under one of these names
         return made
     except Exception as error:
         problem = str(error).strip().partition("\n")[0]
