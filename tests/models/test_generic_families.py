@@ -126,6 +126,8 @@ def test_clips_whose_processor_needs_torchvision_say_so() -> None:
     assert whole.family.clips == "processed"
     image, clip = units_of_pretrained(whole, None, load_tokenizer("bytes"))
     assert (image.kind, clip.kind) == ("image", "video")
+    text = load_tokenizer("bytes").convert_ids_to_tokens(GENERIC["glm4v"]["video_start_token_id"])
+    assert ("video_start_token", text) in clip.processor.words
     with pytest.raises(MediaError, match=r"clips of glm4v .* needs torchvision"):
         clip.merged_tokens(MediaSize(8, 8, 1.0, 4))
 

@@ -48,6 +48,7 @@ MODULES = {"language_model", "vision_tower", "multi_modal_projector", "image_new
 
 def plain_text_model(config: Any, kind: str) -> nn.Module:
     settings = {**config.get_text_config().to_dict(), "model_type": kind}
+    settings["tie_word_embeddings"] = config.tie_word_embeddings
     with on_meta():
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(settings))
 

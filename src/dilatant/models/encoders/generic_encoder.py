@@ -403,7 +403,8 @@ class GenericTower(Tower):
             limits = {**dict.fromkeys(self.clip_settings), "do_sample_frames": True, **limits}
         settings = {**default_clip_settings(host.config), **options.saved, **limits}
         names = tuple(name for name in self.inputs if is_of_clip((name,)))
-        processor = HuggingFaceClipProcessor(json.dumps(settings, sort_keys=True), host.config.model_type, names)
+        saved, words = json.dumps(settings, sort_keys=True), tuple(options.words.items())
+        processor = HuggingFaceClipProcessor(saved, host.config.model_type, names, words)
         return ProcessedClipUnit(host.name, host.placeholder_id, processor, self.shapes, written=options.written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:

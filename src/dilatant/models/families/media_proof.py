@@ -36,6 +36,7 @@ from dilatant.models.encoders.narrow_encoder import default_processor, patch_of,
 from dilatant.models.encoders.tower import ClipOptions, Tower
 from dilatant.models.families.families import Family, MediaAttention
 from dilatant.models.families.generic import refusal
+from dilatant.models.families.media_units import named_tokens
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.pretrained_answers import inputs_of_sample
 from dilatant.models.families.shrink import narrow_json, special_ids
@@ -242,7 +243,7 @@ def samples_with_media(whole: PretrainedModel, clips: bool = False) -> list[Enco
     units = {name: _media_unit(whole, name, tower) for name, tower in whole.family.towers.items()}
     turns = cycle(units.values())
     if clips:
-        options = ClipOptions({}, {}, MediaMarkup(""))
+        options = ClipOptions({}, {}, MediaMarkup(""), dict.fromkeys(named_tokens(whole.config), "a word"))
         tower, image = whole.family.towers["vision"], units["vision"]
         clip = tower.clip_unit(whole.host("vision"), image, options)
         # A forward that gives both the same token takes one of them.
