@@ -34,7 +34,7 @@ SERVED: Mapping[str, tuple[Mapping[str, str], str]] = {
     "llava": (_LLAVA, "llama"),
     "llava_onevision": (_LLAVA, "qwen2"),
     "gemma3": (_LLAVA, "gemma3_text"),
-    "paligemma": (_LLAVA, "gemma"),
+    "paligemma": (_LLAVA, "gemma2"),
     "mistral3": (_LLAVA, "mistral"),
     "qwen2_vl": (_QWEN, "qwen2"),
     "qwen2_5_vl": (_QWEN, "qwen2"),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -55,7 +54,7 @@ class ClipOptions:
     requested: Settings
     saved: Settings
     written: MediaMarkup
-    words: Mapping[str, str] = MappingProxyType({})
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
