@@ -13,9 +13,11 @@ import argparse
 import json
 import multiprocessing
 import re
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "families_of_transformers.json"
 SECONDS = 300
 """Time for one family on a CPU."""
 DEPTH_KEYS, BLOCKS = ("num_hidden_layers", "encoder_layers", "num_layers", "depth"), 4
-MEDIA = {"images": "vision", "sounds": "audio"}
+MEDIA = {"images": "vision", "clips": "clips", "sounds": "audio"}
 TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "adapter_out_dim", "output_dim", "projection_dim")
 """Settings of encoders that repeat the text model's hidden size, which their defaults often contradict."""
 QFORMER = {"model_type": "blip_2_qformer", "hidden_size": 1024, "encoder_hidden_size": 1024, "num_attention_heads": 16}
@@ -228,7 +230,8 @@ def check(family: str) -> dict[str, Any]:
         result = asdict(ModelCheck(family, {}, None, {0: f"its default config does not build: {one_line(error)}"}))
     if result["rung"] is not None and "read" not in result["found"]:
         result |= {"rung": None, "refusals": {0: "it opens as a text model alone"}}
-    return {**result, "needs": needs(family), "seconds": round(time.perf_counter() - begin, 1)}
+    seconds = round(time.perf_counter() - begin, 1)
+    return {**result, "needs": needs(family), "seconds": seconds, "checked": date.today().isoformat()}
 
 
 def check_all(families: list[str]) -> None:
@@ -242,7 +245,7 @@ def check_all(families: list[str]) -> None:
             except multiprocessing.TimeoutError:
                 reason = f"its check takes more than {SECONDS} s on one core"
                 result = {"family": family, "rung": None, "refusals": {0: reason}, "found": {}, "proven": {}}
-                result |= {"needs": needs(family), "seconds": float(SECONDS)}
+                result |= {"needs": needs(family), "seconds": float(SECONDS), "checked": date.today().isoformat()}
         results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         RESULTS.write_text(json.dumps(dict(sorted({**results, family: result}.items())), indent=1) + "\n")
         print(family, result["rung"], result["refusals"], flush=True)
@@ -253,31 +256,37 @@ def markdown() -> str:
     results = json.loads(RESULTS.read_text())
     counts = [sum(each["rung"] == rung for each in results.values()) for rung in (3, 2, 1, 0)]
     trained = sum(is_trained(each) for each in results.values())
+    early = sum("checked" not in each for each in results.values())
+    about = (
+        "Checked on a small copy of the family's default config by the proof of `dilatant check-model` "
+        "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers "
+        "and Pillow; for this table, torchvision ran without its compiled operators. *tp*: units whose layers two "
+        "ranks shared. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each "
+        f"row guards its rung. The listed families are among them. {early} rows are older than "
+        "the trials of clips and tp; name a family to check it again."
+    )
     lines = [
         BEGIN,
-        "Checked on a small copy of the family's default config by the proof of `dilatant check-model`",
-        "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers",
-        "and Pillow; for this table, torchvision ran without its compiled operators. *media*: what is read, besides",
-        "clips. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each row fails",
-        "where a rung is no longer reached. The listed families are among them. Of the rows of 2026-11-27, 66 are",
-        "of the day before; name a family to check it again.",
+        *textwrap.wrap(about, 120, break_on_hyphens=False),
         "",
         f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
         f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0.",
         "",
-        "| architecture | rung | media | LoRA | export | needs | why no higher rung, or not all media |",
-        "|---|---|---|---|---|---|---|",
+        "| architecture | rung | media | LoRA | export | tp | needs | why no higher rung, or not all media |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for family, each in results.items():
         proven, rung = each["proven"], each["rung"]
-        unread = [line for line in each["found"].get("not read", "").split("; ") if not line.startswith("clips")]
+        unread = [line for line in each["found"].get("not read", "").split("; ") if line != "clips are not read"]
         if not any(unread) and "not trained" in each["found"]:
             unread = [f"not trained: {each['found']['not trained']}"]
         reasons = [*each["refusals"].values()][:1] + [line for line in unread if line]
         reasons += [f"its export is wrong ({proven['export']})"] if proven.get("export", "yes") != "yes" else []
         why = "; ".join(dict.fromkeys(map(plain, reasons))).replace("|", "\\|")
-        media = [kind for kind, unit in MEDIA.items() if unit in each["found"]]
-        cells = [proven.get(name, "").partition(",")[0].partition(":")[0] for name in ("LoRA", "export")]
+        media = [kind for kind, part in MEDIA.items() if not each["found"].get(part, "not").startswith("not")]
+        cells = [re.split("[,: ]", proven.get(name, ""))[0] for name in ("LoRA", "export")]
+        shared = re.match("yes, in ([^;]+)", proven.get("tp", ""))
+        cells.append(shared[1] if shared else "no" if "checked" in each and "tp" in proven else "")
         shown = "–" if rung is None else rung
         cells = [f"`{family}`", str(shown), ", ".join(media), *cells, ", ".join(each["needs"]), why]
         lines.append(f"| {' | '.join(cells)} |")

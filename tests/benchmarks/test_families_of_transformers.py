@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import families_of_transformers
+from transformers.utils import is_torchvision_available
 
 RESULTS = json.loads(families_of_transformers.RESULTS.read_text(encoding="utf-8"))
 PROVEN = {family: result["rung"] for family, result in RESULTS.items() if result["rung"] is not None}
@@ -54,3 +55,8 @@ def test_no_family_falls_to_a_lower_rung(family: str) -> None:
     assert result["rung"] is not None, result["refusals"]
     assert result["rung"] >= PROVEN[family], result["refusals"]
     assert families_of_transformers.is_trained(result) == families_of_transformers.is_trained(RESULTS[family])
+    before = RESULTS[family]
+    if "checked" in before:
+        assert result["proven"]["tp"] == before["proven"]["tp"]
+        if is_torchvision_available():
+            assert result["found"].get("clips") == before["found"].get("clips"), result["found"]

@@ -25,6 +25,7 @@ from cases.tiny_models import (
 from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
 from dilatant.models.core.materialize import materialize
+from dilatant.models.language.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
 from dilatant.models.sources import load_pretrained_config, parse_config
 
@@ -153,14 +154,33 @@ def test_a_tied_head_with_bias_keeps_the_initial_embedding() -> None:
     assert all(torch.equal(table, tables[0]) for table in tables[1:])
 
 
-def test_weights_that_a_family_does_not_draw_are_named() -> None:
-    class Gated(LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model.layers[1].mlp.register_parameter("gate", nn.Parameter(torch.ones(config.hidden_size)))
+class Gated(LlamaForCausalLM):
+    """A family that draws no gates."""
 
+    @staticmethod
+    def gate(width: int) -> torch.Tensor:
+        return torch.empty(width)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp.register_parameter("gate", nn.Parameter(self.gate(config.hidden_size)))
+
+
+class Scaled(Gated):
+    """One whose constructor gives them values, like modules of timm."""
+
+    @staticmethod
+    def gate(width: int) -> torch.Tensor:
+        return 0.1 * torch.ones(width)
+
+
+def gated(kind: type[Gated]) -> LanguageUnit:
     with torch.device("meta"):
-        unit = MultimodalModel({}, Gated(parse_config(LANGUAGE_MODELS["llama"], "config")), device="meta").language
+        return MultimodalModel({}, kind(parse_config(LANGUAGE_MODELS["llama"], "config")), device="meta").language
+
+
+def test_weights_that_a_family_does_not_draw_are_named() -> None:
+    unit = gated(Gated)
     with pytest.raises(UserError, match=r"does not initialise language.layers.1: .*gate, so it cannot be trained"):
         materialize(unit, 0, len(unit.layers), seed=5)
 
@@ -174,6 +194,9 @@ def test_constants_of_constructors_and_weights_made_on_no_device_are_drawn() -> 
     assert constants
     assert all(torch.equal(drawn[name], built[name]) for name in constants)
     xlnet = {"model_type": "xlnet", "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 64}
+    scaled = gated(Scaled)
+    materialize(scaled, 0, len(scaled.layers), seed=5)
+    assert torch.equal(scaled.model.model.layers[1].mlp.gate, torch.full((scaled.width,), 0.1))
     weights = [*MultimodalModel({}, xlnet, seed=5).language.model.parameters()]
     assert all(weight.isfinite().all() and weight.abs().max() < 10 for weight in weights)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.generic_steps import pretrained
 from cases.tiny_wholes import WHOLES, whole_config
 from dilatant.config import UserError, parse_config
 from dilatant.config.degrees import Degrees
@@ -15,11 +16,13 @@ from dilatant.cost.model import CostModel
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.parallel.tensor_plan import tensor_plan
 from dilatant.planning.measuring.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.planning.problem.searched_settings import degrees_by_kind, planned_degrees, tensor_shard
+from dilatant.runtime.rank_trial import divide_where_proven
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", **WIDTH, "num_key_value_heads": 2, "vocab_size": 65}
@@ -107,12 +110,24 @@ def test_families_with_other_heads_and_experts_run_as_shards(tmp_path, language,
 @pytest.mark.slow
 @pytest.mark.parametrize("family", WHOLES)
 def test_layers_of_whole_models_run_as_shards(family: str) -> None:
-    model = describe_model(
-        MultimodalModel({}, PretrainedModel.of(whole_config(family), "model"), seed=0, device="meta")
-    )
+    model = MultimodalModel({}, PretrainedModel.of(whole_config(family), "model"), seed=0, device="meta")
+    assert narrower_units(model) == model_units(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral3", "deepseek_vl"])
+def test_layers_of_families_that_are_not_listed_run_as_shards(family: str) -> None:
+    model = MultimodalModel({}, pretrained(family), seed=0, device="meta")
+    assert narrower_units(model) == {"language"}
+    divide_where_proven(model)
+    assert narrower_units(model) == {"vision", "language"}
+
+
+def narrower_units(model: MultimodalModel) -> set[str]:
+    """Return the units with layers of which one of two ranks holds a part, and which run as such."""
     narrower = set()
-    for entry in model.types:
-        if not entry.is_divided or entry.unit.family == "gemma4_audio":  # which ranks cannot share
+    for entry in describe_model(model).types:
+        if not entry.is_divided or tensor_plan(entry.unit).problems:
             continue
         probes = [
             layer_probe(replace(entry, unit=tensor_shard(entry.unit, tp)), torch.device("cpu"), torch.float32)
@@ -125,7 +140,7 @@ def test_layers_of_whole_models_run_as_shards(family: str) -> None:
         whole, shard = (sum(p.numel() for p in layer.parameters()) for layer in layers)
         if shard < whole:
             narrower.add(entry.unit.unit)
-    assert narrower == model_units(family)
+    return narrower
 
 
 def model_units(family: str) -> set[str]:

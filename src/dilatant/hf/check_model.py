@@ -27,15 +27,16 @@ from dilatant.models.families.media_proof import (
     logits_of,
     loss_in_transformers,
     proof_of,
+    proves_clips,
     samples_with_media,
     small_copy,
 )
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.training_proof import loss_of
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.models.row_attention import attend_by_default, choose_attention
 from dilatant.models.sources import errors_alone, load_language_model, without_bars
+from dilatant.runtime.rank_trial import trial_of
 
 LARGEST_DIFFERENCE = 1e-4
 """Largest difference of logits, relative to the largest, that passes as fp32 rounding; a wrong weight changes parts."""
@@ -75,8 +76,8 @@ def _check(config: Any, where: str) -> ModelCheck:
     whole, found = None, {"decoder": config.model_type}
     if opens_whole(config):
         whole = PretrainedModel.of(config, where)
-        found = _found(whole)
         proof = proof_of(whole, attend_by_default)
+        found = _found(whole, proof.clips)
         reasons = {1: proof.alone, 2: proof.packed, 3: proof.cut}
         refusals = {rung: why for rung, why in reasons.items() if why is not None}
         if proof.alone is not None:
@@ -93,29 +94,36 @@ def _check(config: Any, where: str) -> ModelCheck:
     if language.uncut is not None:
         refusals.setdefault(3, language.uncut)
     plans = YES if language.row_attention is not None else f"no: {language.without_plans}"
-    proven |= {"tp": _shared(model), "cp": plans}
+    proven |= {"tp": _shared_by_ranks(model), "cp": plans}
     return ModelCheck(config.model_type, found, min((3, *(rung - 1 for rung in refusals))), refusals, proven)
 
 
-def _found(whole: PretrainedModel) -> dict[str, str]:
+def _found(whole: PretrainedModel, clips: str | None) -> dict[str, str]:
+    """Return part → where it is. clips: the problem of clips, if any."""
     family, config = whole.family, whole.config
     found = {"read": "by transformers' interface" if family.narrow else "by its declaration", "decoder": family.decoder}
     for name, tower in family.towers.items():
         found[name] = f"{tower.path}, {len(whole.encoder(name).layers)} layers"
         found[f"{name} projector"] = ", ".join(tower.projector) or "inside the encoder"
         found[f"{name} token"] = f"{tower.token} = {getattr(config, tower.token)}"
+    if family.clips is not None and clips is None:
+        unproven = family.narrow and not proves_clips(family)
+        found["clips"] = "not proven: torchvision is absent" if unproven else "yes"
     if family.unread:
         found["not trained"] = ", ".join(family.unread)
-    if refused := [*family.refused, *["clips are not read"] * (family.clips is None and "vision" in family.towers)]:
+    refused = [*family.refused]
+    if "vision" in family.towers and "clips" not in found:
+        refused.append("clips are not read" if clips is None else f"clips are not read: {clips}")
+    if refused:
         found["not read"] = "; ".join(refused)
     return found
 
 
-def _shared(model: MultimodalModel) -> str:
-    """Return the units that two ranks can share by their plans."""
-    plans = {name: tensor_plan(unit) for name, unit in model.units.items()}
-    names = [name for name, plan in plans.items() if plan.cuts and not degree_problems(model.units[name], plan, 2)]
-    return f"{', '.join(names)} (by plan; no ranks were run)" if names else "no unit"
+def _shared_by_ranks(model: MultimodalModel) -> str:
+    """Return the units whose layers two ranks have shared without changing the loss or a gradient."""
+    trial = trial_of(model)
+    found = f"{YES}, in {', '.join(trial.units)}" if trial.units else "no unit"
+    return "; ".join([found, *(f"{name}: {why}" for name, why in trial.problems.items())])
 
 
 def _tried(proof: Callable[[PretrainedModel], str], whole: PretrainedModel) -> str:

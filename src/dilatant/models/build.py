@@ -210,12 +210,14 @@ def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) 
     return int(ids[0])
 
 
-def open_pretrained(config: ModelConfig, **options: Any) -> PretrainedModel:
-    """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone. Raises UserError."""
+def open_pretrained(config: ModelConfig, attn_implementation: str | None = None, **options: Any) -> PretrainedModel:
+    """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone, in the units and with
+    the media of which it is proven that they train as in transformers. Raises UserError."""
     where = "model.id" if config.id is not None else "model.config"
-    if config.id is not None:
-        return PretrainedModel.of(load_pretrained_config(config.id, where), where, **options)
-    return PretrainedModel.of(parse_config(config.config or {}, where), where, **options)
+    own = None if config.attn_implementation == "dilatant" else config.attn_implementation
+    found = parse_config(config.config or {}, where) if config.id is None else load_pretrained_config(config.id, where)
+    whole = PretrainedModel.of(found, where, attn_implementation=own or attn_implementation, **options)
+    return in_proven_units(whole, attend_by_default)
 
 
 def _build_pretrained(
@@ -227,9 +229,7 @@ def _build_pretrained(
     dtype: torch.dtype,
     hollow: Collection[str] | None,
 ) -> MultimodalModel:
-    own = None if config.attn_implementation == "dilatant" else config.attn_implementation
-    whole = open_pretrained(config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora)
-    whole = in_proven_units(whole, attend_by_default)
+    whole = open_pretrained(config, attn_implementation, dtype=dtype, lora=config.lora)
     if config.config is not None:
         said = {**config.config, **config.config.get("text_config", {})}
         for name, token in _ends_of(tokenizer).items():

@@ -282,4 +282,4 @@ def _settle(model: MultimodalModel, proof: Proof) -> None:
     are allowed, because tests prove them for its family, with media."""
     language = model.language
     language.uncut = None if proof.unproven is not None else proof.cut
-    language.proof = proof
+    language.proof, language.streams = proof, proof.streams

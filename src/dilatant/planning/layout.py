@@ -29,6 +29,7 @@ from dilatant.plan.validate import plan_problems
 from dilatant.planning.assemble import recompute_by_unit
 from dilatant.report.text.wording import ranks_text
 from dilatant.runtime.layouts import layout_problems
+from dilatant.runtime.rank_trial import divide_as_planned
 from dilatant.runtime.state.holders import holdings_of, trainable_layers
 from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
@@ -195,6 +196,7 @@ def plan_from_config(
     problems = plan_problems(planned.plan, _model_spec(model), unbounded)
     problems += _too_few_devices(planned.plan)
     problems += _ranks_left_out(planned.plan)
+    divide_as_planned(model, planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
     shard: Mapping[str, Shard] = {}

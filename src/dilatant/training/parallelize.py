@@ -35,6 +35,7 @@ from dilatant.planning.planning_process import check_all_used, for_devices_here
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_samples import PlannedSamples
 from dilatant.runtime.precision import pick_precision
+from dilatant.runtime.rank_trial import divide_as_planned, divide_where_proven
 from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.state.shared_weights import StateLayout
@@ -156,6 +157,7 @@ def parallelize(
             return replace(planned, plan=plan_from_specs(layers, own, model.graph.feeds, shared))
 
         planned = _of_first_rank(comm, cut)
+    divide_as_planned(model, planned.plan)
     for unit in planned.plan.units:
         if unit.recompute:
             model.units[unit.name].recompute(unit.recompute)
@@ -200,6 +202,7 @@ def _find_plan(
     config, notes = for_devices_here(config.model_copy(update={"cluster": devices.cluster(config.cluster)}))
     for note in notes:
         warnings.warn(note, stacklevel=4)
+    divide_where_proven(model)
     # A copy on the meta device: layers are measured with weights of their own, and `model` stays unchanged.
     hollow = with_weights(
         model,

@@ -30,6 +30,7 @@ from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.planned_samples import planned_samples
 from dilatant.planning.row_length import is_row_length_open, row_length
 from dilatant.report.text.wording import counted
+from dilatant.runtime.rank_trial import divide_as_planned
 from dilatant.training.checkpoints.starting_point import with_template_date
 from dilatant.training.feeding.step_data import count_steps
 from dilatant.training.own_parts import checked_loss, find_loss
@@ -101,6 +102,8 @@ def prepare(
             planned = with_costs(config, samples, model, planned)
             if config.resilience.enabled and planned.chain is None:
                 planned = replace(planned, chain=_chain_of_layout(config, samples, model, planned))
+        else:
+            divide_as_planned(model, planned.plan)
         for unit in planned.plan.units:
             if unit.recompute:
                 model.units[unit.name].recompute(unit.recompute)

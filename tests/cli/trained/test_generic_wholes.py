@@ -250,6 +250,7 @@ def test_check_model_needs_no_more_than_a_config(tmp_path: Path, dilatant: Dilat
     assert check["found"]["vision"].startswith("model.vision_tower, 5 layers")
     assert check["proven"]["export"] == "yes"
     assert check["proven"]["LoRA"] == "yes, in vision, language"
+    assert check["proven"]["tp"] == "yes, in vision, language"
     code, out, _ = dilatant("check-model", tmp_path / "model")
     assert code == 0
     assert "3: encoders cut between blocks, packed rows" in out

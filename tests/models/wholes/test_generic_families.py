@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,21 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import is_torchvision_available
 
-from cases.generic_steps import pretrained
+from cases.generic_steps import GENERIC, pretrained
 from dilatant.config.errors import UserError
+from dilatant.config.model import ModelConfig
 from dilatant.data.errors import MediaError
 from dilatant.data.sample import MediaSize
 from dilatant.data.text.tokenizer import load_tokenizer
+from dilatant.models.families import media_proof
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.media_proof import proof_of
+from dilatant.models.families.media_proof import MediaProof, proof_of
 from dilatant.models.families.media_units import units_of_pretrained
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_by_default, choose_attention
 from dilatant.models.sources import load_pretrained_config
+from dilatant.planning.assemble import media_units
 
 
 def config_of(family: str) -> Any:
@@ -122,6 +126,8 @@ def test_clips_whose_processor_needs_torchvision_say_so() -> None:
     assert whole.family.clips == "processed"
     image, clip = units_of_pretrained(whole, None, load_tokenizer("bytes"))
     assert (image.kind, clip.kind) == ("image", "video")
+    text = load_tokenizer("bytes").convert_ids_to_tokens(GENERIC["glm4v"]["video_start_token_id"])
+    assert ("video_start_token", text) in clip.processor.words
     with pytest.raises(MediaError, match=r"clips of glm4v .* needs torchvision"):
         clip.merged_tokens(MediaSize(8, 8, 1.0, 4))
 
@@ -134,6 +140,28 @@ def test_clips_train_as_in_transformers(family: str) -> None:
     whole = PretrainedModel.of(config_of(family), "model")
     assert whole.family.clips == "processed"
     assert proof_of(whole, attend_by_default).clips is None
+
+
+@pytest.mark.parametrize(
+    ("proof", "kinds"),
+    [
+        (MediaProof("causal", None, None, None), ["image", "video"]),
+        (MediaProof("causal", None, None, None, clips="the loss changes"), ["image"]),
+        (MediaProof("causal", "it differs", "it differs", "it differs", one_unit="it differs"), []),
+    ],
+)
+def test_data_commands_see_the_media_that_train(
+    proof: MediaProof, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_proof, "proof_of", lambda whole, attend: proof)
+    config = ModelConfig.model_validate({"config": {"model_type": "glm4v", **GENERIC["glm4v"]}, "tokenizer": "bytes"})
+    tokenizer = load_tokenizer("bytes")
+    if not kinds:
+        with pytest.raises(UserError, match=r"does not train as in transformers \(it differs\)"):
+            media_units(config, tokenizer)
+        return
+    with pytest.warns(UserWarning, match="clips are not read") if len(kinds) == 1 else nullcontext():
+        assert [unit.kind for unit in media_units(config, tokenizer)] == kinds
 
 
 def test_media_that_are_not_read_are_named_when_the_model_opens() -> None:

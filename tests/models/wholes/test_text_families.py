@@ -127,6 +127,16 @@ def test_a_family_with_a_loss_of_its_routers_is_proven_by_its_targets() -> None:
     assert found(language) == ("right", "right", PLANS)
 
 
+def test_blocks_that_pass_several_streams_are_cut() -> None:
+    if "hy_v4" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip("this version of transformers does not have hy_v4")
+    language = opened("hy_v4", num_hidden_layers=4, indexer_types=["full"] * 4).language
+    assert language.proof is not None
+    assert language.proof.cut is None
+    assert language.streams == 4
+    assert language.boundary(1, "language").width == 4 * language.width
+
+
 @pytest.mark.parametrize(
     "family",
     [

@@ -26,17 +26,18 @@ from dilatant.data.sample import Media, MediaMarkup, MediaSize
 @dataclass(frozen=True, slots=True)
 class HuggingFaceClipProcessor(Fingerprinted):
     """A model's own processor of clips, built in the process that uses it: its video processor with saved settings, in
-    the class that writes texts for `model_type`. names: of the outputs that are read. Methods raise MediaError without
-    torchvision."""
+    the class that writes texts for `model_type`. names: of the outputs that are read. words: token that the processor
+    may write beside those of clips, and its text. Methods raise MediaError without torchvision."""
 
     settings_json: str
     model_type: str
     names: tuple[str, ...]
+    words: tuple[tuple[str, str], ...] = ()
 
     @property
     def made(self) -> Any:
         """The transformers processor."""
-        return _transformers_processor(self.settings_json, self.model_type)
+        return _transformers_processor(self.settings_json, self.model_type, self.words)
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
         """Return the indices of the frames that the processor selects; all frames if they were sampled already."""
@@ -124,7 +125,7 @@ def _metadata(size: MediaSize) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _transformers_processor(settings_json: str, model_type: str) -> Any:
+def _transformers_processor(settings_json: str, model_type: str, words: tuple[tuple[str, str], ...]) -> Any:
     from transformers.models.auto import processing_auto, video_processing_auto
     from transformers.utils import is_torchvision_available
 
@@ -141,7 +142,8 @@ def _transformers_processor(settings_json: str, model_type: str) -> Any:
         # Its constructor wants the tokenizer, of which these texts need nothing.
         made: Any = object.__new__(processing_auto.processor_class_from_name(texts))
         made.video_processor = made.image_processor = kind(**settings)
-        made.image_token, made.video_token = _MARKS
+        vars(made).update(words)
+        made.image_token, made.video_token = made.IMAGE_TOKEN, made.VIDEO_TOKEN = _MARKS  # under one of these names
         return made
     except Exception as error:
         problem = str(error).strip().partition("\n")[0]

@@ -86,7 +86,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
             for module in reversed(shared):
                 owners(model)[id(module)]._init_weights(module)
     undrawn = {place: tensor for place, tensor in marked.items() if _is_undrawn(tensor)}
-    constants = _constants(model) if undrawn and isinstance(model, PreTrainedModel) else {}
+    with seeded(seed, f"{unit.unit}.constants"):
+        constants = _constants(model) if undrawn and isinstance(model, PreTrainedModel) else {}
     lacking = []
     for (layer, path, name), tensor in undrawn.items():
         if f"{path}.{name}" in constants:
@@ -195,22 +196,30 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
 
 
 class _WithConstants(TorchFunctionMode):
-    """Give the constants of constructors, such as `torch.tensor(0.8)`, values within `torch.device("meta")`."""
+    """Give the constants of constructors, such as `torch.tensor(0.8)`, values within `torch.device("meta")`. makers:
+    functions whose results have values, too."""
+
+    def __init__(self, makers: Collection[Any]) -> None:
+        super().__init__()
+        self._makers = makers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_constant = func is torch.tensor and isinstance(args[0] if args else None, float)
+        is_constant = is_constant or func in self._makers
         return func(*args, **{**({"device": "cpu"} if is_constant else {}), **(kwargs or {})})
 
 
 def _constants(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors that the model's constructor computes from constants; none if it cannot."""
-    with suppress(Exception), torch.device("meta"):
-        usual = cast(Any, type(model))(copy.deepcopy(model.config))
-        with _WithConstants():
-            valued = cast(Any, type(model))(copy.deepcopy(model.config))
-        # What is never on the meta device may have no values.
-        meta = {name for name, tensor in _tensors(usual) if tensor.is_meta}
-        return {f"model.{name}": each for name, each in _tensors(valued) if name in meta and not each.is_meta}
+    """Return the tensors that the model's constructor computes from constants; none if it cannot. Modules of timm scale
+    their outputs by a multiple of ones."""
+    for makers in ((torch.ones, torch.zeros, torch.full), ()):
+        with suppress(Exception), torch.device("meta"):
+            usual = cast(Any, type(model))(copy.deepcopy(model.config))
+            with _WithConstants(makers):
+                valued = cast(Any, type(model))(copy.deepcopy(model.config))
+            # What is never on the meta device may have no values.
+            meta = {name for name, tensor in _tensors(usual) if tensor.is_meta}
+            return {f"model.{name}": each for name, each in _tensors(valued) if name in meta and not each.is_meta}
     return {}
 
 

@@ -54,6 +54,8 @@ class Unit(Stage):
     """The reason why the unit cannot be cut into stages; None if it can."""
     undivided: str | None = None
     """The reason why tensor-parallel ranks cannot share the unit; None if its family decides."""
+    tensor_rules: Mapping[str, str] = MappingProxyType({})
+    """Tensor-parallel rules of linear layers, if the family has none (see `parallel.tensor_rules`)."""
     four_bit: frozenset[str] = frozenset()
     """Logical names of the weights that stages hold in four bits (see `core.dtype`)."""
     orthogonal: frozenset[str] = frozenset()

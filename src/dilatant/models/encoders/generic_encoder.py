@@ -61,6 +61,7 @@ from dilatant.models.encoders.narrow_encoder import (
 from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 from dilatant.models.parallel.shared_samples import SampleParallel
+from dilatant.models.parallel.tensor_rules import ENCODER_RULES
 
 TYPICAL_PATCHES, TYPICAL_SECONDS = 32, 10
 """Patches on each side of the typical image, and length of the typical sound (see `EncoderGeometry`)."""
@@ -156,6 +157,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
     stage_type = GenericStage
     stand_in = ShapePlaceholder
     undivided = "of a family that is not listed, no proof says that ranks may share them"
+    tensor_rules = ENCODER_RULES
     shapes: FeatureShapes
     axes: Mapping[str, int] = MappingProxyType({})
     taps: tuple[int, ...] = ()
@@ -401,7 +403,8 @@ class GenericTower(Tower):
             limits = {**dict.fromkeys(self.clip_settings), "do_sample_frames": True, **limits}
         settings = {**default_clip_settings(host.config), **options.saved, **limits}
         names = tuple(name for name in self.inputs if is_of_clip((name,)))
-        processor = HuggingFaceClipProcessor(json.dumps(settings, sort_keys=True), host.config.model_type, names)
+        saved, words = json.dumps(settings, sort_keys=True), tuple(options.words.items())
+        processor = HuggingFaceClipProcessor(saved, host.config.model_type, names, words)
         return ProcessedClipUnit(host.name, host.placeholder_id, processor, self.shapes, written=options.written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -49,11 +49,12 @@ class HostModel:
 @dataclass(frozen=True, slots=True)
 class ClipOptions:
     """Options of clips. requested: the user's processor settings, including those of images. saved: the clip settings
-    in the model's files. written: the clip's form in texts."""
+    in the model's files. written: the clip's form in texts. words: token whose id the config names → its text."""
 
     requested: Settings
     saved: Settings
     written: MediaMarkup
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

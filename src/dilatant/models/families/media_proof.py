@@ -12,13 +12,11 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain, cycle
 from typing import Any
 
-import msgspec
 import numpy as np
 import soundfile
 import torch
@@ -28,7 +26,6 @@ from torch.nn import functional
 from transformers.utils import is_torchvision_available
 
 from dilatant.config.errors import UserError, reason_of
-from dilatant.config.files.durable import write_durably
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import concatenate_inputs
@@ -37,12 +34,21 @@ from dilatant.data.sample import EncodedSample, Frames, Media, MediaKind, MediaM
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.narrow_encoder import default_processor, patch_of, takes_texts_alone
 from dilatant.models.encoders.tower import ClipOptions, Tower
-from dilatant.models.families.families import MediaAttention
+from dilatant.models.families.families import Family, MediaAttention
 from dilatant.models.families.generic import refusal
+from dilatant.models.families.media_units import named_tokens
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.pretrained_answers import inputs_of_sample
 from dilatant.models.families.shrink import narrow_json, special_ids
-from dilatant.models.families.training_proof import Result, differ, loss_of, proof_path, with_gradients
+from dilatant.models.families.training_proof import (
+    Result,
+    differ,
+    loss_of,
+    proof_path,
+    read_proof,
+    store_proof,
+    with_gradients,
+)
 from dilatant.models.multimodal import MultimodalModel
 
 SAMPLES = ((5, (8.6, 12.1), 3, (10.7, 6.4), 6), (9,), (4, (6.2, 9.7)), ((9.3, 9.3), 2, (7.1, 11.2), 7), (3,))
@@ -75,8 +81,7 @@ def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None
         return None
     proof = proof_of(model.whole, attend)
     if proof.alone is not None:
-        why = f"its small copy does not train as in transformers ({proof.alone})"
-        raise refusal(model.whole.config, "model", why)
+        raise _refused(model.whole, proof)
     model.whole = replace(model.whole, family=replace(model.whole.family, media_attention=proof.mask))
     model.media_attention = proof.mask
     for encoder in model.encoders:
@@ -89,14 +94,9 @@ def proof_of(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) 
     listed is proven under its own mask."""
     reads = (is_torchvision_available(), whole.family.clips)
     path = proof_path(["media", SAMPLES, _narrow_settings(whole), whole.attn_implementation, reads])
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=MediaProof)
-    except (OSError, msgspec.MsgspecError):
-        proof = _first_right(whole, attend)
-    with suppress(OSError):  # without a writable cache, the proof is not stored
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if None in (proof.alone, proof.one_unit):
-            write_durably(path, msgspec.json.encode(proof).decode())
+    proof = read_proof(path, MediaProof) or _first_right(whole, attend)
+    if None in (proof.alone, proof.one_unit):
+        store_proof(path, proof)
     return proof
 
 
@@ -115,18 +115,24 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
             found.append(MediaProof(mask, why, why, why))
         if found[-1].alone is None:
             return found[-1]
-    return replace(found[0], one_unit=_prove_one_unit(whole, attend) if whole.family.narrow else "not tried")
+    if not whole.family.narrow:
+        return replace(found[0], one_unit="not tried")
+    problem = _prove_one_unit(whole, attend)
+    clips = _prove_one_unit(whole, attend, clips=True) if problem is None and proves_clips(whole.family) else None
+    return replace(found[0], one_unit=problem, clips=clips)
 
 
-def _prove_one_unit(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> str | None:
+def _prove_one_unit(
+    whole: PretrainedModel, attend: Callable[[MultimodalModel], None], clips: bool = False
+) -> str | None:
     """Return the problem of samples that run alone through the whole model as one unit; None for no problem."""
     try:
         with seeded(0, "media proof"), torch.enable_grad():
             small = small_copy(whole.as_one_unit("its parts train otherwise"))
             model = drawn(small, attend)
-            samples = samples_with_media(small)
+            samples = samples_with_media(small, clips)
             loss = loss_of(model.units, samples, [(number,) for number in range(len(samples))], is_cut=False)
-            found = with_gradients(loss, _trained(model).values())
+            found = with_gradients(loss, trained_parameters(model).values())
             return differ(_of_transformers(model, small, samples), found)[0]
     except Exception as error:
         return reason_of(error, "it does not run as one unit")
@@ -134,17 +140,30 @@ def _prove_one_unit(whole: PretrainedModel, attend: Callable[[MultimodalModel], 
 
 def in_proven_units(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> PretrainedModel:
     """Return a pretrained model in units of its parts or, if they would train otherwise than in transformers and the
-    whole would not, in one unit."""
+    whole would not, in one unit; without clips if they would. Raises UserError if both would train otherwise."""
     if not whole.family.narrow:
         return whole
     proof = proof_of(whole, attend)
+    if None not in (proof.alone, proof.one_unit):
+        raise _refused(whole, proof)
     if proof.clips is not None:
         warnings.warn(
             f"clips are not read: {whole.config.model_type} would train otherwise on them ({proof.clips})", stacklevel=2
         )
         towers = {name: replace(tower, clips=None) for name, tower in whole.family.towers.items()}
         whole = replace(whole, family=replace(whole.family, towers=towers))
-    return whole if proof.alone is None or proof.one_unit is not None else whole.as_one_unit(proof.alone)
+    return whole if proof.alone is None else whole.as_one_unit(proof.alone)
+
+
+def _refused(whole: PretrainedModel, proof: MediaProof) -> UserError:
+    why = f"its small copy does not train as in transformers ({proof.alone})"
+    return refusal(whole.config, "model", why)
+
+
+def proves_clips(family: Family) -> bool:
+    """Return True if clips of a family are proven: its own processor prepares them, and can do so here."""
+    tower = family.towers.get("vision")
+    return tower is not None and tower.clips == "processed" and is_torchvision_available()
 
 
 def masks_of(whole: PretrainedModel) -> tuple[MediaAttention, ...]:
@@ -167,8 +186,9 @@ def small_copy(whole: PretrainedModel, lora: LoraConfig | None = None) -> Pretra
     return replace(small, family=own)
 
 
-def drawn(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> MultimodalModel:
-    """Return the units of a small copy, with random weights of which none has a special value such as 0 or 1."""
+def drawn(whole: Any, attend: Callable[[MultimodalModel], None]) -> MultimodalModel:
+    """Return the units of a small copy, or of a text model with a small config, with random weights of which none has a
+    special value such as 0 or 1."""
     model = MultimodalModel({}, whole, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -182,8 +202,7 @@ def _prove_clips(
     small: PretrainedModel, attend: Callable[[MultimodalModel], None], of_images: Sequence[str | None]
 ) -> str | None:
     """Return the first problem of samples with clips that those without have not (`of_images`)."""
-    tower = small.family.towers.get("vision")
-    if tower is None or tower.clips != "processed" or of_images[1] is not None or not is_torchvision_available():
+    if of_images[1] is not None or not proves_clips(small.family):
         return None
     try:
         found = _prove(small, attend, samples_with_media(small, clips=True))
@@ -210,7 +229,7 @@ def _prove(
         try:
             rows = rows if packs and not (is_cut and problems[0]) else alone
             loss = loss_of(model.units, samples, rows, is_cut)
-            problems.append(differ(wanted, with_gradients(loss, _trained(model).values()))[0])
+            problems.append(differ(wanted, with_gradients(loss, trained_parameters(model).values()))[0])
         except Exception as error:
             problems.append(reason_of(error, what))
     uncut = (model[encoder].uncut for encoder in model.encoders)
@@ -224,7 +243,7 @@ def samples_with_media(whole: PretrainedModel, clips: bool = False) -> list[Enco
     units = {name: _media_unit(whole, name, tower) for name, tower in whole.family.towers.items()}
     turns = cycle(units.values())
     if clips:
-        options = ClipOptions({}, {}, MediaMarkup(""))
+        options = ClipOptions({}, {}, MediaMarkup(""), dict.fromkeys(named_tokens(whole.config), "a word"))
         tower, image = whole.family.towers["vision"], units["vision"]
         clip = tower.clip_unit(whole.host("vision"), image, options)
         # A forward that gives both the same token takes one of them.
@@ -344,11 +363,11 @@ def _of_transformers(model: MultimodalModel, whole: PretrainedModel, samples: li
     composite = composite_of(model.weights_of_whole(), whole).eval()
     named = dict(composite.named_parameters())
     weights = {weight.name: (unit, weight) for unit, weight in model.weights_of_whole()}
-    wanted = [named[whole.key_of(*weights[name])] for name in _trained(model)]
+    wanted = [named[whole.key_of(*weights[name])] for name in trained_parameters(model)]
     return with_gradients(loss_in_transformers(composite, whole, samples), wanted)
 
 
-def _trained(model: MultimodalModel) -> dict[str, nn.Parameter]:
+def trained_parameters(model: MultimodalModel) -> dict[str, nn.Parameter]:
     """Return the parameters that train, by logical name."""
     named = (entry for unit in model.units.values() for entry in unit.named_logical_parameters())
     return {name: parameter for name, parameter in named if parameter.requires_grad}

@@ -70,8 +70,22 @@ def units_of_pretrained(
         units.append(unit)
         if tower.clips is not None:
             written = _markup_of_clips(tower, whole.config, tokenizer)
-            units.append(tower.clip_unit(host, unit, ClipOptions(settings or {}, of_clips, written)))
+            words = {
+                name: text
+                for name in named_tokens(whole.config)
+                if (text := _token(whole.config, f"{name}_id", tokenizer))
+            }
+            units.append(tower.clip_unit(host, unit, ClipOptions(settings or {}, of_clips, written, words)))
     return tuple(units)
+
+
+def named_tokens(config: Any) -> list[str]:
+    """Return the names of the tokens whose ids a config has: "vision_start_token" for `vision_start_token_id`."""
+    return [
+        key.removesuffix("_id")
+        for key, id_ in vars(config).items()
+        if key.endswith("_token_id") and isinstance(id_, int)
+    ]
 
 
 def _check_clip_settings(whole: PretrainedModel, requested: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -42,9 +42,10 @@ Result = tuple[Tensor, list[Tensor | None]]
 """A loss and its gradients, None for a parameter that has no influence."""
 LENGTHS = (13, 5, 9)
 """Tokens of the samples: two are longer than a window of the small model."""
+Kept = TypeVar("Kept")
 _LARGEST = 50_000_000
 """Maximum number of parameters of a copy. If a family's width settings are unknown, the copy may stay wide."""
-_CHECKS = 9
+_CHECKS = 12
 """Version of the checks of a proof; another version makes cached proofs invalid."""
 _NOT_CAUSAL = "its logits depend on later tokens; is_decoder or a similar key of its config may forbid that"
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
@@ -61,9 +62,9 @@ def prove(
     try:
         settings = shrink(unit.model.config, has_encoders=whole is None)
         path = _path(unit, settings, how)
-        kept = _read(path)
+        kept = read_proof(path, Proof)
         if kept is not None:
-            return kept
+            return replace(kept, is_kept=True)
         with errors_alone(), seeded(0, "proof"), torch.enable_grad():
             proof = _prove(unit, whole, settings, attach)
     except Exception as error:
@@ -71,9 +72,7 @@ def prove(
         said = reason_of(error, "a small copy of its text model does not run")
         return Proof(said, said, alone=None, unproven=why, seconds=time.perf_counter() - begin)
     proof = replace(proof, seconds=time.perf_counter() - begin)
-    with suppress(OSError):  # without a writable cache, the proof is not stored
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, msgspec.json.encode(proof).decode())
+    store_proof(path, proof)
     return proof
 
 
@@ -84,8 +83,8 @@ def _prove(
     attach: Callable[[LanguageUnit], None] | None,
 ) -> Proof:
     small = _copy_of(unit, whole, settings)
-    head = cast(Any, small.model.get_output_embeddings())
-    samples = _samples(head.weight.shape[0], [*special_ids(settings)])
+    head = cast(Any, small.model.get_output_embeddings() or small.model.get_input_embeddings())
+    samples = text_samples(head.weight.shape[0], [*special_ids(settings)])
     wanted = _of_transformers(small, samples, whole)
     if whole is None:
         ids = torch.as_tensor(samples[0].input_ids)[None]
@@ -95,6 +94,7 @@ def _prove(
             return Proof(_NOT_CAUSAL, _NOT_CAUSAL, alone=_NOT_CAUSAL)
     if attach is not None:
         attach(small)
+    small.streams = streams_of(small, samples[0])
     one_row, one_each = [tuple(range(len(samples)))], [(number,) for number in range(len(samples))]
     largest = [(0.0, 0.0)]
 
@@ -112,7 +112,17 @@ def _prove(
     alone = None if packed is None else problem_of(one_each, is_cut=False)
     cut = problem_of(one_row if packed is None else one_each, is_cut=True)
     loss, gradient = (max(each) for each in zip(*largest, strict=True))
-    return Proof(packed, cut, alone, differences=(loss, gradient))
+    return Proof(packed, cut, alone, differences=(loss, gradient), streams=small.streams)
+
+
+@torch.no_grad()
+def streams_of(unit: LanguageUnit, sample: EncodedSample) -> int:
+    """Return the number of vectors that pass between the blocks of a language model for each token."""
+    try:
+        sent = unit.stage(0, 1).eval().run(StepData.of([sample], unit.losses), (0,), {}).rows_for(unit.unit)
+        return 1 if sent is None else (sent.shape[-1] - unit.boundary(1, unit.unit).width) // unit.width + 1
+    except Exception:  # stages do not run, which the proof says
+        return 1
 
 
 def _copy_of(unit: LanguageUnit, whole: PretrainedModel | None, settings: Mapping[str, Any]) -> LanguageUnit:
@@ -149,7 +159,8 @@ def _attention(unit: LanguageUnit) -> str:
     return own if own in ("eager", "sdpa") else "sdpa" if unit.model._supports_sdpa else "eager"
 
 
-def _samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
+def text_samples(vocabulary: int, special: Collection[int]) -> list[EncodedSample]:
+    """Make samples of random texts without `special` ids."""
     plain = np.setdiff1d(np.arange(vocabulary), [*special])
     samples = []
     for number, length in enumerate(LENGTHS):
@@ -238,8 +249,16 @@ def proof_path(about: Sequence[Any]) -> Path:
     return cache_folder() / "proofs" / f"{sha256(repr(about).encode()).hexdigest()[:24]}.json"
 
 
-def _read(path: Path) -> Proof | None:
+def read_proof(path: Path, kind: type[Kept]) -> Kept | None:
+    """Return the proof of an earlier run; None without a readable one."""
     try:
-        return replace(msgspec.json.decode(path.read_bytes(), type=Proof), is_kept=True)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def store_proof(path: Path, proof: Any) -> None:
+    """Store a proof for later runs, if the cache folder is writable."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, msgspec.json.encode(proof).decode())

@@ -38,7 +38,8 @@ class Proof:
     packed: a packed row trains like its samples run one by one. cut: any cut into stages trains like the whole model.
     alone: samples run one by one, uncut, train as in transformers' own forward; if not, the model is not trained.
     unproven: the small copy could not be built or run in transformers, so nothing is known. differences: the largest
-    relative ones of the loss and of a gradient. seconds: duration of the proof. is_kept: it was read from a cache.
+    relative ones of the loss and of a gradient. streams: see `LanguageStage`. seconds: duration of the proof. is_kept:
+    it was read from a cache.
     """
 
     packed: str | None
@@ -46,6 +47,7 @@ class Proof:
     alone: str | None
     unproven: str | None = None
     differences: tuple[float, float] = (0.0, 0.0)
+    streams: int = 1
     seconds: float = 0.0
     is_kept: bool = False
 
@@ -167,7 +169,7 @@ class LanguageUnit(Unit, LanguageStage):
         given = {"position_ids": positions, **self.attention_of([ids[0].cpu().numpy()])}
         if layer == 0:
             return ids, given
-        width = self.width + self._behind(layer)
+        width = self.width * self.streams + self._behind(layer)
         hidden = torch.randn(1, tokens, width, device=device)
         return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
 
@@ -177,7 +179,7 @@ class LanguageUnit(Unit, LanguageStage):
         ids = [without_placeholders(torch.arange(n) % count, placeholders).numpy() for n in lengths]
         samples = [EncodedSample("", own, own, sizes={self.unit: len(own)}) for own in ids]
         row = PackedRow.of(samples, self.unit, {}, self.text.positions)
-        hidden = torch.randn(1, len(row.ids), self.width + self._behind(layer), device=device)
+        hidden = torch.randn(1, len(row.ids), self.width * self.streams + self._behind(layer), device=device)
         positions = row.position_ids.unsqueeze(-2).to(device)
         return hidden, {"position_ids": positions, **self.attention_over(samples)}
 
@@ -211,7 +213,7 @@ class LanguageUnit(Unit, LanguageStage):
     def boundary(self, end: int, consumer: str) -> Boundary:
         crosses = consumer == self.unit and self.crossing is not None and self.crossing.passes(end - 1)
         count = partial(_rows_sent, consumer, self.crossing if crosses else None)
-        return Boundary(self.width + self._behind(end), self.row_dtype, count)
+        return Boundary(self.width * self.streams + self._behind(end), self.row_dtype, count)
 
     def _behind(self, layer: int) -> int:
         """Return the number of columns that extensions append to the hidden states before a layer."""
@@ -241,6 +243,7 @@ class LanguageUnit(Unit, LanguageStage):
         stage.before_language_model = self.before_language_model
         stage.row_attention, stage.loss_chunk = self.row_attention, self.loss_chunk
         stage.token_loss, stage.pair_loss = self.token_loss, self.pair_loss
+        stage.streams = self.streams
         return stage
 
 

@@ -91,6 +91,8 @@ class LanguageStage(Stage):
     """The loss of training steps, if it is not the cross entropy; see `MultimodalModel.use_loss`."""
     pair_loss: PairLoss | None = None
     """The loss of training steps on pairs; see `MultimodalModel.use_preferences`."""
+    streams: int = 1
+    """Number of vectors that pass between blocks for each token (several with hyper-connections; Zhu et al. 2024)."""
     before_language_model: BeforeLanguageModel | None = None
     """before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or merge rows itself and return "inputs_embeds" [batch, tokens, hidden]."""
@@ -319,15 +321,16 @@ class LanguageStage(Stage):
         if PLAN_KEYWORD in keywords:
             keywords["attention_mask"] = None
         assert forward.hidden is not None
+        width = forward.hidden.shape[-1] // (1 if self.span.is_first else self.streams)
         with forward.closing:
             hidden = run_slice(
-                lambda hidden: forward.decoder(inputs_embeds=hidden, **keywords).last_hidden_state,
+                lambda hidden: forward.decoder(inputs_embeds=hidden[..., :width], **keywords).last_hidden_state,
                 forward.hidden,
                 self.block_list,
                 enters=not self.span.is_first,
                 ends=not self.span.is_last,
                 behind=self.behind_blocks,
-            )
+            ).flatten(2)  # streams
         for extension in self.extensions:
             hidden = extension.leave(forward, hidden)
         return hidden

@@ -11,7 +11,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj")
 PARTIAL = "replicated_with_grad_allreduce"
 _MLP = {"fc1": "colwise", "fc2": "rowwise"}
 GATED = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-_ENCODER_RULES = {
+ENCODER_RULES = {
     **{f"self_attn.{name}": "colwise" for name in _ATTENTION},
     **{f"attention.{name}": "colwise" for name in _ATTENTION},
     **{f"attention.attention.{name}": "colwise" for name in ("query", "key", "value")},
@@ -20,7 +20,7 @@ _ENCODER_RULES = {
     **dict.fromkeys(("attn.proj", "attention.projection_layer"), "rowwise"),
     **_MLP,
     **{f"mlp.{name}": rule for name, rule in _MLP.items()},
-    **{f"mlp.{name}": rule for name, rule in GATED.items()},
+    **{f"{mlp}.{name}": rule for mlp in ("mlp", "feed_forward") for name, rule in GATED.items()},
     "mlp.linear_fc1": "colwise",
     "mlp.linear_fc2": "rowwise",
     "mlp.weights_in": "colwise",
@@ -52,7 +52,7 @@ _TEXTS = frozenset({"qwen3_vl_text", "mllama_text_model"})
 def rules_of_family(unit: Unit) -> Mapping[str, str]:
     """Map the paths of linear layers within a block to their rules in the plan."""
     if unit.family in _ENCODERS:
-        return _ENCODER_RULES
+        return ENCODER_RULES
     if unit.family in _TEXTS:
         return _TEXT_RULES
     declared = getattr(unit.config, "base_model_tp_plan", None) or {}
@@ -61,4 +61,4 @@ def rules_of_family(unit: Unit) -> Mapping[str, str]:
         _, star, rest = path.partition(".*.")
         if star:
             found[rest] = rule
-    return found
+    return found or unit.tensor_rules

@@ -22,6 +22,7 @@ from dilatant.models.parallel.experts import fused_experts
 from dilatant.models.row_attention import attend_as_configured
 from dilatant.plan.costs.workload import MediaPairs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.runtime.rank_trial import divide_where_proven
 
 _DENSE = {"sdpa": 2.0, "eager": 1.0}
 """Cost of a packed row in squares of its tokens, against a row of one sample, for transformers' attentions that do not
@@ -101,6 +102,7 @@ def build_meta_model(config: Config, vocab_size: int) -> MultimodalModel:
     Raises UserError."""
     model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
     attend_as_configured(model, config.model.text)
+    divide_where_proven(model)
     choose_orthogonal(model.units, config.train.optimizer.muon)
     return model
 

@@ -65,7 +65,10 @@ class ShardedUnit:
                 drawn = self._drawn.pop(name).to(held[name].dtype)
                 self._parameters[name] = nn.Parameter(drawn, requires_grad=held[name].requires_grad)
         own = {held[name]: self._parameters[name] for name in self._names(first, end) if name in held}
-        stage.model = model = with_weights(model, own)
+        inside = {weight.part for weight in stage.weights if getattr(stage, weight.part) is model}
+        model = with_weights(model, own)
+        for part in inside:
+            setattr(stage, part, model)
         structure = self._unit.structure
         assert structure is not None
         blocks = held_blocks(model.get_submodule(structure.blocks))
@@ -94,7 +97,9 @@ class ShardedUnit:
     def _names(self, first: int, end: int) -> dict[str, None]:
         layers = set(self._unit.layers[first:end])
         return dict.fromkeys(
-            weight.canonical for weight in self._unit.weights if weight.layer in layers and weight.part == "model"
+            weight.canonical
+            for weight in self._unit.weights
+            if weight.layer in layers and getattr(self._unit, weight.part) is self._unit.model
         )
 
     def _cut(self, name: str, whole: Tensor, is_given: bool) -> Tensor:

@@ -1,0 +1,85 @@
+"""Two ranks of a small copy compute what one computes, or what differs is said and they do not share the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases.generic_steps import pretrained
+from dilatant.config.errors import UserError
+from dilatant.models.families.media_proof import drawn, samples_with_media
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
+from dilatant.models.row_attention import attend_by_default
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime import rank_trial
+from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.rank_trial import Trial, compare_ranks, divide_where_proven, trial_of
+
+
+def test_two_ranks_compute_what_one_does() -> None:
+    model = MultimodalModel({}, pretrained("mistral3"), device="meta")
+    assert trial_of(model) == Trial(("vision", "language"))
+    assert degree_problems(model["vision"], tensor_plan(model["vision"]), 2) != []
+    divide_where_proven(model)
+    for unit in model.units.values():
+        assert degree_problems(unit, tensor_plan(unit), 2) == []
+
+
+@pytest.mark.slow
+def test_an_encoder_whose_inner_outputs_are_read_is_not_shared() -> None:
+    trial = trial_of(MultimodalModel({}, pretrained("vipllava"), device="meta"))
+    assert trial.units == ("language",)
+    assert trial.problems["vision"].startswith("on two ranks, ")
+
+
+def test_ranks_with_other_weights_are_found() -> None:
+    small = pretrained("vipllava")
+    built: list[MultimodalModel] = []
+
+    def build() -> MultimodalModel:
+        torch.manual_seed(0)
+        model = drawn(small, attend_by_default)
+        with torch.no_grad():
+            for name, weight in model.language.named_logical_parameters():
+                if built and name.endswith("layers.1.mlp.up_proj.weight"):
+                    weight[-1] += 1.0
+        built.append(model)
+        return model
+
+    problem = compare_ranks(build, samples_with_media(small), ("language",))
+    assert problem is not None
+    assert "changes" in problem
+
+
+def test_the_error_of_a_rank_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise UserError("this rank fails")
+
+    monkeypatch.setattr(rank_trial, "Runtime", fails)
+    small = pretrained("vipllava")
+    with pytest.raises(UserError, match="this rank fails"):
+        compare_ranks(lambda: drawn(small, attend_by_default), samples_with_media(small), ("language",))
+
+
+@pytest.mark.parametrize(
+    ("trial", "why"),
+    [
+        (Trial(problems={"language": "the loss changes"}), "language: the loss changes; give it tp: 1"),
+        (Trial(), "language: two ranks cannot share the small copy that would prove it"),
+    ],
+)
+def test_ranks_do_not_share_what_is_not_proven(monkeypatch: pytest.MonkeyPatch, trial: Trial, why: str) -> None:
+    model = MultimodalModel({}, pretrained("vipllava"), device="meta")
+    count = {name: len(unit.layers) for name, unit in model.units.items()}
+    plan = Plan(
+        (
+            UnitPlan("vision", (Replica((Stage(0, count["vision"], (0,)),)),), ("language",)),
+            UnitPlan("language", (Replica((Stage(0, count["language"], (0, 1), tp=2),)),)),
+        )
+    )
+    require_trainable(plan, model.units)
+    monkeypatch.setattr(rank_trial, "trial_of", lambda model: trial)
+    divide_where_proven(model)
+    with pytest.raises(UserError, match=why):
+        require_trainable(plan, model.units)

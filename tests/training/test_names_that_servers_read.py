@@ -1,0 +1,75 @@
+"""An export has the weights that vLLM and SGLang look for: their rules for names, applied to its keys, leave none over,
+and what they hand to the text model has the names and shapes of the plain text model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cases.generic_steps import GENERIC, pretrained
+from cases.often import often
+from cases.tiny_wholes import whole_config
+from dilatant.hf.pretrained_export import write_pretrained
+from dilatant.hf.stored_weights import tensor_files
+from dilatant.models.core.structure import on_meta
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.multimodal import MultimodalModel
+
+_TEXT = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+_LLAVA = {
+    **_TEXT,
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.image_newline": "image_newline",
+}
+_QWEN = {**_TEXT, "model.visual.": "visual.", "model.": "language_model.model."}
+SERVED: Mapping[str, tuple[Mapping[str, str], str]] = {
+    "llava": (_LLAVA, "llama"),
+    "llava_onevision": (_LLAVA, "qwen2"),
+    "gemma3": (_LLAVA, "gemma3_text"),
+    "paligemma": (_LLAVA, "gemma2"),
+    "mistral3": (_LLAVA, "mistral"),
+    "qwen2_vl": (_QWEN, "qwen2"),
+    "qwen2_5_vl": (_QWEN, "qwen2"),
+    "qwen3_vl": (_QWEN, "qwen3"),
+    "qwen3_vl_moe": (_QWEN, "qwen3_moe"),
+}
+"""Family → the prefixes that vLLM (September 2026) replaces one after the other, SGLang the same ones; and the plain
+text model that takes what is under language_model."""
+MODULES = {"language_model", "vision_tower", "multi_modal_projector", "image_newline", "visual"}
+
+
+def plain_text_model(config: Any, kind: str) -> nn.Module:
+    settings = {**config.get_text_config().to_dict(), "model_type": kind}
+    settings["tie_word_embeddings"] = config.tie_word_embeddings
+    with on_meta():
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(settings))
+
+
+@pytest.mark.parametrize("family", often(SERVED, "llava", "qwen2_5_vl"))
+def test_servers_find_every_weight_of_an_export(family: str, tmp_path: Path) -> None:
+    rules, kind = SERVED[family]
+    whole = pretrained(family) if family in GENERIC else PretrainedModel.of(whole_config(family), "model")
+    write_pretrained(MultimodalModel({}, whole, seed=0), tmp_path, None)
+    stored = {key: each for file in {*tensor_files(tmp_path).values()} for key, each in load_file(file).items()}
+    shapes = {}
+    for key, tensor in stored.items():
+        name = key
+        for prefix, replacement in rules.items():
+            name = replacement + name.removeprefix(prefix) if name.startswith(prefix) else name
+        shapes[name] = tuple(tensor.shape)
+    assert {name.partition(".")[0] for name in shapes} <= MODULES
+    inner = "language_model."
+    found = {name.removeprefix(inner): shape for name, shape in shapes.items() if name.startswith(inner)}
+    plain = plain_text_model(whole.config, kind)
+    wanted = {name: tuple(each.shape) for name, each in plain.named_parameters()}
+    if plain.get_output_embeddings().weight is plain.get_input_embeddings().weight:
+        found.pop("lm_head.weight", None)
+    assert found == wanted
