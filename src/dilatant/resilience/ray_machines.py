@@ -48,8 +48,9 @@ class NodeAgent:
 
 @dataclass(eq=False)
 class _Agent:
-    """An actor. bundle: its index in the placement group. address, exit_code: Ray references of what `greet` and
-    `serve` return. failed_starts: actors before it in this bundle that ended before they ran."""
+    """An actor, which ends without this reference to it. bundle: its index in the placement group. address, exit_code:
+    Ray references of what `greet` and `serve` return. failed_starts: actors before it in this bundle that ended before
+    they ran."""
 
     bundle: int
     actor: Any
@@ -120,12 +121,13 @@ class RayMachines:
                 warn(self._console, f"a node's agent ended, and is not started again: {problem}")
 
     def close(self) -> None:
-        """Wait some seconds for the agents to end, then leave the cluster, which frees the nodes. Idempotent."""
+        """Give running agents some seconds to end, then leave the cluster, which frees the nodes. Idempotent."""
         import ray
 
         agents, self._agents = self._agents, []
-        if agents:
-            ray.wait([agent.exit_code for agent in agents], num_returns=len(agents), timeout=LEADER_LAST_SECONDS)
+        running = [agent.exit_code for agent in agents if ray.wait([agent.address], timeout=0)[0]]
+        if running:
+            ray.wait(running, num_returns=len(running), timeout=LEADER_LAST_SECONDS)
         self._connection.close()
 
     def _begin(self, bundle: int, failed_starts: int = 0) -> _Agent:
