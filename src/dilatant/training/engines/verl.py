@@ -317,8 +317,10 @@ class DilatantEngine(BaseEngine):
                 tensor.copy_(kept[name])
         self.optimizer.loaded()
         self.runtime.owned.gather()
-        self.lr_scheduler.last_epoch = int(about["schedule"]) - 1
-        self.lr_scheduler.step()
+        schedule, step = self.lr_scheduler, int(about["schedule"])
+        schedule.last_epoch = step
+        for group, peak, factor in zip(self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
+            group["lr"] = peak * factor(step)
 
     def _file(self, folder: Path) -> Path:
         return folder / f"dilatant-{self._ranks.worker.rank}-of-{self._ranks.worker.size}.safetensors"
