@@ -32,6 +32,7 @@ import numpy as np
 from machine import machine
 from PIL import Image
 
+from dilatant.comm.ray_cluster import LOCAL, Connection
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.order.sampler import SamplerState
@@ -44,7 +45,6 @@ from dilatant.data.workers.ordered_map import keep_freed_memory
 from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import PoolSource
-from dilatant.data.workers.ray_cluster import LOCAL, Connection
 from dilatant.data.workers.ray_source import RaySource
 from dilatant.planning.measuring.decode_costs import DecodeCost
 from dilatant.training.feeding.feed import StepPrefetcher

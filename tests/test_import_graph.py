@@ -98,7 +98,7 @@ SUB_ROOMS = {
     "report": ("text", "pages"),
     "runtime": ("state", "step"),
     "planning": ("problem", "measuring"),
-    "training": ("optimizers", "checkpoints", "feeding", "evaluation"),
+    "training": ("optimizers", "checkpoints", "feeding", "evaluation", "engines"),
     "resilience": ("protocol", "processes", "partial_step", "worker"),
 }
 """Room → its sub-rooms in the order in which they may import each other: a sub-room imports those before it."""

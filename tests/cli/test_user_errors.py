@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cases.tiny_project import Dilatant, write_images
-from dilatant.data.workers import ray_cluster
+from dilatant.comm import ray_cluster
 from dilatant.runtime.step.cost_correction import CostCorrection
 from harness.patience import HANG_SECONDS
 from harness.refused import refused
@@ -35,6 +35,24 @@ def test_a_ray_cluster_that_cannot_be_used(project: Path, dilatant: Dilatant, mo
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     refused(dilatant(*ray, "--set", "data.ray_address=127.0.0.1:6379"), "only with token authentication")
     assert not (project / "run" / "checkpoints").exists()
+
+
+def test_a_run_that_cannot_begin_on_ray(project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ray = ("train", project / "config.yaml", "--on", "ray")
+    refused(dilatant(*on_ray, "--set", "resilience.enabled=false"), "leave out 'resilience.enabled: false'")
+    refused(dilatant(*on_ray, "--set", "resilience.listen=a:1"), "resilience.listen and launcher")
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: None)
+    refused(dilatant(*on_ray), "launcher: 'ray' needs Ray", 'pip install "dilatant[ray]"')
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: name)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    refused(dilatant(*on_ray), "set RAY_ADDRESS or data.ray_address")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    refused(dilatant(*on_ray, "--set", "data.ray_address=127.0.0.1:1"), "no Ray cluster answers at 127.0.0.1:1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    refused(dilatant(*on_ray), "torchrun started 2 processes")
+    assert not (project / "run").exists()
 
 
 def test_an_unknown_model_id_offline(project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,10 @@ def train(
             help="Prove with a header that both ends of every message between ranks mean the same; slower.",
         ),
     ] = False,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="ray", help="Train on the nodes of a Ray cluster (`launcher`).", show_default=False),
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -105,6 +109,8 @@ def train(
     checkpoint and stops; `dilatant resume` continues."""
     if check_transport:
         overrides = [*overrides, "parallel.check_transport=true"]
+    if on is not None:
+        overrides = [*overrides, f"launcher={on}"]
     if config is not None:
         names = ("--model", "--data", "--eval", "--lora", "--output", "--save-config")
         used = [name for name, one in zip(names, fields(start)) if getattr(start, one.name)]
@@ -129,7 +135,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
 
     began, place = time.monotonic(), place_from()
     say_loading()
-    if config.resilience.enabled and place is not None and place.rank:
+    if config.resilience.enabled and place is not None and place.rank and config.launcher is None:
         from dilatant.resilience.processes.agent_run import launched_agent, run_agent
 
         return run_agent(launched_agent(config, place))  # skips the imports below, which only its ranks need

@@ -8,7 +8,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
@@ -58,6 +58,9 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    launcher: Literal["ray"] | None = None
+    """`ray` (or `--on ray`): train on nodes of a Ray cluster, with `resilience.enabled`
+    ([resilience.md](resilience.md#several-machines))."""
     debug: DebugConfig = DebugConfig()
     python: tuple[PartName, ...] = ()
     """Parts that the run received in Python ([python.md](python.md)). The run writes this key, so that no command goes
@@ -123,6 +126,24 @@ class Config(Section):
                 "resilience.enabled and train.shard: after a loss replicas may differ in cuts, and then hold no shards "
                 "of equal weights; leave one out"
             )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ray_enables_resilience(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and tree.get("launcher") and isinstance(given := tree.get("resilience") or {}, dict):
+            return {**tree, "resilience": {"enabled": True, **given}}
+        return tree
+
+    @model_validator(mode="after")
+    def _ray_runs_agents(self) -> Self:
+        if self.launcher is None:
+            return self
+        if not self.resilience.enabled:
+            raise ValueError("launcher: on Ray the agents of resilience train; leave out 'resilience.enabled: false'")
+        for key in ("listen", "standby"):
+            if getattr(self.resilience, key) is not None:
+                raise ValueError(f"resilience.{key} and launcher: on Ray `dilatant train` leads the run; leave one out")
         return self
 
     @model_validator(mode="after")

@@ -289,6 +289,11 @@ def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
+def use_ray_cluster(address: str) -> None:
+    """Make this process's children use this Ray cluster by default."""
+    os.environ["RAY_ADDRESS"] = address
+
+
 def has_ray_token() -> bool:
     """Return True if Ray requires tokens for authentication and has one to present."""
     if os.environ.get("RAY_AUTH_MODE") != "token":

@@ -9,13 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,21 +23,30 @@ import msgspec
 from dilatant.comm.errors import WorkerFailed
 from dilatant.comm.launch import launch_local
 from dilatant.comm.store.server import StoreServer
-from dilatant.comm.store.token import fresh_token, shared_token
+from dilatant.comm.store.token import fresh_token
 from dilatant.config import Config, UserError
 from dilatant.config.environment import place_from
 from dilatant.config.files.durable import write_durably
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import say, warn
+from dilatant.report.say import warn
 from dilatant.report.text.wording import counted
+from dilatant.resilience.machines import (
+    LEADER_LAST_SECONDS,
+    LOOPBACK,
+    ArrivingMachines,
+    LaunchedMachines,
+    LeaderAddresses,
+    Machines,
+)
 from dilatant.resilience.processes.agent_run import coordinator_port, launched_agent, run_agent
 from dilatant.resilience.processes.coordinator_process import STATE, known_record
 from dilatant.resilience.processes.messages import Job, Seat, TrainingStart, is_loopback
-from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart, end_process
+from dilatant.resilience.processes.process import AGENT, TOO_FEW_EXIT_CODE, Child, ProcessStart
 from dilatant.resilience.processes.supervisor import CoordinatorSupervisor
 from dilatant.resilience.protocol.values import ASKED, Record, Settings, Task, may_resume
+from dilatant.resilience.ray_machines import RayMachines
 from dilatant.resilience.status import PAGE, TRACE, read_events, write_history
 from dilatant.resilience.worker.rank import FOLDER, train_rank_resiliently
 from dilatant.resilience.worker.worker_process import RESULT
@@ -48,24 +55,10 @@ from dilatant.training.rank import RunResult, Show, console_for
 from dilatant.training.run import Resilient
 from dilatant.training.run import train as train_once
 
-LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
-LEADER_LAST_SECONDS = 10.0
-"""Time for the coordinator and the local agent of a leader to end after the run."""
 RESTART_SECONDS = 1.0
 """Delay before a lost node is restarted: an immediate start would take CPU cores from the recovery."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderAddresses:
-    """The leader's addresses. host, port: where the coordinator listens; host "" for all addresses. name: host name for
-    others. trains_here: this machine also has ranks."""
-
-    host: str
-    port: int
-    name: str
-    trains_here: bool
 
 
 def train_as_configured(config: Config, *, overwrite: bool = False, show: Show = "nothing") -> RunResult:
@@ -73,7 +66,7 @@ def train_as_configured(config: Config, *, overwrite: bool = False, show: Show =
     if not config.resilience.enabled:
         return train_once(config, overwrite=overwrite, show=show)
     place, address = place_from(), config.resilience.address
-    if place is None and address is None:
+    if place is None and address is None and config.launcher is None:
         if config.resilience.standby is not None:
             raise UserError(
                 "resilience.standby: the run is on one machine, so there is nobody to lead it when that is gone; leave "
@@ -85,18 +78,30 @@ def train_as_configured(config: Config, *, overwrite: bool = False, show: Show =
             "resilience over several machines starts workers from the run's config, which cannot hold what Python "
             f"passed ({', '.join(config.python)}): use files and dotted names, one machine, or no resilience"
         )
-    if place is not None:
-        if place.rank:
-            code = run_agent(launched_agent(config, place))
-            return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)
-        address = (place.host if is_loopback(place.host) else ""), coordinator_port(place)
-    assert address is not None
-    name = address[0] if place is None else place.host
-    leading = LeaderAddresses(*address, name, trains_here=place is not None)
-    nodes = config.cluster.nodes if place is None else place.size
-    launcher = "resilience.listen" if place is None else place.launcher
-    resilient = Resilient(partial(run_leader, leading), nodes, launcher)
+    if config.launcher is not None:
+        if place is not None:
+            raise UserError(
+                f"launcher: {config.launcher!r} starts the ranks itself, but {place.launcher} started {place.size} "
+                "processes; start one `dilatant train`, or leave 'launcher' out"
+            )
+        with closing(RayMachines(config)) as machines:
+            resilient = _led(machines.leader, machines, config.cluster.nodes, "launcher: ray")
+            return train_once(config, overwrite=overwrite, show=show, resilient=resilient)
+    if place is None:
+        assert address is not None
+        leader = LeaderAddresses(*address, address[0])
+        resilient = _led(leader, ArrivingMachines(), config.cluster.nodes, "resilience.listen")
+    elif place.rank:
+        code = run_agent(launched_agent(config, place))
+        return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)
+    else:
+        leader = LeaderAddresses(place.host if is_loopback(place.host) else "", coordinator_port(place), place.host)
+        resilient = Resilient(partial(run_leader, leader, LaunchedMachines()), place.size, place.launcher)
     return train_once(config, overwrite=overwrite, show=show, resilient=resilient)
+
+
+def _led(leader: LeaderAddresses, machines: Machines, nodes: int, launcher: str) -> Resilient:
+    return Resilient(partial(run_leader, leader, machines), nodes, launcher, is_awaited=True)
 
 
 def launch_resiliently(
@@ -147,7 +152,8 @@ def launch_resiliently(
 
 
 def run_leader(
-    leading: LeaderAddresses,
+    leader: LeaderAddresses,
+    machines: Machines,
     config: Config,
     ranks: int,
     plan_json: str,
@@ -155,25 +161,25 @@ def run_leader(
     show: Show,
     started: Callable[[Callable[[], None]], None],
 ) -> RunResult:
-    """Train in `ranks` processes of machines whose agents connect here; returns the result of the final first rank.
+    """Train in `ranks` processes of `machines`, whose agents connect here; returns the result of the final first rank.
 
     started: called with a function that makes the run save and end. Store and coordinator run here, so the run ends
     with this process. Raises UserError, or WorkerFailed when no rank can continue.
     """
     warn_of_few_copies(config, plan_json, show)
     folder = fresh_folder(config)
-    token = shared_token()
+    token = machines.token
     workers = config.resilience.ranks_per_node
-    machines = ranks // workers
-    settings = settings_of(config, machines)
+    count = ranks // workers
+    settings = settings_of(config, count)
     with ExitStack() as stack:
-        store = StoreServer(LOOPBACK if is_loopback(leading.host) else "", 0, token)
+        store = StoreServer(LOOPBACK if is_loopback(leader.host) else "", 0, token)
         stack.callback(store.close)
         checkpoint = "" if start.checkpoint is None else str(start.checkpoint.absolute())
         job = Job(
             TrainingStart(config.to_yaml(), plan_json, checkpoint, start.discards, show),
             store.port,
-            is_loopback(leading.host),
+            is_loopback(leader.host),
             workers,
             config.resilience.restarts,
             str(folder.absolute()),
@@ -181,26 +187,24 @@ def run_leader(
             config.resilience.standby or "",
         )
         coordinator = CoordinatorSupervisor(
-            ProcessStart(leading.host, leading.port, token.hex(), settings, str(folder), job=job)
+            ProcessStart(leader.host, leader.port, token.hex(), settings, str(folder), job=job)
         )
         stack.callback(coordinator.close, LEADER_LAST_SECONDS)
         try:
-            coordinator.await_port()
+            leader = replace(leader, port=coordinator.await_port())
         except RuntimeError:
             raise UserError(
-                f"the coordinator cannot listen at {leading.host}:{leading.port}; name another port "
+                f"the coordinator cannot listen at {leader.host}:{leader.port}; name another port "
                 "(resilience.listen, or MASTER_PORT under a launcher)"
             ) from None
-        agent = _local_agent(leading, stack) if leading.trains_here else None
+        stack.callback(machines.close)
+        machines.start(leader, count, console_for(show))
         started(coordinator.end)
-        others = machines - leading.trains_here
-        say(console_for(show), f"waits for {others} other machines at {leading.name}:{leading.port}")
         while not (record := known_record(folder)).stopped:
             time.sleep(WATCH_SECONDS)
             if coordinator.watch() and coordinator.failure:
                 raise WorkerFailed(f"the run stopped: {coordinator.failure}")
-            if agent is not None and not record.generation and agent.poll():
-                raise WorkerFailed("this machine's agent has failed; what it said is above")
+            machines.watch(has_begun=record.generation > 0)
     write_history(folder.parent, config.output_dir)
     result = _read_result(folder)
     if result is None or is_saved_early(record):
@@ -217,16 +221,6 @@ def _read_result(folder: Path) -> RunResult | None:
         return None
     except msgspec.DecodeError as error:
         raise ValueError(f"{folder / RESULT}: {error}") from None
-
-
-def _local_agent(leading: LeaderAddresses, stack: ExitStack) -> subprocess.Popen[bytes]:
-    host = leading.host if is_loopback(leading.host) else LOOPBACK
-    agent = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dilatant", "agent", "--coordinator", f"{host}:{leading.port}"],
-        start_new_session=True,  # Ctrl-C goes to this process, which makes all ranks end
-    )
-    stack.callback(end_process, agent, LEADER_LAST_SECONDS)
-    return agent
 
 
 def of_whole_run(result: RunResult, folder: Path) -> RunResult:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.comm.ray_cluster import check_cluster, cluster_address
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
 from dilatant.data.order.blend import Blend
-from dilatant.data.workers.ray_cluster import check_cluster, cluster_address
 from dilatant.hf.stored_weights import check_sources
 from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.language.embedding_noise import EmbeddingNoise

@@ -38,19 +38,18 @@ from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.stop_signal import RunStopped, StopSignal
 
-LISTEN = "resilience.listen"
-"""Launcher of a run whose machines beyond those of the layout come later."""
-
 
 @dataclass(frozen=True, slots=True)
 class Resilient:
     """Launcher of a run that survives the loss of ranks: `resilience.launch.launch_resiliently` or `run_leader`, above
     this package in the import order. nodes: machines to begin with, each with `resilience.ranks_per_node` ranks; None:
-    this machine alone. launcher: name of what started, or asked for, this many."""
+    this machine alone. launcher: name of what started, or asked for, this many. is_awaited: they come as the layout
+    needs them; otherwise all are there, and idle without a part of it."""
 
     launch: Callable[..., RunResult]
     nodes: int | None = None
     launcher: str = ""
+    is_awaited: bool = False
 
 
 def train(
@@ -106,7 +105,7 @@ def train(
             ranks, plan = len(prepared.planned.plan.ranks), prepared.planned.to_json()
             if resilient is not None:
                 chain = prepared.planned.chain
-                if plans and chain is not None and not chain.keeps_layout and resilient.launcher != LISTEN:
+                if plans and chain is not None and not chain.keeps_layout and not resilient.is_awaited:
                     whole = devices.count - devices.count % config.resilience.ranks_per_node
                     ranks = max(ranks, whole)  # those without a part are idle until the next change
                 _check_nodes(config, resilient, ranks)
@@ -211,7 +210,7 @@ def _check_nodes(config: Config, resilient: Resilient, ranks: int) -> None:
     each = config.resilience.ranks_per_node
     if resilient.nodes is None:
         return
-    by_launcher = resilient.launcher != LISTEN and resilient.nodes * each != ranks
+    by_launcher = not resilient.is_awaited and resilient.nodes * each != ranks
     if ranks % each or by_launcher:
         have = f"{resilient.launcher} started {resilient.nodes} machines" if by_launcher else "machines come"
         raise UserError(

@@ -19,12 +19,13 @@ import pytest
 
 from cases.data_builders import small_encoding
 from cases.pool_cases import ALL, Numbered, contents, requests
+from dilatant.comm import ray_cluster
+from dilatant.comm.ray_cluster import LOCAL, Connection, check_cluster
 from dilatant.config import UserError
 from dilatant.data.text.encoding import TOKENS
-from dilatant.data.workers import ray_cluster, ray_source
+from dilatant.data.workers import ray_source
 from dilatant.data.workers.ordered_map import WorkerError
 from dilatant.data.workers.pool import InlineSource, SampleRequest
-from dilatant.data.workers.ray_cluster import LOCAL, Connection, check_cluster
 from dilatant.data.workers.ray_source import RaySource
 
 ENCODING = small_encoding()

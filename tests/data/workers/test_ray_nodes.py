@@ -17,9 +17,9 @@ import pytest
 
 from cases.data_builders import small_encoding
 from cases.pool_cases import Numbered, contents, requests
+from dilatant.comm.ray_cluster import Connection
 from dilatant.config.environment import show_ray_token
 from dilatant.data.workers.pool import InlineSource
-from dilatant.data.workers.ray_cluster import Connection
 from dilatant.data.workers.ray_source import RaySource
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from dilatant.comm.ray_cluster import cause_of
 from dilatant.config.environment import compute_in_one_thread
 from dilatant.data.sample import Dataset
 from dilatant.data.text.encoding import Encoding
@@ -192,9 +192,9 @@ class RaySource(QueuedSource):
         try:
             value = self._ray.get(ref)
         except self._ray.exceptions.RayActorError as error:
-            lost, how = True, f"{producer.name or 'a producer'} was lost: {_cause(error)}"
+            lost, how = True, f"{producer.name or 'a producer'} was lost: {cause_of(error)}"
         except self._ray.exceptions.RayError as error:  # or the answer was lost with its node
-            lost, how = producer.greeting == ref, f"a producer failed: {_cause(error)}"
+            lost, how = producer.greeting == ref, f"a producer failed: {cause_of(error)}"
         with self.changed:
             if lost:
                 self._lose(producer, how)
@@ -253,10 +253,3 @@ class RaySource(QueuedSource):
     def _end(self, producer: _Producer) -> None:
         with suppress(Exception):
             self._ray.kill(producer.actor)
-
-
-def _cause(error: BaseException) -> str:
-    """Return the line of a remote error that names the exception raised there, else the first line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
-    return raised[-1] if raised else lines[0]

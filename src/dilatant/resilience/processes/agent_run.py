@@ -70,15 +70,14 @@ def launched_agent(config: Config, place: LaunchPlace) -> AgentOptions:
     return AgentOptions(place.host, coordinator_port(place), stands_by=stands_by)
 
 
-def run_agent(options: AgentOptions) -> int:
+def run_agent(options: AgentOptions, token: bytes | None = None) -> int:
     """Run this machine's ranks in a run; returns an exit code when the run is over or continues without this machine.
 
-    0: the run has finished, or an end of the run or of this node was requested. 75: try again later. Raises UserError
-    if no coordinator answers, or one with another token.
+    0: the run has finished, or an end of the run or of this node was requested. 75: try again later. token: default,
+    the one that machines share. Raises UserError if no coordinator answers, or one with another token.
     """
-    token = shared_token()
     with ExitStack() as stack:
-        return _rejoin_until_over(options, token, stack)
+        return _rejoin_until_over(options, token or shared_token(), stack)
 
 
 def _rejoin_until_over(options: AgentOptions, token: bytes, stack: ExitStack) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
+from dilatant.comm.ray_cluster import Connection, cluster_address
 from dilatant.config import DataConfig, UserError
 from dilatant.data.sample import Dataset
 from dilatant.data.text.encoding import Encoding
@@ -17,7 +18,6 @@ from dilatant.data.workers.ordered_map import warm_up, workers_of_machine
 from dilatant.data.workers.pool import InlineSource, SampleSource, Waiting
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import PoolSource
-from dilatant.data.workers.ray_cluster import Connection, cluster_address
 from dilatant.data.workers.ray_source import RaySource
 
 

@@ -1,4 +1,4 @@
-"""Ray cluster for data workers: connect to an existing cluster, or start one on this machine for one run.
+"""Ray cluster: connect to an existing cluster, or start one on this machine for one run's data workers.
 
 Ray sends pickled code between its processes, so only clusters that require a token are used. Ray is an optional
 dependency and is imported inside functions.
@@ -7,6 +7,7 @@ dependency and is imported inside functions.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import signal
 import socket
@@ -29,10 +30,11 @@ def cluster_address(configured: str | None) -> str:
     return configured or ray_address() or LOCAL
 
 
-def check_cluster(address: str) -> None:
-    """Raise UserError if Ray is not installed, no token is set, or nothing listens at `address`. Starts nothing."""
+def check_cluster(address: str, key: str = "data.preprocess") -> None:
+    """Raise UserError if Ray, which `key` asks for, is not installed, no token is set, or nothing listens at `address`.
+    Starts nothing."""
     if find_spec("ray") is None:
-        raise UserError(f"data.preprocess: 'ray' needs Ray; {INSTALL}")
+        raise UserError(f"{key}: 'ray' needs Ray; {INSTALL}")
     if address == LOCAL:
         return
     if not has_ray_token():
@@ -56,10 +58,12 @@ class Connection:
 
     address: HOST:PORT, or `LOCAL` for a new cluster on this machine's loopback with `cpus` processors and `store_bytes`
     of shared memory, which ends with this object or its process; address and token are then those for the run's other
-    ranks. Raises UserError if the connection fails.
+    ranks. shows_logs: print what actors print. Raises UserError if the connection fails.
     """
 
-    def __init__(self, address: str, token: str = "", cpus: int = 1, store_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, address: str, token: str = "", cpus: int = 1, store_bytes: int = 1 << 30, shows_logs: bool = False
+    ) -> None:
         self._folder: TemporaryFolder | None = None
         options: dict[str, Any] = {"address": address}
         if address == LOCAL:
@@ -79,13 +83,20 @@ class Connection:
 
         try:
             with _own_signals():
-                ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+                ray.init(log_to_driver=shows_logs, logging_level=logging.ERROR, **options)
         except Exception as error:
             self.close()
-            raise UserError(f"data.preprocess: no Ray cluster at {address}: {one_line(error)}") from None
-        context = ray.get_runtime_context()
-        self.address, self.token = context.gcs_address, token
-        self.cpus = int(ray.cluster_resources().get("CPU", 1))
+            raise UserError(f"data.ray_address: no Ray cluster at {address}: {one_line(error)}") from None
+        self.address, self.token = ray.get_runtime_context().gcs_address, token
+
+    @property
+    def cpus(self) -> int:
+        """The cluster's processors, without those that are reserved, as for the nodes of a run."""
+        import ray
+
+        groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+        reserved = sum(bundle.get("CPU", 0) for group in groups for bundle in group["bundles"].values())
+        return int(ray.cluster_resources().get("CPU", 1) - reserved)
 
     def close(self) -> None:
         """Disconnect; a cluster that was started here ends. Idempotent."""
@@ -95,6 +106,13 @@ class Connection:
             ray.shutdown()
         if self._folder is not None:
             self._folder.close()
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the line of a remote error that names the exception raised there, else the first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
+    return raised[-1] if raised else lines[0]
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Engines: the runtime behind the interfaces of other training loops."""
