@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,4 +48,5 @@ def compare(name: str, folder: Path, settings: argparse.Namespace) -> dict[str, 
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("error", message="train.compile: blocks of .* run eager")
     run(options(str(__doc__)).parse_args(), compare)
