@@ -301,11 +301,8 @@ def test_buckets_of_s3_are_read(folder, monkeypatch):
         before = open_source(source).fingerprint
         upload(folder / "tar", "s3://bucket/set/tar")
         assert open_source(source).fingerprint == before  # the same bytes, written again
-        stream = open_data(data_path("s3://bucket/set/tar/x-0.tar"))
         write_tar(folder / "tar" / "x-0.tar", tar_members((0, 1, 9)))
         upload(folder / "tar", "s3://bucket/set/tar")
-        with pytest.raises(OSError, match=r"PreconditionFailed|changed|At least one of the pre-conditions"), stream:
-            stream.read(10)
         assert open_source(source).fingerprint != before
         with pytest.raises(FileNotFoundError):
             open_data(data_path("s3://bucket/set/tar/gone"))

@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
@@ -26,6 +27,8 @@ FIRST_BYTES = 64 << 10
 """Bytes of the first request at a place, which hold the header of most media."""
 MOST_BYTES = 8 << 20
 """Bytes of a request while a file is read from its beginning to its end."""
+NOTICED_BYTES = 1 << 30
+"""Size of a remote file from which its copy on this machine is announced."""
 VERSIONS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id", "LastModified", "Last-Modified",
             "last_modified", "updated", "mtime", "created")  # fmt: skip
 """What file systems call a file's version: its content's digest if there is one, else the time of writing."""
@@ -90,10 +93,18 @@ class RemotePath(PosixPath):
         """Yield the files whose path below this one fits the pattern."""
         yield from self._below("glob", pattern)
 
-    def open_ranges(self) -> Any:
-        """Open the file system's own stream without a cache: each read is one request."""
+    def read_range(self, start: int, length: int) -> bytes:
+        """Return bytes of the file by one request."""
         with self._system() as (system, name):
-            return system.open(name, "rb", cache_type="none")
+            if self.is_web:  # a server may send all of a file instead, which only the stream notices in time
+                with system.open(name, "rb", cache_type="none", size=start + length) as file:
+                    file.seek(start)
+                    data: bytes = file.read(length)
+            else:
+                data = system.cat_file(name, start=start, end=start + length)
+        if len(data) != length:
+            raise OSError(errno.EIO, f"{self}: {len(data):,} of {length:,} bytes came")
+        return data
 
     def _kind(self) -> str:
         """Return "file", "directory", or "" for neither."""
@@ -141,10 +152,11 @@ class RemotePath(PosixPath):
 
 
 class _Ranges(io.RawIOBase):
-    """A remote file that is read by ranges: short ones after a jump, longer ones while reading goes on."""
+    """A remote file of `size` bytes that is read by ranges: short ones after a jump, longer ones while reading goes
+    on."""
 
-    def __init__(self, path: RemotePath, file: Any, size: int) -> None:
-        self._path, self._file, self._size = path, file, size
+    def __init__(self, path: RemotePath, size: int) -> None:
+        self._path, self._size = path, size
         self._position = self._start = 0
         self._chunk = b""
         self._next = FIRST_BYTES
@@ -169,22 +181,11 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
     def _fetch(self, wanted: int) -> None:
-        goes_on = self._position == self._start + len(self._chunk)
-        self._next = min(8 * self._next, MOST_BYTES) if goes_on and self._chunk else FIRST_BYTES
+        goes_on = self._chunk and self._position == self._start + len(self._chunk)
+        self._next = min(8 * self._next, MOST_BYTES) if goes_on else FIRST_BYTES
         length = min(max(self._next, wanted), self._size - self._position)
-        self._start, self._chunk = self._position, b""
-        if length <= 0:
-            return
-        with self._path._system():
-            self._file.seek(self._start)
-            self._chunk = self._file.read(length)
-        if len(self._chunk) != length:
-            raise OSError(errno.EIO, f"{self._path}: {len(self._chunk):,} of {length:,} bytes came")
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
+        self._start = self._position
+        self._chunk = self._path.read_range(self._start, length) if length > 0 else b""
 
 
 def data_path(text: str) -> Path:
@@ -192,20 +193,31 @@ def data_path(text: str) -> Path:
     return RemotePath(text) if _ADDRESS.match(text) else Path(text).expanduser()
 
 
-def open_data(path: Path) -> BinaryIO:
-    """Open a data file for reading, wherever it is. Raises OSError like `open_regular`."""
+def open_data(path: Path, end: int | None = None) -> BinaryIO:
+    """Open a data file for reading, wherever it is. Raises OSError like `open_regular`.
+
+    end: bytes that are known to be there. A remote file then ends there, and its server is not asked for its length.
+    """
     if not isinstance(path, RemotePath):
         return open_regular(path)
-    return io.BufferedReader(_Ranges(path, path.open_ranges(), path.stat().st_size))
+    return io.BufferedReader(_Ranges(path, path.stat().st_size if end is None else end))
 
 
 def map_file(path: Path) -> mmap.mmap:
     """Map a whole file into memory for reading. A remote one is first copied to a file without a name in the folder for
-    temporary files (TMPDIR), whose room is free again when the map ends. Raises OSError."""
+    temporary files (TMPDIR), whose room is free again when the map ends. Raises OSError, and UserError without room."""
     if not isinstance(path, RemotePath):
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    with tempfile.TemporaryFile() as copy, open_data(path) as stream:
+    size, folder = path.stat().st_size, tempfile.gettempdir()
+    if size > shutil.disk_usage(folder).free:
+        raise UserError(
+            f"{str(path)!r} has {size:,} bytes, which have to be here once to find its records, and {folder!r} lacks "
+            "room for them; set TMPDIR, or write Parquet or tars, which are read in place"
+        )
+    if size > NOTICED_BYTES:
+        warnings.warn(f"{path} ({size / 2**30:.1f} GiB) is copied to {folder} to find its records", stacklevel=1)
+    with tempfile.TemporaryFile() as copy, open_data(path, size) as stream:
         shutil.copyfileobj(stream, copy, MOST_BYTES)
         copy.flush()
         return mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)

@@ -196,7 +196,7 @@ class SpannedRecords(RecordsOfFiles):
                 f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed",
                 "cut it into pieces",
             )
-        with open_data(self._files.paths[file]) as stream:
+        with open_data(self._files.paths[file], end) as stream:
             stream.seek(start)
             return stream.read(end - start)
 

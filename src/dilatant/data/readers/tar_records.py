@@ -121,7 +121,7 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
 
 def read_member(member: FileSlice, length: int) -> bytes:
     """Return the first `length` bytes of a member. Raises OSError."""
-    with open_data(member.path) as stream:
+    with open_data(member.path, member.offset + member.length) as stream:
         stream.seek(member.offset)
         return stream.read(length)
 
