@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from dilatant.config.errors import UserError, one_line, type_and_text
 from dilatant.config.files.own_files import open_regular
@@ -81,7 +81,7 @@ class RemotePath(PosixPath):
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         return self._kind() == "directory"
 
-    def resolve(self, strict: bool = False) -> RemotePath:
+    def resolve(self, strict: bool = False) -> Self:
         return self
 
     def rglob(self, pattern: str = "*", **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]

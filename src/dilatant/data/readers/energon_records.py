@@ -23,7 +23,7 @@ from dilatant.config.errors import UserError, as_user_error
 from dilatant.config.files.yaml_text import read_yaml
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
-from dilatant.data.readers.record_fields import FileRecord, json_value
+from dilatant.data.readers.record_fields import FileRecord, as_list
 from dilatant.data.readers.source_files import (
     SPLITS,
     Catalog,
@@ -33,7 +33,7 @@ from dilatant.data.readers.source_files import (
     path_inside,
     read_description,
 )
-from dilatant.data.readers.tar_records import MOST_TEXT_BYTES, TEXT_SUFFIXES, TarRecords, read_member
+from dilatant.data.readers.tar_records import JSON_SUFFIXES, TEXT_SUFFIXES, TarRecords, member_text, read_member
 from dilatant.data.sample import FileSlice
 
 META = ".nv-meta"
@@ -54,7 +54,6 @@ COLUMNS: Mapping[str, Mapping[str, str]] = {
 CRUDE = "Crude"
 """The type whose samples are the members of the tar, which the reader of tars understands."""
 _CLASS = ("__module__", "__class__")
-JSON_SUFFIXES = frozenset({"json", "jsn"})
 TEXTS = TEXT_SUFFIXES | {"transcript", "cls", "cls2", "class", "count", "index", "inx", "id"}
 """Members that WebDataset reads as text or as whole numbers."""
 _ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
@@ -135,7 +134,7 @@ class _Parts:
         self._place, self._members = place, dict(members)
         if len(self._members) < len(members):
             raise SampleError(place, "has a member twice", "give every sample of a shard a key of its own")
-        self._json: dict[str, Any] = {}
+        self._texts: dict[str, Any] = {}
         self._used: dict[str, set[str]] = {}
 
     def record(self, folder: Path, fields: FieldMap, columns: Mapping[str, str]) -> FileRecord:
@@ -147,9 +146,12 @@ class _Parts:
                 unused.append(field)
             elif column and field in values:
                 found[column] = values[field]
-        answers, weights = values.get("answers"), values.get("answer_weights")
-        if isinstance(answers, list) and isinstance(weights, list) and len(answers) == len(weights) > 0:
-            best = max(range(len(answers)), key=lambda at: float(weights[at]))
+        if "answer_weights" in values:
+            answers, weights = as_list(values.get("answers")), as_list(values["answer_weights"])
+            if len(answers) != len(weights) or not all(isinstance(weight, int | float) for weight in weights):
+                problem = f"has {len(answers)} answers, and answer_weights that do not fit them"
+                raise SampleError(self._place, problem, "correct the sample")
+            best = max(range(len(answers)), key=weights.__getitem__)
             found["answer"] = [answers[best], *answers[:best], *answers[best + 1 :]]
         return FileRecord(self._place, folder, found, (*unused, *self._unused()))
 
@@ -171,18 +173,9 @@ class _Parts:
         member, last = self._members[way.member], way.member.rpartition(".")[2]
         self._used.setdefault(way.member, set()).update(way.keys[:1] or ("*",))
         if last in TEXTS | JSON_SUFFIXES:
-            if member.length > MOST_TEXT_BYTES:
-                raise SampleError(self._place, f"its member .{way.member} has {member.length:,} bytes", "cut it")
-            if last in JSON_SUFFIXES:
-                if way.member not in self._json:
-                    text = read_member(member, member.length)
-                    self._json[way.member] = json_value(text, self._place, f"the .{way.member} member")
-                return self._json[way.member]
-            try:
-                return read_member(member, member.length).decode().strip()
-            except UnicodeDecodeError as error:
-                problem = f"the .{way.member} member is no text: {error}"
-                raise SampleError(self._place, problem, "write the shard again") from None
+            if way.member not in self._texts:
+                self._texts[way.member] = member_text(self._place, way.member, member)
+            return self._texts[way.member]
         head = read_member(member, min(member.length, HEAD_BYTES))
         if kind_of_suffix(last) is None and kind_of_bytes(head) is None:
             raise SampleError(
@@ -195,7 +188,7 @@ class _Parts:
     def _unused(self) -> list[str]:
         """Return the members, and keys of JSON objects, that no field has asked for."""
         unused = [f".{suffix}" for suffix in self._members if suffix not in self._used]
-        for suffix, value in self._json.items():
+        for suffix, value in self._texts.items():
             if isinstance(value, dict) and "*" not in self._used[suffix]:
                 unused += [f".{suffix}[{key}]" for key in value if key not in self._used[suffix]]
         return unused

@@ -24,6 +24,7 @@ from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 from dilatant.data.sample import FileSlice, MediaKind
 
 TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
+JSON_SUFFIXES = frozenset({"json", "jsn"})
 FIELD_SUFFIXES = TEXT_SUFFIXES | {"json", "cls"}
 MOST_TEXT_BYTES = 256 << 20
 """Bytes of a member that is read as JSON or text; JSON may hold media as base64."""
@@ -89,13 +90,7 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
     for suffix, member in members:
         last = suffix.rpartition(".")[2]
         if last in FIELD_SUFFIXES:
-            if member.length > MOST_TEXT_BYTES:
-                raise SampleError(
-                    place,
-                    f"its member .{suffix} has {member.length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
-                    "cut it into pieces",
-                )
-            found = _text_fields(place, last, read_member(member, member.length))
+            found = _text_fields(place, last, member_text(place, suffix, member))
             both = next((key for key in found if fields.get(key, found[key]) != found[key]), None)
             if both is not None:
                 raise SampleError(place, f"two of its members say different things of {both!r}", "keep one of them")
@@ -126,6 +121,23 @@ def read_member(member: FileSlice, length: int) -> bytes:
         return stream.read(length)
 
 
+def member_text(place: str, suffix: str, member: FileSlice) -> Any:
+    """Return the JSON in a member, or its text without space around it. Raises SampleError."""
+    if member.length > MOST_TEXT_BYTES:
+        raise SampleError(
+            place,
+            f"its member .{suffix} has {member.length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
+            "cut it into pieces",
+        )
+    raw = read_member(member, member.length)
+    if suffix.rpartition(".")[2] in JSON_SUFFIXES:
+        return json_value(raw, place, f"the .{suffix} member")
+    try:
+        return raw.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise SampleError(place, f"the .{suffix} member is no text: {error}", "write the shard again") from None
+
+
 def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
     """Raise SampleError if the members of a key cannot be one sample: two texts, or one name twice."""
     split = [suffix.rpartition(".")[::2] for suffix in suffixes]
@@ -145,19 +157,14 @@ def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
         )
 
 
-def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
+def _text_fields(place: str, suffix: str, found: Any) -> dict[str, Any]:
     if suffix != "json":
-        try:
-            text = raw.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise SampleError(place, f"the .{suffix} member is no text: {error}", "write the shard again") from None
-        return {"label" if suffix == "cls" else "text": text}
-    fields = json_value(raw, place, "the .json member")
-    if isinstance(fields, list):
-        return {"conversations": fields}
-    if not isinstance(fields, dict):
-        raise SampleError(place, f"the .json member is no object: {type(fields).__name__}", "write an object")
-    return fields
+        return {"label" if suffix == "cls" else "text": found}
+    if isinstance(found, list):
+        return {"conversations": found}
+    if not isinstance(found, dict):
+        raise SampleError(place, f"the .json member is no object: {type(found).__name__}", "write an object")
+    return found
 
 
 def scan_tar(path: Path, name: str) -> Scan:
