@@ -213,7 +213,7 @@ class Catalog:
     place: str
     paths: tuple[Path, ...]
     samples: tuple[int, ...]
-    records: Callable[[SourceFiles], RecordsOfFiles]
+    records: Callable[[SourceFiles], Any]
     sizes: tuple[int, ...] = ()
     passed_over: tuple[str, ...] = ()
     settings: str = ""
