@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -65,7 +65,8 @@ class _Ranged(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {span[1]}-{int(span[1]) + len(part) - 1}/{len(data)}")
         self.end_headers()
         if with_body:
-            self.wfile.write(part)
+            with suppress(ConnectionError):  # who asked for a part may leave when all comes
+                self.wfile.write(part)
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -354,7 +354,7 @@ def test_shards_of_mosaicmls_writer_are_read_alike(tmp_path, compression):
         for number in range(20)
     ]
     out = str(tmp_path / "x")
-    with MDSWriter(out=out, columns=columns, compression=compression, hashes=["xxh64", "sha1"], size_limit=4000) as to:
+    with MDSWriter(out=out, columns=columns, compression=compression, hashes=["sha1", "xxh64"], size_limit=4000) as to:
         for row in rows:
             to.write(row)
     reader = open_source(DataSource(path=out))
