@@ -25,7 +25,8 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
         return
     if isinstance(source, Frames):
         raise MediaError(f"{media.kind} {media.name!r} is a list of frames, not a file", REPLACE)
-    path, end = (source.path, source.offset + source.length) if isinstance(source, FileSlice) else (source, None)
+    path = source.path if isinstance(source, FileSlice) else source
+    end = source.offset + source.length if isinstance(source, FileSlice) else None
     try:
         stream = open_data(path, end)
         is_pointer = path is source and stream.read(len(LFS_POINTER)) == LFS_POINTER

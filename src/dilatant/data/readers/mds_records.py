@@ -155,7 +155,8 @@ def mds_catalog(place: Path, split: str | None, held_out: bool) -> Catalog | Non
         return None
     if indexes != [root]:
         indexes, passed_over = choose_split(place, sorted(indexes), split, held_out)
-    paths, shards = [], []
+    paths: list[Path] = []
+    shards: list[_Shard] = []
     for index in indexes:
         for number, said in enumerate(found[index]):
             with as_user_error(f"{str(index)!r}: shard {number} cannot be used", ValueError, msgspec.MsgspecError):

@@ -18,12 +18,12 @@ import numpy as np
 from dilatant.data.readers.arrow_records import short_number
 from dilatant.data.readers.python_records import plain
 
-_TYPES = {
+_TYPES: Mapping[str, np.dtype[Any]] = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32",
                  "float64")
 }  # fmt: skip
-_SCALARS = {"int": np.dtype("<i8"), **_TYPES}
+_SCALARS: Mapping[str, np.dtype[Any]] = {"int": np.dtype("<i8"), **_TYPES}
 _CODES = {8 * kind.itemsize + {"u": 0, "i": 1, "f": 2}[kind.kind]: kind for kind in _TYPES.values()}
 """The number that an array's bytes give for their type: its bits, and 1 more for signed and 2 more for floating."""
 _PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "YCbCr": 3, "CMYK": 4, "I;16": 2}
