@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, Self
@@ -84,12 +84,12 @@ class RemotePath(PosixPath):
     def resolve(self, strict: bool = False) -> Self:
         return self
 
-    def rglob(self, pattern: str = "*", **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]
+    def rglob(self, pattern: str = "*", **_: Any) -> Generator[Self, None, None]:
         """Yield all files below; readers ask for no other pattern."""
         assert pattern == "*"
         yield from self._below("find")
 
-    def glob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]
+    def glob(self, pattern: str, **_: Any) -> Generator[Self, None, None]:
         """Yield the files whose path below this one fits the pattern."""
         yield from self._below("glob", pattern)
 
@@ -117,7 +117,7 @@ class RemotePath(PosixPath):
         with self._system() as (system, name):
             return dict(system.info(name))
 
-    def _below(self, ask: str, pattern: str = "") -> Iterator[RemotePath]:
+    def _below(self, ask: str, pattern: str = "") -> Iterator[Self]:
         if self.is_web:
             return
         with self._system() as (system, name):

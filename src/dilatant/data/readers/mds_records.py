@@ -93,7 +93,7 @@ class MdsRecords(SpannedRecords):
         return type(self), (self._files, self._hashes)
 
     @cached_property
-    def blocks(self) -> Blocks | None:  # type: ignore[override]
+    def blocks(self) -> Blocks | None:
         """One block for each shard if any is compressed and they are larger than the cache, else None."""
         lengths = np.diff(self._files.first)
         total = sum(self._end(file) for file in np.flatnonzero(lengths).tolist())
