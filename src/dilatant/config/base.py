@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from dilatant.config.environment import expand_path
+from dilatant.config.files.remote_files import RemotePath, is_address
 
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+]?\d{1,2}")
 
@@ -43,23 +44,27 @@ class Section(BaseModel):
 class PathRule:
     """Mark of a text field that is a path. words: texts with a meaning of their own; to name a file that is called like
     one, write ./ before it. is_id: a text that names nothing in the folder from which paths start is an id of the hub.
-    moves: as an option, the path means the working folder even where only the YAML file's folder has such a file."""
+    moves: as an option, the path means the working folder even where only the YAML file's folder has such a file.
+    is_data: may be an address such as s3://bucket/folder."""
 
     words: tuple[str, ...] = ("",)
     is_id: bool = False
     moves: bool = False
+    is_data: bool = False
 
     def absolute(self, text: str, base: Path) -> str:
         """Return the absolute path that `text` means in the folder `base`, or an id or word unchanged."""
         if text in self.words:
             return text
+        if self.is_data and is_address(text):
+            return str(RemotePath(expand_path(text, base)))
         path = base / expand_path(text, base)
         return os.path.normpath(path) if not self.is_id or "$" in text or path.exists() else text
 
     def from_working_folder(self, text: str, base: Path) -> str:
         """Return the value of an option of the command line: its path is resolved in the working folder, as a shell
         completes it. A path that exists only in the YAML file's folder `base` keeps its meaning there."""
-        if not text or text in self.words or "\0" in text:
+        if not text or text in self.words or "\0" in text or (self.is_data and is_address(text)):
             return text
         path = expand_path(text, Path.cwd())
         here, there = Path.cwd() / path, base / path
@@ -68,6 +73,7 @@ class PathRule:
 
 
 AnyPath = Annotated[str, PathRule()]
+DataPath = Annotated[str, PathRule(is_data=True)]
 IdOrPath = Annotated[str, PathRule(("", "auto", "bytes"), is_id=True)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dilatant.config.base import AnyPath, PathRule, Section
+from dilatant.config.base import AnyPath, DataPath, PathRule, Section
 
 Column = Literal[
     "question",
@@ -32,9 +32,9 @@ _SINGULAR = {"image": "images", "audio": "audios", "video": "videos", "conversat
 class DataSource(Section):
     """One data set of a blend."""
 
-    path: AnyPath | None = None
-    """A file or folder (Parquet, JSON, JSONL, CSV, TSV, WebDataset tar, Arrow, COCO captions, VQA; also a pattern), or
-    a folder of media with a text beside each, relative to the YAML file."""
+    path: DataPath | None = None
+    """A file or folder (Parquet, JSON, JSONL, CSV, TSV, WebDataset tar, Energon, MDS, Arrow, COCO captions, VQA; also a
+    pattern), a folder of media with a text beside each, or an address such as `s3://bucket/folder`."""
     id: str | None = None
     """A data set on the Hugging Face hub."""
     subset: str | None = None
@@ -42,10 +42,10 @@ class DataSource(Section):
     split: str | None = None
     """The split of a data set on the hub, or of a folder whose files or folders are named after splits. Default:
     `train`; required for a folder of several splits under `data.eval`."""
-    media_dir: AnyPath | None = None
-    """The base folder of relative media paths, itself relative to the YAML file. Default: the folder of the file that
-    names the media."""
-    format: Literal["auto", "parquet", "jsonl", "csv", "llava", "coco", "vqa", "webdataset", "arrow", "hub"] = "auto"
+    media_dir: DataPath | None = None
+    """The base folder of relative media paths. Default: the folder of the file that names the media."""
+    format: Literal["auto", "parquet", "jsonl", "csv", "llava", "coco", "vqa", "webdataset", "energon", "mds", "arrow",
+                    "hub"] = "auto"  # fmt: skip
     """The file format; `auto` detects it from the file."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in the blend, relative to the other weights."""

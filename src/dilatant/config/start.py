@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from dilatant.config.files.remote_files import is_address
+
 FULL_RATE, LORA_RATE, PROJECTOR_RATE = 1e-5, 1e-4, 1e-5
 """Learning rates of AdamW for fine-tuning: of all weights, of adapters, of projectors trained with adapters."""
 _SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".tar", ".csv", ".tsv", ".zip", ".gz")
@@ -51,9 +53,9 @@ def starting_config(
 
 
 def seen_from(path: str, folder: Path) -> str:
-    """Return a path of the working folder as a file in `folder` has to write it; it stays if it is absolute or begins
-    with `~` or a variable."""
-    if path.startswith(("/", "~", "$")):
+    """Return a path of the working folder as a file in `folder` has to write it; it stays if it is absolute, an address
+    or begins with `~` or a variable."""
+    if path.startswith(("/", "~", "$")) or is_address(path):
         return path
     return os.path.relpath(path, os.path.realpath(folder))
 
@@ -66,7 +68,7 @@ def model_of(text: str, folder: Path) -> str:
 def source_of(text: str, folder: Path) -> dict[str, str]:
     """Return the data source that a file in `folder` has to write for a file, a folder or an id of the hub."""
     is_path = text.startswith(("/", "./", "../", "~")) or Path(text).suffix in _SUFFIXES
-    is_path = is_path or os.path.exists(text) or any(c in text for c in "*?[")
+    is_path = is_path or is_address(text) or os.path.exists(text) or any(c in text for c in "*?[")
     return {"path": seen_from(text, folder)} if is_path else {"id": text}
 
 

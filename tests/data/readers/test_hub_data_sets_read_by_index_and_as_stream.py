@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +15,9 @@ from pydantic import ValidationError
 
 from cases.data_builders import image_bytes, shared, wav_bytes
 from dilatant.config import DataSource, UserError
-from dilatant.data.order.blend import Blend, StreamBlend, open_blend
+from dilatant.config.own_parts import OwnPart
+from dilatant.data.index.data_identity import DataIdentity
+from dilatant.data.order.blend import Blend, StreamBlend, open_blend, open_own_data
 from dilatant.data.readers.reader import open_source
 from dilatant.data.sample import Media
 
@@ -87,6 +92,41 @@ def test_a_stream_gives_the_same_samples(folder):
     )
     with pytest.raises(UserError, match=r"set 'train.steps'"):
         len(blend)
+
+
+@pytest.mark.parametrize("kind", ["hub", "object"])
+def test_a_resumed_stream_goes_on_with_the_next_sample(folder, kind):
+    """From every batch on, in any pass and inside of blocks, the samples are those of a run without a stop."""
+    blend = open_blend([DataSource(id=folder, streaming=True, **SETTINGS)])
+    if kind == "object":
+        rows = datasets.Dataset.from_list([{"question": "q", "answer": f"a{number}"} for number in range(10)])
+        own = rows.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=4)
+        blend = open_own_data(OwnPart("train_data", own))
+    sampler = replace(blend.sampler(0, 3), shuffle_block=4)
+    whole = list(islice(sampler.batches(sampler.start()), 8))
+    for at, (_, state) in enumerate(whole[:-1]):
+        rest = list(islice(sampler.batches(sampler.resume(state)), 7 - at))
+        assert [[(sample.id, sample.turns) for sample in batch] for batch, _ in rest] == [
+            [(sample.id, sample.turns) for sample in batch] for batch, _ in whole[at + 1 :]
+        ]
+
+
+def test_a_stream_of_other_files_is_not_gone_on_with(folder):
+    source = DataSource(id=folder, streaming=True, **SETTINGS)
+
+    def identity():
+        return DataIdentity.of(open_blend([source]), None)
+
+    before = json.loads(json.dumps(identity().by_source))
+    identity().require(before)
+    identity().require([])
+    identity().require([{**before[0], "content": ""}])  # unknown: by an earlier version, or the hub did not answer
+    file = Path(folder, "train.parquet")
+    pq.write_table(pq.read_table(file).slice(1), file)
+    with pytest.raises(UserError, match="hub' is a stream of other files"):
+        identity().require(before)
+    with pytest.raises(UserError, match="there were 1 sources, and now there are 2"):
+        DataIdentity.of(open_blend([source, source]), None).require(before)
 
 
 def test_a_record_of_no_known_form_is_named_in_a_stream(tmp_path):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.order.blend import Blend, StreamBlend
+from dilatant.data.order.sampler import Stream
 from dilatant.data.readers.records import Blocks
 from dilatant.data.sample import digest_of
 from dilatant.data.text.encoding import Encoding
@@ -21,7 +22,8 @@ from dilatant.data.text.encoding import Encoding
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """Content digests of a run's data sources; empty for a stream, whose samples are not known in advance.
+    """Content digests of a run's data sources. Of streams, whose samples are not known in advance, only the files are
+    compared, as far as the stream knows them.
 
     content: int64 [samples], the `content_digest` of every sample of the concatenated sources. blocks: the blocks in
     which each source is read; the order of its samples depends on them. processing: changes with the processors of
@@ -33,10 +35,13 @@ class DataIdentity:
     content: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     blocks: Sequence[Blocks | None] = ()
     processing: str = ""
+    streams: Sequence[Stream] = ()
 
     @staticmethod
     def of(blend: Blend | StreamBlend, sizes: SizesIndex | None, encoding: Encoding) -> DataIdentity:
-        if not isinstance(blend, Blend) or sizes is None:
+        if not isinstance(blend, Blend):
+            return DataIdentity(streams=blend.streams)
+        if sizes is None:
             return DataIdentity()
         blocks = tuple(reader.blocks for reader in blend.readers)
         processing = digest_of([unit.fingerprint for unit in (*encoding.units, *encoding.targets)])[:32]
@@ -45,7 +50,9 @@ class DataIdentity:
     @cached_property
     def by_source(self) -> list[dict[str, Any]]:
         """Describe each source as JSON: name, number of samples, digest of their tokens and labels, digest of the
-        blocks in which they are read, and `processing`."""
+        blocks in which they are read, and `processing`. A stream has no samples, and the digest of its files."""
+        if self.streams:
+            return [{"name": each.name, "samples": 0, "content": each.identity, "blocks": ""} for each in self.streams]
         ends = np.cumsum(self.lengths).tolist()
         return [
             {
@@ -61,22 +68,26 @@ class DataIdentity:
     def require(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Raise UserError naming the changes if the data differ from `before`, an earlier `by_source`. File names and
         locations may differ. Nothing is compared if either side is unknown."""
-        if before and self.names and (found := self._changes(before)):
+        if before and (self.names or self.streams) and (found := self._changes(before)):
             raise UserError(
                 f"the training data changed since the checkpoint was written: {'; '.join(found)}. Going on would "
                 "repeat some samples and leave out others: restore the data, or start a new run from the weights"
             )
 
     def _changes(self, before: Sequence[Mapping[str, Any]]) -> list[str]:
-        if len(before) != len(self.names):
-            return [f"there were {len(before)} sources, and now there are {len(self.names)}"]
+        if len(before) != len(self.by_source):
+            return [f"there were {len(before)} sources, and now there are {len(self.by_source)}"]
         found = []
         first = 0
         for old, new in zip(before, self.by_source):
+            if self.streams and not (old["content"] and new["content"]):
+                continue
             part = self.content[first : first + new["samples"]]
             first += new["samples"]
             source = f"source {new['name']!r}"
-            if old["samples"] == new["samples"] and old["content"] != new["content"]:
+            if self.streams and old["content"] != new["content"]:
+                found.append(f"{source} is a stream of other files")
+            elif old["samples"] == new["samples"] and old["content"] != new["content"]:
                 found.append(
                     f"{source} has {new['samples']:,} samples as before, but other ones, or they become other tokens"
                 )

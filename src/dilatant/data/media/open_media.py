@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Literal
 
-from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
+from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
+from dilatant.config.files.remote_files import open_data
 from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.sample import FileSlice, Frames, Media
 
@@ -25,9 +26,10 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
     if isinstance(source, Frames):
         raise MediaError(f"{media.kind} {media.name!r} is a list of frames, not a file", REPLACE)
     path = source.path if isinstance(source, FileSlice) else source
+    end = source.offset + source.length if isinstance(source, FileSlice) else None
     try:
-        stream = open_regular(path)
-        is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+        stream = open_data(path, end)
+        is_pointer = path is source and stream.read(len(LFS_POINTER)) == LFS_POINTER
         stream.seek(0)
     except FileNotFoundError:
         raise MediaError(

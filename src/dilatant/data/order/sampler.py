@@ -210,10 +210,13 @@ class _BlockOrder:
 
 
 class Stream(Protocol):
-    """A source of samples in a fixed order that can be read again from any sample number."""
+    """A source of samples in a fixed order that can be read again from any sample number. identity: a digest of what is
+    read, "" if it is not known without reading."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
     def read(self, skip: int) -> Iterator[Sample | SampleError]: ...
 
 

@@ -6,7 +6,6 @@ A sample is a caption of COCO, or a question of VQA with its answer; the answers
 from __future__ import annotations
 
 import json
-import mmap
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError, as_user_error
+from dilatant.config.files.remote_files import map_file
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord
 from dilatant.data.readers.records import Blocks
@@ -106,9 +106,7 @@ class AnnotationRecords(RecordsOfFiles):
 
 
 def _json_lists(path: Path) -> dict[str, msgspec.Raw]:
-    with open(path, "rb") as file:
-        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return msgspec.json.decode(memoryview(text), type=dict[str, msgspec.Raw])
+    return msgspec.json.decode(memoryview(map_file(path)), type=dict[str, msgspec.Raw])
 
 
 def is_annotations(path: Path) -> bool:

@@ -133,7 +133,7 @@ def _converter(kind: Any, feature: Any) -> Convert | None:
     if about.get("_type") == "ClassLabel" and isinstance(about.get("names"), list):
         return partial(_class_name, tuple(about["names"]))
     if pa.types.is_floating(kind):
-        return partial(_short_number, kind.bit_width)
+        return partial(short_number, kind.bit_width)
     if pa.types.is_struct(kind):
         inner = about.get("feature") if about.get("_type") == "Sequence" else about
         inner = inner if isinstance(inner, Mapping) else {}
@@ -158,7 +158,7 @@ def _class_name(names: tuple[str, ...], value: Any) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-def _short_number(bits: int, value: Any) -> Any:
+def short_number(bits: int, value: Any) -> Any:
     """Return a whole number as an int (a column with nulls stores ints as floats), and another float with the fewest
     digits that identify it in its precision."""
     if value is None or not np.isfinite(value):

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.config.files.remote_files import map_file
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import kind_of_name
 from dilatant.data.readers.json_records import MARK
@@ -57,8 +58,7 @@ def scan_csv(path: Path, name: str) -> Scan:
     spans: first and end byte of every row, int64 [records, 2]. header: as bytes, separated by zeros, the delimiter,
     "listed" for a list of files and captions without column names, and the names of the columns.
     """
-    with open(path, "rb") as file:
-        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    text = map_file(path)
     begin = len(MARK) if text[: len(MARK)] == MARK else 0
     first = text[begin : begin + (1 << 16)].lstrip(b"\r\n").partition(b"\n")[0].decode("utf-8", "replace")
     listed = _LISTED.match(first)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
+from dilatant.config.files.remote_files import RemotePath, data_path
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.arrow_records import TableRecords, converters
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import parse_record
-from dilatant.data.sample import Sample
+from dilatant.data.sample import Sample, digest_of
 
 
 class HubRecords(TableRecords):
@@ -35,6 +35,24 @@ class HubStream:
     def name(self) -> str:
         return str(self.source.id)
 
+    @property
+    def identity(self) -> str:
+        """A digest of the names, sizes and, on the hub, contents of the files; "" if they cannot be asked."""
+        import datasets
+
+        split = self.source.split or "train"
+        try:
+            files = datasets.load_dataset_builder(self.source.id, self.source.subset).config.data_files or {}
+            paths = [data_path(str(file)) for file in files.get(split, ())]
+            states = [path.stat() for path in paths]
+        except (OSError, ValueError):
+            return ""
+        about = [
+            (path.name, state.st_size, isinstance(path, RemotePath) and state.st_mtime_ns)
+            for path, state in zip(paths, states)
+        ]
+        return digest_of((self.source.subset, split, about)) if about else ""
+
     def read(self, skip: int) -> Iterator[Sample | SampleError]:
         """Yield the samples from number `skip` on. A record in no known form yields its SampleError.
 
@@ -46,7 +64,7 @@ class HubStream:
         columns: dict[str, str] = {**{str(key): value for key, value in self.source.columns.items()}}
         for number, fields in enumerate(islice(iter(dataset.skip(skip)), stop and max(0, stop - skip)), skip + 1):
             known = {key: convert[key](value) if key in convert else value for key, value in fields.items()}
-            record = FileRecord(f"{self.name}:{number}", Path(self.source.media_dir or "."), known)
+            record = FileRecord(f"{self.name}:{number}", data_path(self.source.media_dir or "."), known)
             try:
                 yield parse_record(record, self.source.prompt, columns)
             except SampleError as error:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.config.files.remote_files import map_file
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord, is_objects, json_value
 from dilatant.data.readers.source_files import MOST_BYTES, Scan, SpannedRecords
@@ -54,8 +55,7 @@ def scan_json(path: Path, name: str) -> Scan:
 
 
 def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
-    with open(path, "rb") as file:
-        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    text = map_file(path)
     begin = len(MARK) if text[: len(MARK)] == MARK else 0
     first = text[begin : begin + (1 << 16)].lstrip()[:1]
     if first == b"[":

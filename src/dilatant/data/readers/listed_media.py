@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from dilatant.config.files.remote_files import RemotePath, is_address
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import STILL_SUFFIXES, kind_of_bytes, kind_of_name
 from dilatant.data.readers.record_fields import (
@@ -217,13 +218,19 @@ def _source(record: FileRecord, name: str, value: Any) -> Any:
         raise SampleError(record.id, f"{name} is {kind_of(value)}", "give a path, encoded bytes or a data: address")
     if value.startswith("data:"):
         return _base64(record, name, value.partition(",")[2])
-    if value.startswith(("http://", "https://", "s3://", "gs://", "hf://")):
-        raise SampleError(
-            record.id, f"{value!r} is a remote address", "download the media and give paths relative to the file"
-        )
+    if is_address(value):
+        place = RemotePath(value)
+        if not isinstance(record.folder, RemotePath) or place.place != record.folder.place:
+            raise SampleError(
+                record.id,
+                f"{value!r} is a remote address, and not of the data's own bucket or server",
+                "set 'media_dir' to the folder that has the media, or download them",
+            )
+        return place
     if _BASE64.fullmatch(value) and kind_of_bytes(_base64(record, name, "".join(value[:128].split())[:48])) is not None:
         return _base64(record, name, value)
-    return record.folder / (unquote(value.removeprefix("file://")) if value.startswith("file://") else value)
+    path = Path(unquote(value.removeprefix("file://")) if value.startswith("file://") else value)
+    return path if path.is_absolute() else record.folder / path
 
 
 def _clip_of_frames(fields: Fields, value: Sequence[Any], name: str, options: Mapping[str, Any]) -> Media:

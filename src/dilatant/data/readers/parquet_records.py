@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import as_user_error
+from dilatant.config.files.remote_files import RemotePath, open_data
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.arrow_records import row_fields
 from dilatant.data.readers.record_fields import FileRecord
@@ -156,10 +157,14 @@ def scan_parquet(path: Path, name: str) -> Scan:
     from pyarrow.parquet import read_metadata
 
     with as_user_error(f"{name} cannot be read as Parquet", OSError, ValueError):
-        metadata = read_metadata(path)
+        metadata = read_metadata(_source(path))
     about = (metadata.row_group(group) for group in range(metadata.num_row_groups))
     groups = np.array([(group.num_rows, group.total_byte_size) for group in about], np.int64).reshape(-1, 2)
     return Scan(int(groups[:, 0].sum()), {"groups": groups})
+
+
+def _source(path: Path) -> Any:
+    return open_data(path) if isinstance(path, RemotePath) else path
 
 
 def _row_group(path: Path, block: _RowGroup) -> Iterator[Any]:
@@ -167,7 +172,7 @@ def _row_group(path: Path, block: _RowGroup) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
     # Pages are read as they are needed, not a whole column at once.
-    with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as opened:
+    with ParquetFile(_source(path), pre_buffer=False, buffer_size=1 << 20) as opened:
         batches = opened.iter_batches(batch_size=block.rows, row_groups=[block.group], use_threads=False)
         yield from in_blocks(batches, block.rows)
 

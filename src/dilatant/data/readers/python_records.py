@@ -96,6 +96,10 @@ class PythonStream:
     def name(self) -> str:
         return self.part.name
 
+    @property
+    def identity(self) -> str:
+        return ""
+
     def read(self, skip: int) -> Iterator[Sample | SampleError]:
         """Yield the samples from number `skip` on. An item in no known form yields its SampleError."""
         value, datasets = self.part.value, sys.modules.get("datasets")
@@ -125,14 +129,14 @@ def as_record(
             place, f"is a {type(item).__name__}", "give a dict in one of the forms of files, or an EncodedSample"
         )
     try:
-        fields = {str(key): _plain(value) for key, value in item.items()}
+        fields = {str(key): plain(value) for key, value in item.items()}
     except (OSError, ValueError) as error:
         raise _unreadable(place, error) from None
     fields = {key: convert[key](value) if key in convert else value for key, value in fields.items()}
     return FileRecord(place, Path(folder), fields)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as the readers of files know it: media as encoded bytes."""
     from PIL import Image, ImageOps
 
@@ -154,9 +158,9 @@ def _plain(value: Any) -> Any:
         soundfile.write(stream, sound, int(value["sampling_rate"]), format="WAV", subtype="FLOAT")
         return stream.getvalue()
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, PurePath):
         return str(value)
     return value.item() if isinstance(value, np.generic) else value

@@ -15,19 +15,22 @@ from numpy.typing import NDArray
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, file_errors
-from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER, open_regular
+from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
+from dilatant.config.files.remote_files import RemotePath, data_path, open_data
 from dilatant.data.cache import Cache, open_cache
 from dilatant.data.errors import SampleError
 from dilatant.data.permutation import permute
 from dilatant.data.readers.annotation_records import AnnotationRecords, is_annotations, scan_annotations
 from dilatant.data.readers.arrow_records import ArrowRecords, scan_arrow
 from dilatant.data.readers.csv_records import CsvRecords, scan_csv
+from dilatant.data.readers.energon_records import energon_catalog
 from dilatant.data.readers.folder_records import find_beside
 from dilatant.data.readers.json_records import JsonRecords, scan_json
+from dilatant.data.readers.mds_records import INDEX, MdsRecords, mds_catalog, scan_mds
 from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
-from dilatant.data.readers.source_files import SUFFIXES, Form, Scan, Scanner, SourceFiles, find_files
+from dilatant.data.readers.source_files import SUFFIXES, Catalog, Form, Scan, Scanner, SourceFiles, find_files
 from dilatant.data.readers.tar_records import TarRecords, scan_tar
 from dilatant.data.sample import Sample
 
@@ -70,6 +73,7 @@ FORM_OF_FORMAT: Mapping[str, Form] = {
     "coco": "annotations",
     "vqa": "annotations",
     "webdataset": "tar",
+    "energon": "tar",
 }
 """Forms of the values of `format` that are no form themselves."""
 
@@ -133,7 +137,7 @@ class Reader:
         if isinstance(record, Sample):
             return record
         if self.media_dir is not None:
-            record = replace(record, folder=Path(self.media_dir))
+            record = replace(record, folder=data_path(self.media_dir))
         try:
             return parse_record(record, self.prompt, self.columns)
         except RecursionError:
@@ -184,13 +188,14 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
         identity = records.fingerprint
     else:
         name = source.path
-        folder = Path(source.path).expanduser()
-        may_be_beside = source.format == "auto" and folder.is_dir()
+        folder = data_path(source.path)
+        may_be_beside = source.format == "auto" and not isinstance(folder, RemotePath) and folder.is_dir()
         beside = find_beside(folder, source.split, held_out) if may_be_beside else None
         if beside is not None:
             records, home, identity, passed_over = beside, folder, beside.identity, beside.passed_over
         else:
-            records, home, identity, passed_over = _open_files(source, held_out, open_cache(cache_dir))
+            with file_errors(f"{source.path!r} cannot be read"):
+                records, home, identity, passed_over = _open_files(source, held_out, open_cache(cache_dir))
     if len(records) == 0:
         raise UserError(f"data set {name!r} is empty")
     columns: dict[str, str] = {key: value for key, value in source.columns.items()}  # noqa: C416 - wider keys
@@ -213,15 +218,38 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
 
 def _open_files(source: DataSource, held_out: bool, cache: Cache) -> tuple[Records, Path, str, tuple[str, ...]]:
     """Return the records of a source's data files, their common folder, their identity and what is not read."""
-    paths, passed_over = find_files(str(source.path), source.split, held_out)
-    home = Path(os.path.commonpath([path.parent for path in paths]))
+    catalog = _catalog(source, held_out)
+    if catalog is None:
+        paths, passed_over = find_files(str(source.path), source.split, held_out)
+    else:
+        paths, passed_over = catalog.paths, catalog.passed_over
+    home = data_path(os.path.commonpath([path.parent for path in paths]))
     names = [str(path.relative_to(home)) for path in paths]
     forms = {form: each.scan for form, each in FORMS.items()}
     files = SourceFiles(paths, names, Scanner(detect_form, partial(_check_forms, source, paths), forms), cache)
-    records = FORMS[files.form].records(files)
+    if catalog is None:
+        records = FORMS[files.form].records(files)
+    else:
+        catalog.require(files)
+        records = catalog.records(files)
     if isinstance(records, TarRecords):
         passed_over += records.passed_over
-    return records, home, files.identity, passed_over
+    return records, home, files.identity + (catalog.settings if catalog else ""), passed_over
+
+
+def _catalog(source: DataSource, held_out: bool) -> Catalog | None:
+    """Return the description that the data set of a source has of itself; None for one without. Raises UserError if the
+    source's format needs one."""
+    place = data_path(str(source.path))
+    found = None
+    if place.name == INDEX or place.is_dir() or (isinstance(place, RemotePath) and place.is_web):
+        if source.format in ("auto", "mds"):
+            found = mds_catalog(place, source.split, held_out)
+        if found is None and source.format in ("auto", "energon"):
+            found = energon_catalog(place, source.split, held_out)
+    if found is None and source.format == "energon":
+        raise UserError(f"{source.path!r} has no .nv-meta/.info.json or .info.yaml; run `energon prepare` there")
+    return found
 
 
 class _FormOfFiles(NamedTuple):
@@ -239,6 +267,7 @@ FORMS: Mapping[Form, _FormOfFiles] = {
     "csv": _FormOfFiles("CSV", CsvRecords, scan_csv),
     "tar": _FormOfFiles("WebDataset tar", TarRecords, scan_tar),
     "arrow": _FormOfFiles("Arrow", ArrowRecords, scan_arrow),
+    "mds": _FormOfFiles("MDS", MdsRecords, scan_mds),
 }
 
 
@@ -251,7 +280,7 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
                 raise UserError(f"{str(file)!r} is {FORMS[form].title}, but 'format' says {source.format!r}")
     kinds = sorted({form for form in forms if form is not None})
     titles = " and ".join(FORMS[kind].title for kind in kinds)
-    if len(kinds) > 1 and Path(str(source.path)).is_dir():
+    if len(kinds) > 1 and data_path(str(source.path)).is_dir():
         # JSON next to other files often only describes them, but the user has to decide that.
         raise UserError(
             f"{source.path!r} holds {titles} files; name the data by a pattern, "
@@ -266,19 +295,25 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
 def detect_form(file: Path) -> Form | None:
     """Detect a file's format by its first bytes, that of CSV by its suffix; None if it is empty. Raises UserError
     naming any other content."""
-    with file_errors(f"{str(file)!r} cannot be read"), open_regular(file) as stream:
+    with file_errors(f"{str(file)!r} cannot be read"), open_data(file) as stream:
         head = stream.read(512)
     if not head.strip():
         return None
+    if ".mds" in file.suffixes:
+        return "mds"
     if head[:4] == b"PAR1":
         return "parquet"
+    is_remote = isinstance(file, RemotePath)
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        if is_remote:
+            raise UserError(f"{str(file)!r} is Arrow, which is mapped into memory: copy it here, or write Parquet")
         return "arrow"
     if head[257:262] == b"ustar":
         return "tar"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] in (b"{", b"["):
-        return "annotations" if text[:1] == b"{" and is_annotations(file) else "json"
+        # To tell COCO from JSON Lines means to read all of a file.
+        return "annotations" if text[:1] == b"{" and not is_remote and is_annotations(file) else "json"
     known = {
         b"\x1f\x8b": "a gzip file; unpack it first, so that samples can be read in any order",
         b"\x28\xb5\x2f\xfd": "a zstd file; unpack it first, so that samples can be read in any order",
@@ -291,5 +326,5 @@ def detect_form(file: Path) -> Form | None:
         return "csv"
     raise UserError(
         f"{str(file)!r} is {found or f'unknown (starts {head[:12]!r})'}. Known forms: Parquet, JSON Lines, a JSON "
-        "array, CSV (.csv, .tsv, .txt), a WebDataset tar, Arrow"
+        "array, CSV (.csv, .tsv, .txt), a WebDataset tar, Arrow, MDS"
     )

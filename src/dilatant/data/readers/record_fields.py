@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -251,13 +252,13 @@ def json_value(text: str | bytes, place: str, what: str = "") -> Any:
 
 
 def _from_json(text: str | bytes) -> Any:
-    return json.loads(text, object_pairs_hook=_distinct)
+    return json.loads(text, object_pairs_hook=distinct)
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object. Raises ValueError for a key that stands in it twice, of which json would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for at, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:at]))
-        raise ValueError(f"an object has the key {twice!r} twice")
+        key, count = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has the key {key!r} {'twice' if count == 2 else f'{count:,} times'}")
     return found

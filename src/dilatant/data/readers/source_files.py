@@ -17,17 +17,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.errors import UserError, file_errors
+from dilatant.config.errors import UserError, file_errors, list_problems
+from dilatant.config.files.remote_files import RemotePath, data_path, open_data
 from dilatant.data.cache import Arrays, Cache
-from dilatant.data.errors import SampleError
+from dilatant.data.errors import SampleError, may_pass
 from dilatant.data.parallel_map import IndexRange, map_ranges, piece_bounds
+from dilatant.data.readers.record_fields import distinct
 
 FORMAT = 3
 MOST_BYTES = 256 << 20
 """Bytes of a record, which may hold media as base64."""
 SCAN_SECONDS = 3600.0
 """Time limit for scanning one file in a process."""
-Form = Literal["parquet", "json", "annotations", "csv", "tar", "arrow"]
+Form = Literal["parquet", "json", "annotations", "csv", "tar", "arrow", "mds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,11 @@ class SourceFiles:
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(self._all[at][1] for at in self._filled)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of every file."""
+        return tuple(self._states[at][0] for at in self._filled)
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
@@ -179,7 +186,10 @@ class RecordsOfFiles:
 class SpannedRecords(RecordsOfFiles):
     """Base class of records that are spans of a file: first and end byte in the array `spans`, int64 [records, 2]."""
 
-    blocks: None = None
+    @property
+    def blocks(self) -> Any:
+        """None: any order of reading costs the same."""
+        return None
 
     def _raw(self, index: int) -> bytes:
         """Return the bytes of a record. Raises SampleError if there are more than `MOST_BYTES`."""
@@ -191,9 +201,78 @@ class SpannedRecords(RecordsOfFiles):
                 f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed",
                 "cut it into pieces",
             )
-        with open(self._files.paths[file], "rb") as stream:
+        with open_data(self._files.paths[file], end) as stream:
             stream.seek(start)
             return stream.read(end - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What a data set says about its own files, such as the index of MDS shards.
+
+    place: the describing file, in messages. paths: the data files, in order. samples: how many each holds. sizes: the
+    bytes of each; empty if unknown. passed_over: descriptions of files that are not read. settings: how records are
+    read, which changes the identity of the data. records: makes the records of these files.
+    """
+
+    place: str
+    paths: tuple[Path, ...]
+    samples: tuple[int, ...]
+    records: Callable[[SourceFiles], Any]
+    sizes: tuple[int, ...] = ()
+    passed_over: tuple[str, ...] = ()
+    settings: str = ""
+
+    def require(self, files: SourceFiles) -> None:
+        """Raise UserError naming the files that have other sizes or numbers of samples than the catalog says."""
+        samples = dict(zip(files.paths, np.diff(files.first).tolist()))
+        sizes = dict(zip(files.paths, files.sizes))
+        problems = [
+            f"{path.name} has {have.get(path, 0):,} {what}, not {says:,}"
+            for what, have, said in (("bytes", sizes, self.sizes), ("samples", samples, self.samples))
+            for path, says in zip(self.paths, said)
+            if have.get(path, 0) != says
+        ]
+        if problems:
+            raise list_problems(f"{self.place} and the files that it describes disagree; fetch both again", problems)
+
+
+MOST_TEXT = 256 << 20
+"""Bytes of a file that describes others."""
+
+
+def read_description(path: Path) -> bytes | None:
+    """Return the content of a file that describes others; None if it is missing. Raises UserError for one that is too
+    long, or whose file system does not answer."""
+    try:
+        with open_data(path) as stream:
+            text = stream.read(MOST_TEXT + 1)
+    except OSError as error:
+        if may_pass(error) and not (isinstance(path, RemotePath) and path.is_web):
+            raise UserError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
+        return None  # a server may also forbid to look for files
+    if len(text) > MOST_TEXT:
+        raise UserError(f"{str(path)!r} is longer than {MOST_TEXT >> 20} MiB")
+    return text
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises ValueError for any other text, and for a key that is there twice."""
+    try:
+        found = json.loads(text, object_pairs_hook=distinct)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("it holds no object")
+    return found
+
+
+def path_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file that a catalog in `folder` names. Raises ValueError for a name that leads out."""
+    parts = name.split("/")
+    if name.startswith("/") or "\\" in name or "\0" in name or not set(parts).isdisjoint({"", ".", ".."}):
+        raise ValueError(f"it names {name!r}, which is no file below its own folder")
+    return folder / name
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -235,6 +314,7 @@ SUFFIXES: Mapping[str, Form] = {
     ".tar": "tar",
     ".arrow": "arrow",
     ".feather": "arrow",
+    ".mds": "mds",
 }
 LISTS = frozenset({"captions.txt"})
 """Names of lists of files with captions, whose suffix does not tell the format."""
@@ -263,8 +343,8 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
     """
     found: list[Path] = []
     passed_over: list[str] = []
-    for pattern in _expand_braces(str(Path(path).expanduser())):
-        place = Path(pattern)
+    for pattern in expand_braces(str(data_path(path))):
+        place = data_path(pattern)
         if place.is_dir():
             below = files_below(place)
             inside = [file for file in below if is_data_file(file, place)]
@@ -290,8 +370,7 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
         elif place.exists():
             found.append(place)
         else:
-            named = map(Path, sorted(glob.glob(pattern, recursive=True)))
-            matches = [match for match in named if match.is_file()]  # skips broken links
+            matches = _matches(place)
             if not matches:
                 nothing = "matches no file" if glob.has_magic(pattern) else "does not exist"
                 raise UserError(f"data path {pattern!r} {nothing}")
@@ -302,6 +381,8 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
 def files_below(folder: Path) -> list[Path]:
     """Return the files below a folder, sorted, without hidden folders; also those in linked folders, each once, but in
     none that holds `folder`."""
+    if isinstance(folder, RemotePath):
+        return sorted(folder.rglob("*"))
     found: list[Path] = []
     seen = set(map(str, folder.resolve().parents))
     for place, folders, files in os.walk(folder, followlinks=True):
@@ -311,6 +392,14 @@ def files_below(folder: Path) -> list[Path]:
         folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
         found += (Path(place, file) for file in files if is_new)
     return sorted(found)
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """Return the files that a pattern names, sorted, without broken links."""
+    if not isinstance(pattern, RemotePath):
+        return [file for file in map(Path, sorted(glob.glob(str(pattern), recursive=True))) if file.is_file()]
+    fixed = next((at for at, part in enumerate(pattern.parts) if glob.has_magic(part)), 0)
+    return sorted(RemotePath(*pattern.parts[:fixed]).glob("/".join(pattern.parts[fixed:]))) if fixed else []
 
 
 def is_data_file(file: Path, folder: Path) -> bool:
@@ -365,17 +454,27 @@ def _words(file: Path) -> frozenset[str]:
     return frozenset(re.findall(r"[a-z]+", str(file).lower()))
 
 
-def _expand_braces(pattern: str) -> list[str]:
-    """Expand `shard-{000..003}.tar`, as WebDataset users write it, and `{a,b}`."""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if match is None or Path(pattern).exists():
-        return [pattern]
-    body = match.group(1)
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", body)
-    if span:
-        width = len(span.group(1))
-        choices = [str(number).zfill(width) for number in range(int(span.group(1)), int(span.group(2)) + 1)]
-    else:
-        choices = body.split(",")
-    head, tail = pattern[: match.start()], pattern[match.end() :]
-    return [full for choice in choices for full in _expand_braces(head + choice + tail)]
+MOST_FILES = 100_000
+"""Names that a pattern may stand for."""
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Expand `shard-{000..003}.tar`, as WebDataset users write it, and `{a,b}`; the name of a file stays. Raises
+    UserError for too many names."""
+    found: list[str] = []
+    waiting = [pattern]
+    while waiting:
+        text = waiting.pop()
+        match = re.search(r"\{([^{}]*)\}", text)
+        if match is None or Path(text).exists():
+            found.append(text)
+            continue
+        span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+        choices = match[1].split(",")
+        first, last = (int(span[1]), int(span[2])) if span else (1, len(choices))
+        if len(found) + len(waiting) + last - first >= MOST_FILES:
+            raise UserError(f"{pattern!r} stands for more than {MOST_FILES:,} files")
+        if span:
+            choices = [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
+        waiting += [text[: match.start()] + choice + text[match.end() :] for choice in reversed(choices)]
+    return found

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.config.files.own_files import open_regular
+from dilatant.config.files.remote_files import open_data
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
 from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord, as_list, json_value
@@ -24,6 +24,7 @@ from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 from dilatant.data.sample import FileSlice, MediaKind
 
 TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
+JSON_SUFFIXES = frozenset({"json", "jsn"})
 FIELD_SUFFIXES = TEXT_SUFFIXES | {"json", "cls"}
 MOST_TEXT_BYTES = 256 << 20
 """Bytes of a member that is read as JSON or text; JSON may hold media as base64."""
@@ -41,17 +42,25 @@ class TarRecords(RecordsOfFiles):
     blocks: Blocks | None = None
 
     def name_of(self, index: int) -> str:
+        return f"{self._files.names[self._files.locate(index)[0]]}:{self.key_of(index)}"
+
+    def key_of(self, index: int) -> str:
+        """Return the name that the members of a record share."""
         file, number = self._files.locate(index)
         key_ends = self._files.part("key_ends", file)
         raw = self._files.part("keys", file)[key_ends[number] : key_ends[number + 1]].tobytes()
-        return f"{self._files.names[file]}:{raw.decode('utf-8', 'replace')}"
+        return raw.decode("utf-8", "replace")
 
     def read(self, index: int) -> FileRecord:
+        return record_of_members(*self.members(index))
+
+    def members(self, index: int) -> tuple[str, Path, list[tuple[str, FileSlice]]]:
+        """Return the name of a record, the folder of its shard, and its members by suffix. Raises SampleError."""
         file, number = self._files.locate(index)
         first, end = self._files.part("first_members", file)[number : number + 2].tolist()
         members = self._files.part("members", file)[first:end].tolist()
         suffixes = self._files.part("suffixes", file).tobytes().decode("utf-8", "surrogateescape").split("\0")
-        path, place = self._files.paths[file], self.name_of(index)
+        path, place = self._files.paths[file], f"{self._files.names[file]}:{self.key_of(index)}"
         found = []
         for offset, length, kind_number in members:
             suffix = suffixes[kind_number]
@@ -62,7 +71,7 @@ class TarRecords(RecordsOfFiles):
                     "write the file itself (tar --dereference --hard-dereference)",
                 )
             found.append((suffix, FileSlice(path, offset, length)))
-        return record_of_members(place, path.parent, found)
+        return place, path.parent, found
 
     @property
     def passed_over(self) -> tuple[str, ...]:
@@ -81,19 +90,13 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
     for suffix, member in members:
         last = suffix.rpartition(".")[2]
         if last in FIELD_SUFFIXES:
-            if member.length > MOST_TEXT_BYTES:
-                raise SampleError(
-                    place,
-                    f"its member .{suffix} has {member.length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
-                    "cut it into pieces",
-                )
-            found = _text_fields(place, last, _read(member, member.length))
+            found = _text_fields(place, last, member_text(place, suffix, member))
             both = next((key for key in found if fields.get(key, found[key]) != found[key]), None)
             if both is not None:
                 raise SampleError(place, f"two of its members say different things of {both!r}", "keep one of them")
             fields |= found
             continue
-        kind = kind_of_suffix(last) or kind_of_bytes(_read(member, min(member.length, HEAD_BYTES)))
+        kind = kind_of_suffix(last) or kind_of_bytes(read_member(member, min(member.length, HEAD_BYTES)))
         if kind is None:
             unused.append(f".{suffix}")
         else:
@@ -127,10 +130,28 @@ def _as_listed(
     return [own[suffix] for suffix in (named if sorted(named) == sorted(own) else own)]
 
 
-def _read(member: FileSlice, length: int) -> bytes:
-    with open_regular(member.path) as stream:
+def read_member(member: FileSlice, length: int) -> bytes:
+    """Return the first `length` bytes of a member. Raises OSError."""
+    with open_data(member.path, member.offset + member.length) as stream:
         stream.seek(member.offset)
         return stream.read(length)
+
+
+def member_text(place: str, suffix: str, member: FileSlice) -> Any:
+    """Return the JSON in a member, or its text without space around it. Raises SampleError."""
+    if member.length > MOST_TEXT_BYTES:
+        raise SampleError(
+            place,
+            f"its member .{suffix} has {member.length:,} bytes, more than the {MOST_TEXT_BYTES:,} allowed",
+            "cut it into pieces",
+        )
+    raw = read_member(member, member.length)
+    if suffix.rpartition(".")[2] in JSON_SUFFIXES:
+        return json_value(raw, place, f"the .{suffix} member")
+    try:
+        return raw.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise SampleError(place, f"the .{suffix} member is no text: {error}", "write the shard again") from None
 
 
 def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
@@ -152,19 +173,14 @@ def _refuse_doubtful(place: str, suffixes: list[str]) -> None:
         )
 
 
-def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
+def _text_fields(place: str, suffix: str, found: Any) -> dict[str, Any]:
     if suffix != "json":
-        try:
-            text = raw.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise SampleError(place, f"the .{suffix} member is no text: {error}", "write the shard again") from None
-        return {"label" if suffix == "cls" else "text": text}
-    fields = json_value(raw, place, "the .json member")
-    if isinstance(fields, list):
-        return {"conversations": fields}
-    if not isinstance(fields, dict):
-        raise SampleError(place, f"the .json member is no object: {type(fields).__name__}", "write an object")
-    return fields
+        return {"label" if suffix == "cls" else "text": found}
+    if isinstance(found, list):
+        return {"conversations": found}
+    if not isinstance(found, dict):
+        raise SampleError(place, f"the .json member is no object: {type(found).__name__}", "write an object")
+    return found
 
 
 def scan_tar(path: Path, name: str) -> Scan:
@@ -185,7 +201,7 @@ def scan_tar(path: Path, name: str) -> Scan:
     links: dict[int, str] = {}
     key = last_key = ""
     try:
-        with tarfile.open(path, "r:") as archive:
+        with open_data(path) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # else it keeps every header
                 if member.isdir():
@@ -243,7 +259,7 @@ def scan_tar(path: Path, name: str) -> Scan:
 
 def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:
     """Raise UserError unless only zero blocks follow: tarfile silently stops at anything that is not a header."""
-    with open(path, "rb") as stream:
+    with open_data(path) as stream:
         stream.seek(end)
         block = stream.read(tarfile.BLOCKSIZE)
         if len(block) < tarfile.BLOCKSIZE:

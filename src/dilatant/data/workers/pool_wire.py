@@ -24,6 +24,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from dilatant.comm.wire.link import FrameError, FrameReader, framed
+from dilatant.config.files.remote_files import RemotePath
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.sample import EncodedSample, FileSlice, Frames, Media, Sample, Turn
 
@@ -200,7 +201,7 @@ def to_frame(message: Struct) -> bytes:
 
 class _SampleUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
-        for known in (Sample, Turn, Media, FileSlice, Frames, PosixPath):
+        for known in (Sample, Turn, Media, FileSlice, Frames, PosixPath, RemotePath):
             if (module, name) == (known.__module__, known.__qualname__):
                 return known
         raise PoolProtocolError(f"{module}.{name} is no part of an undecoded sample")
