@@ -44,7 +44,9 @@ class DataIdentity:
         if sizes is None:
             return DataIdentity()
         blocks = tuple(reader.blocks for reader in blend.readers)
-        processing = digest_of([unit.fingerprint for unit in (*encoding.units, *encoding.targets)])[:32]
+        processing = digest_of(
+            [*(unit.fingerprint for unit in encoding.units), *(target.fingerprint for target in encoding.targets)]
+        )[:32]
         return DataIdentity(blend.source_names, blend.lengths, sizes.content, blocks, processing)
 
     @cached_property

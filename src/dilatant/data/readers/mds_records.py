@@ -148,7 +148,7 @@ def mds_catalog(place: Path, split: str | None, held_out: bool) -> Catalog | Non
     for each split. split, held_out: as for `find_files`. Raises UserError."""
     root = place if place.name == INDEX else place / INDEX
     below = [] if root == place else sorted(place.glob(f"*/{INDEX}"))
-    found = {index: shards for index in (root, *below) if (shards := _shards_of(index)) is not None}
+    found = {index: listed for index in (root, *below) if (listed := _shards_of(index)) is not None}
     passed_over: list[str] = []
     indexes = [root] if root in found and (split is None or len(found) == 1) else [*found.keys() - {root}]
     if not indexes:

@@ -103,7 +103,7 @@ def record_of_members(place: str, folder: Path, members: Sequence[tuple[str, Fil
             media[kind].append((suffix, member))
     for kind, found_media in media.items():
         if found_media:
-            listed = next((fields[name] for name in MEDIA_COLUMNS[kind] if fields.get(name)), [])
+            listed: Any = next((fields[name] for name in MEDIA_COLUMNS[kind] if fields.get(name)), [])
             # The column of first choice, so that a path in the JSON, which repeats the name, is ignored.
             fields[MEDIA_COLUMNS[kind][0]] = _as_listed(place, kind, found_media, as_list(listed))
     if not fields:
