@@ -23,11 +23,16 @@ from typing import Any
 import numpy as np
 from machine import machine
 from papers.corpus import (
+    AFTERWARDS,
     MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    OVERLAPPED,
     REASONS,
-    RUNNERS,
+    SEQUENCE_PARALLEL,
     Measured,
     MeasuredMemory,
+    Sums,
     measured_memory,
     measured_runs,
     read_lines,
@@ -43,6 +48,7 @@ from dilatant.config.memory_modes import Recompute
 from dilatant.cost.analytic import Runner, analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes, bytes_text
+from dilatant.plan import Plan, PlanScore
 from dilatant.plan.cluster import cluster_of
 from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.rank_mapping import RankOrder
@@ -53,9 +59,6 @@ MOST_SEARCHED = 300
 TENSOR_DEGREES = (1, 2, 4, 8)
 
 
-OF_2022 = RUNNERS["bloom-prequel"]
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
     """A published run: model, hardware, layout and step time.
@@ -63,6 +66,7 @@ class Published:
     `seconds` are as printed, or from the printed rate by the source's own count of operations (`counted` says how).
     microbatch: in samples; chunks: per device; order: of ranks. If the source does not say, they are None, and the best
     in simulation is taken, of 1, 2, 4 or 8 samples, 1 or 4 chunks, and all orders. runner: the program that ran it.
+    sums: how it sums gradients.
     """
 
     name: str
@@ -81,7 +85,8 @@ class Published:
     seconds: float
     counted: str = "printed"
     order: RankOrder | None = None
-    runner: Runner = OF_2022
+    runner: Runner = MEGATRON_2021
+    sums: Sums = OVERLAPPED
 
     @property
     def gpus(self) -> int:
@@ -107,7 +112,7 @@ def narayanan() -> Iterator[Published]:
         step = megatron_operations(batch, 2048, layers, hidden, 51_200) / (gpus * teraflops * 1e12)
         yield Published(
             f"GPT {name}", source, gpt(layers, hidden, heads, 51_200), 2048, "A100", tp, 1, pp, gpus // (tp * pp),
-            batch, None, 1, "block", step, "from its TFLOP/s, by its own formula",
+            batch, None, 1, "block", step, "from its TFLOP/s, by its own formula", sums=AFTERWARDS,
         )  # fmt: skip
 
 
@@ -124,12 +129,13 @@ def korthikanti() -> Iterator[Published]:
         for how, recompute, step in (("full", "block", full), ("selective", "none", selective)):
             yield Published(
                 f"GPT {name}, {how} recomputation", source, parts, 2048, "A100", 8, 1, pp, 1, batch, micro, chunks,
-                recompute, step, runner=OF_2022 if how == "full" else replace(OF_2022, whole_rows=0.0),  # type: ignore[arg-type]
+                recompute, step, runner=MEGATRON_2022 if how == "full" else SEQUENCE_PARALLEL,  # type: ignore[arg-type]
             )  # fmt: skip
 
 
 def megascale() -> Iterator[Published]:
-    """Yield the Megatron-LM runs of NSDI'24, Table 2; MegaScale's have other blocks and windows, not modelled here."""
+    """Yield the Megatron-LM runs of NSDI'24, Table 2; MegaScale's have other blocks and windows, not modelled here.
+    Fused attention and gradients summed beside the backward are among what MegaScale has more than they."""
     source = "Jiang et al., MegaScale (NSDI'24), Tables 1 and 2, Megatron-LM rows"
     parts = gpt(96, 12288, 128, 64_000)
     for gpus, batch, step in (
@@ -154,7 +160,8 @@ def megascale() -> Iterator[Published]:
             6,
             "none",
             step,
-            runner=replace(MEGATRON, attention="flash"),
+            runner=SEQUENCE_PARALLEL,
+            sums=AFTERWARDS,
         )
 
 
@@ -205,8 +212,9 @@ def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
         if rest:
             continue
         chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, chunks, run.recompute)
-        plans = case.plans([chain], [run.order] if run.order else tuple(RankOrder))
-        found.append((case.score(plans, count, schedule="interleaved" if chunks > 1 else "1f1b"), size, chunks))
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        for plan in case.plans([chain], [run.order] if run.order else tuple(RankOrder)):
+            found.append((_score(case, plan, count, schedule, run.sums), size, chunks))
     score, size, chunks = min(found, key=lambda one: one[0].seconds)
     peak = hardware.peak_flops["bfloat16"] * run.gpus
     operations = model_operations(run.parts, run.tokens) * run.batch
@@ -248,6 +256,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def _score(case: Case, plan: Plan, microbatches: int, schedule: str, sums: Sums) -> PlanScore:
+    """Return the simulated step, with gradients summed beside the last backward or after it."""
+    if sums.overlap:
+        return case.score([plan], microbatches, schedule=schedule)
+    alone = replace(case, rules=replace(case.rules, gradient=0.0))  # nothing is summed
+    score = alone.score([plan], microbatches, schedule=schedule)
+    after = sync_seconds(plan, model_spec(case.units), case.cluster, case.rules).longest
+    return replace(score, seconds=score.seconds + after)
+
+
 def predicted_seconds(run: Measured) -> float:
     """Return the seconds of a step of a measured run. Sharded weights are gathered for every microbatch's forward and
     backward, and their gradients scattered; this hides behind the computation as far as that takes long enough."""
@@ -261,12 +279,9 @@ def predicted_seconds(run: Measured) -> float:
     chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed)
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
     microbatches = run.batch // run.dp // run.microbatch
-    alone = replace(rules, gradient=0.0)  # nothing is summed
-    case = Case((unit,), run.hardware, cluster, workload, run.batch, rules if sums.overlap else alone)
+    case = Case((unit,), run.hardware, cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
-    score = case.score([plan], microbatches, schedule=schedule)
-    if not sums.overlap:
-        return score.seconds + sync_seconds(plan, model_spec([unit]), cluster, rules).longest
+    score = _score(case, plan, microbatches, schedule, sums)
     if run.zero is not None:
         return score.seconds + sums.broadcast * run.dp * (run.zero == "all")
     weights = sum(part.count * part.shape.parameters for part in run.parts) / (run.tp * run.pp)

@@ -19,9 +19,10 @@ from papers.corpus_models import NVLINK_DOMAIN, parts_of
 from papers.models import Part, llama, parameters
 
 HARDWARE = {
-    "RoCE a node": "A800",
-    "GB300": "GB300", "GB200": "GB200", "B300": "B300", "B200": "B200", "H200": "H200", "H20": "H20", "H100": "H100",
-    "A800": "A800", "A100": "A100", "MI325X": "MI325X", "MI355X": "MI355X",
+    "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "GH200": "GH200", "B300": "B300", "B200": "B200",
+    "H200": "H200", "H20": "H20", "H100": "H100", "H800": "H800", "A800": "A800",
+    "A100 40": "A100 40GB", "A100-40": "A100 40GB", "a100_40": "A100 40GB", "A100": "A100", "a100": "A100",
+    "MI300X": "MI300X", "MI325X": "MI325X", "MI355X": "MI355X", "3090": "RTX 3090", "4090": "RTX 4090", "V100": "V100",
 }  # fmt: skip
 """Words in a row's hardware → entry of the hardware file; the first that matches counts."""
 
@@ -47,19 +48,25 @@ REACHED = 0.75
 DOMAIN = 64
 """GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
 
+MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
+MEGATRON_2021 = replace(
+    MEGATRON, name="megatron of 2021", attention="unfused", whole_rows=10.0, gradient_bytes=12
+)
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron of 2022", gradient_bytes=0)
+"""From 2022 on products add to sums of gradients themselves."""
+SEQUENCE_PARALLEL = replace(MEGATRON_2022, attention="unfused, recomputed", whole_rows=0.0)
+"""Megatron of 2022 with sequence parallelism and selective recomputation."""
+
 RUNNERS = {
     "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
     "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
     "torchtitan": Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0),
     "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
     "internevo": Runner("internevo", "flash", operations=0.4),
-    "bloom-prequel": Runner(
-        "megatron of 2022", "unfused", fused=True, whole_rows=10.0, operations=0.4, gradient_bytes=0
-    ),
+    "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
     "nanotron-ultrascale": Runner("nanotron", "flash", fused=True, operations=0.5, wait=0.1e-3),
 }
 """Runner by source, and by whether it was compiled; other sources are Megatron with the newest kernels."""
-MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
 
 CONTRADICTS = 1.6
 """A row of nanotron that takes so many times as long as one that differs only in microbatch or ZeRO, bubbles aside, is
@@ -84,7 +91,8 @@ class Sums:
     broadcast: float = 0.0
 
 
-SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": Sums(overlap=False)}
+OVERLAPPED, AFTERWARDS = Sums(), Sums(overlap=False)
+SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": AFTERWARDS}
 """Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, and each rank's
 weights by a broadcast (seconds fitted to its runs with 8 to 1,024 ranks); the pipelines of DeepSpeed sum afterwards."""
 
@@ -150,7 +158,7 @@ class Measured:
     runner: Runner
     group: str = ""
     recomputed: float = 1.0
-    sums: Sums = Sums()
+    sums: Sums = OVERLAPPED
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -265,9 +273,9 @@ def _run(row: Mapping[str, Any]) -> Measured:
         recompute = "block"
     elif "op" in str(row["recompute"]):  # attention is kept, and every second product
         recompute = "block_keep_attention"
-    sums, recomputed = SUMS.get(row["source_id"], Sums()), 1.0
-    if row["precision"] == "fp16":
-        sums = replace(sums, bytes=2.0)
+    sums, recomputed = SUMS.get(row["source_id"], OVERLAPPED), 1.0
+    if row["precision"] == "fp16":  # written, and read and added in 16 bits
+        sums, runner = replace(sums, bytes=2.0), replace(runner, gradient_bytes=min(8, runner.gradient_bytes))
     if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
         recompute, recomputed = "block", _least_recomputed(row, parts, hardware, runner)
     words = str(row["zero"])

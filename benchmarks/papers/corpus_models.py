@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilatant.cost.analytic import BYTES, LayerShape, Runner, block_shape, embedding_shape, head_shape
+from dilatant.cost.analytic import BYTES, UNFUSED, LayerShape, Runner, block_shape, embedding_shape, head_shape
 from dilatant.cost.hardware import Hardware
 from dilatant.cost.quadratic import Quadratic
 from papers.models import Beside, Part, llama
@@ -55,11 +55,9 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
             model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"],
             gated=gated, fused=runner.fused, norms=norms,
         )  # fmt: skip
-        if runner.attention == "unfused" and hidden % heads == 0 and hidden // heads % ALIGNED:
-            # Without tensor cores, and over the masked pairs as well.
-            rate, _ = hardware.attention_flops(runner.attention, "bfloat16")
-            times = rate / (0.5 * hardware.peak_flops["float32"])
-            block = replace(block, shape=replace(block.shape, attended_share=0.5 * times))
+        if runner.attention in UNFUSED and hidden % heads == 0 and hidden // heads % ALIGNED:
+            times = hardware.flops("bfloat16") / (0.5 * hardware.peak_flops["float32"])  # without tensor cores
+            block = replace(block, shape=replace(block.shape, attention_width=round(times * hidden)))
         if row.get("source_id") in EAGER_LOSS:
             head = replace(head, shape=replace(head.shape, traffic=10 * model["vocab"]))
         return embedding, block, head
