@@ -24,6 +24,7 @@ import numpy as np
 from machine import machine
 from papers.corpus import (
     AFTERWARDS,
+    BALANCED,
     MEGATRON,
     MEGATRON_2021,
     MEGATRON_2022,
@@ -276,7 +277,10 @@ def predicted_seconds(run: Measured) -> float:
         zero=run.zero or "all", ranks_per_node=8 if run.zero == "node" else None, gradient=sums.bytes
     )
     workload = same_samples({"language": run.tokens}, run.batch)
-    chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed)
+    work = [part.shape.matmul for part in run.parts for _ in range(part.count)] if run.source in BALANCED else None
+    chain = even_chain(
+        "language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed, work
+    )
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
     microbatches = run.batch // run.dp // run.microbatch
     case = Case((unit,), run.hardware, cluster, workload, run.batch, rules)

@@ -49,9 +49,7 @@ DOMAIN = 64
 """GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
 
 MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
-MEGATRON_2021 = replace(
-    MEGATRON, name="megatron of 2021", attention="unfused", whole_rows=10.0, gradient_bytes=12
-)
+MEGATRON_2021 = replace(MEGATRON, name="megatron of 2021", attention="unfused", whole_rows=10.0, gradient_bytes=12)
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron of 2022", gradient_bytes=0)
 """From 2022 on products add to sums of gradients themselves."""
 SEQUENCE_PARALLEL = replace(MEGATRON_2022, attention="unfused, recomputed", whole_rows=0.0)
@@ -64,13 +62,18 @@ RUNNERS = {
     "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
     "internevo": Runner("internevo", "flash", operations=0.4),
     "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
-    "nanotron-ultrascale": Runner("nanotron", "flash", fused=True, operations=0.5, wait=0.1e-3),
+    "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
 }
 """Runner by source, and by whether it was compiled; other sources are Megatron with the newest kernels."""
 
+NANOTRON_HOST = 2.3e-3, 1.2e-3
+"""Seconds in which nanotron's host issues a pass of a block, and more for each tensor-parallel rank in pipelines over
+several nodes. Fitted to its 1B and 8B: however many tokens a microbatch has, forward and backward of a block take no
+less than 4.6 ms, and there 9.5, 14 and 23.5 ms with tp 2, 4 and 8."""
+
 CONTRADICTS = 1.6
-"""A row of nanotron that takes so many times as long as one that differs only in microbatch or ZeRO, bubbles aside, is
-reported apart: its source says that speeds of two implementations are mixed."""
+"""A row of nanotron that takes so many times as long as one on the same layout, bubbles aside, whose microbatches are
+as small or smaller, is reported apart: its source says that speeds of two implementations are mixed."""
 
 EAGER_EXPERTS = 1.25
 """Operations of the host in a block with experts, as a multiple of those of `papers.corpus_models`: 350 a pass, fitted
@@ -95,6 +98,9 @@ OVERLAPPED, AFTERWARDS = Sums(), Sums(overlap=False)
 SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": AFTERWARDS}
 """Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, and each rank's
 weights by a broadcast (seconds fitted to its runs with 8 to 1,024 ranks); the pipelines of DeepSpeed sum afterwards."""
+
+BALANCED = ("nanotron-ultrascale",)
+"""Sources whose stages are cut by the operations of their layers, not by their number."""
 
 HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary", "nemo-24.07", "amd-primus")
 """Sources on which no constant was fitted. Of nanotron's models, the 3B and the 80B are held out."""
@@ -165,6 +171,10 @@ class Measured:
         """What it shares with runs of which only the microbatch or ZeRO differs."""
         return self.source, self.model, self.tp, self.pp, self.dp, self.batch
 
+    def contradicts(self, other: Measured) -> bool:
+        """Return True if a run at the same place with no larger microbatches is much faster."""
+        return other.microbatch <= self.microbatch and CONTRADICTS * other.steady_seconds < self.steady_seconds
+
     @property
     def steady_seconds(self) -> float:
         """Seconds of a step without the bubbles of a pipeline of equal stages."""
@@ -185,15 +195,15 @@ class Measured:
 
 def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]:
     """Yield each row as a run, or the reason why it cannot be predicted. A row without its number of heads has that of
-    its source's other rows of the same model, where they agree."""
-    known, heads = [*rows], dict[tuple[str, str], set[int]]()
+    its source's other rows of as many and as wide layers, where they agree."""
+    known, heads = [*rows], dict[tuple[Any, ...], set[int]]()
     for row in known:
         if own := row["model"].get("heads"):
-            heads.setdefault((row["source_id"], row["model"]["name"]), set()).add(own)
-    least = dict[tuple[Any, ...], float]()
+            heads.setdefault(_shape(row), set()).add(own)
+    sweep: dict[tuple[Any, ...], list[Measured]] = {}
     runs: list[Measured | str] = []
     for row in known:
-        found = heads.get((row["source_id"], row["model"]["name"]), set())
+        found = heads.get(_shape(row), set())
         if not row["model"].get("heads") and len(found) == 1:
             row = {**row, "model": {**row["model"], "heads": min(found)}}
         try:
@@ -201,12 +211,17 @@ def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]
         except ValueError as error:
             runs.append(str(error))
         else:
-            least[run.place] = min(run.steady_seconds, least.get(run.place, run.steady_seconds))
+            if run.source == "nanotron-ultrascale":
+                sweep.setdefault(run.place, []).append(run)
     for one in runs:
-        if isinstance(one, Measured) and one.source == "nanotron-ultrascale":
-            yield replace(one, group="contradicted" if one.steady_seconds > CONTRADICTS * least[one.place] else "")
+        if isinstance(one, Measured) and any(map(one.contradicts, sweep.get(one.place, []))):
+            yield replace(one, group="contradicted")
         else:
             yield one
+
+
+def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["source_id"], row["model"].get("layers"), row["model"].get("hidden")
 
 
 def _run(row: Mapping[str, Any]) -> Measured:
@@ -264,6 +279,10 @@ def _run(row: Mapping[str, Any]) -> Measured:
         runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     parts = parts_of(row, hardware, runner, gated)
+    if row["source_id"] == "nanotron-ultrascale":
+        seconds_of_host, more = NANOTRON_HOST
+        seconds_of_host += more * row["tp"] if row["tp"] > 1 and row["pp"] > 1 and row["gpus"] > 8 else 0.0
+        runner = replace(runner, operations=seconds_of_host / (parts[1].shape.operations * hardware.host))
     weights = sum(part.count * part.shape.matmul for part in parts)
     peak = hardware.peak_flops[runner.products or "bfloat16"] * row["tp"] * row["pp"] * row["dp"] * (row["cp"] or 1)
     if 6.0 * weights * row["gbs"] * model["seq"] / peak > seconds:

@@ -23,6 +23,9 @@ NVLINK_DOMAIN = {"GB200": 72, "GB300": 72}
 ALIGNED = 8
 """Heads of a multiple of so many 16-bit numbers let batched products load 16 bytes at once, which tensor cores need."""
 
+FUSED_NORMS = ("nanotron-ultrascale",)
+"""Sources of whose blocks norms are one kernel each, but not rotary embeddings and activations."""
+
 EAGER_LOSS = ("bloom-prequel", "nanotron-ultrascale")
 """Sources whose loss over a divided vocabulary is computed in fp32, operation by operation: a cast, the largest, a
 difference, exponentials, their sum and quotients, about 60 bytes a logit with the backward, 24 in one kernel."""
@@ -51,6 +54,7 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
     heads = model.get("heads") or hidden // 128
     if not model.get("moe"):
         norms = (6.0 * hidden, 36.0 * hidden) if row["precision"].startswith("amp") else None
+        norms = (2.0 * hidden, 4.0 * hidden) if row.get("source_id") in FUSED_NORMS else norms
         embedding, block, head = llama(
             model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"],
             gated=gated, fused=runner.fused, norms=norms,

@@ -35,9 +35,9 @@ CAST_BYTES = 6
 """Bytes in which an element becomes an operand in eight bits: read twice, for its scale and for the cast, and written
 twice, as it is and transposed for the weight gradient."""
 UNFUSED = {"unfused": ((6.5, 4.0), (9.5, 8.0)), "unfused, recomputed": ((6.5, 4.0), (16.0, 12.0))}
-"""Attention by one kernel after another, on all pairs: how often a forward, and a backward, moves a pair's score, and its
-operations for each number of a head. The softmax, dropout with a mask of a byte and the products read and write scores
-and their gradients."""
+"""Attention by one kernel after another, on all pairs: how often a forward, and a backward, moves a pair's score, and
+its operations for each number of a head. The softmax, dropout with a mask of a byte and the products read and write
+scores and their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
