@@ -301,14 +301,13 @@ def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: C
     groups: dict[tuple[str, str], list[int]] = {}
     for number, run in enumerate(runs):
         part = "held out" if run.held_out else "fitted on"
-        precision = (f", {run.group}" if run.group else "") + (", FP8" if run.runner.products else "")
         context = next(size for size in (2048, 4096, 8192, 1 << 30) if run.tokens <= size)
         for kind in (
-            "all" + precision,
-            f"source: {run.source}{precision}",
-            f"GPU: {run.gpus}{precision}",
-            f"tokens: up to {context:,}{precision}" if context < 1 << 30 else f"tokens: more{precision}",
-            f"tp {run.tp}{precision}",
+            "all" + run.label,
+            f"source: {run.source}{run.label}",
+            f"GPU: {run.gpus}{run.label}",
+            f"tokens: up to {context:,}{run.label}" if context < 1 << 30 else f"tokens: more{run.label}",
+            f"tp {run.tp}{run.label}",
         ):
             groups.setdefault((part, kind), []).append(number)
     table = Table(
@@ -340,7 +339,7 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
     sets: dict[tuple[Any, ...], list[int]] = {}
     for number, run in enumerate(runs):
         gpus = run.tp * run.cp * run.pp * run.dp
-        place = run.source, run.group, run.model, run.parts[1], run.tokens, run.gpus, gpus, run.batch, run.sums
+        place = run.source + run.label, run.model, run.parts[1], run.tokens, run.gpus, gpus, run.batch, run.sums
         sets.setdefault(place, []).append(number)
     by_source: dict[str, list[tuple[float, float, float]]] = {}
     for place, numbers in sets.items():
@@ -352,8 +351,7 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
         chosen = measured[int(predicted.argmin())]
         signs = np.sign(np.subtract.outer(measured, measured)) * np.sign(np.subtract.outer(predicted, predicted))
         tau = float(signs.sum() / (len(numbers) * (len(numbers) - 1)))
-        source = ", ".join(word for word in place[:2] if word)
-        by_source.setdefault(source, []).append((chosen / measured.min(), float((measured < chosen).sum() < 3), tau))
+        by_source.setdefault(place[0], []).append((chosen / measured.min(), float((measured < chosen).sum() < 3), tau))
     table = Table("source", "sets", "median regret", "worst regret", "in the first three", "median tau", box=None)
     found = []
     for source, own in sorted(by_source.items()):

@@ -60,7 +60,7 @@ RUNNERS = {
     "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
     "torchtitan": Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0),
     "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
-    "internevo": Runner("internevo", "flash", operations=0.4),
+    "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
     "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
     "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
 }
@@ -167,6 +167,12 @@ class Measured:
     sums: Sums = OVERLAPPED
 
     @property
+    def label(self) -> str:
+        """What is trained, and in which precision, if not dense language models in 16 bits."""
+        words = [self.group, (self.runner.products or "").replace("float", "FP")]
+        return "".join(f", {word}" for word in words if word)
+
+    @property
     def place(self) -> tuple[Any, ...]:
         """What it shares with runs of which only the microbatch or ZeRO differs."""
         return self.source, self.model, self.tp, self.pp, self.dp, self.batch
@@ -248,8 +254,6 @@ def _run(row: Mapping[str, Any]) -> Measured:
     hardware = load_hardware(name)
     if row["pp"] * (row["vpp"] or 1) > model["layers"] + 2 or model["layers"] < row["pp"]:
         raise ValueError("more stages than layers")
-    if "fp4" in row["precision"].lower():
-        raise ValueError("products in four bits")
     if row["tp"] > 8:
         raise ValueError("tensor groups across nodes")
     for words, bandwidth in NETWORKS:
@@ -266,9 +270,12 @@ def _run(row: Mapping[str, Any]) -> Measured:
         attention = {kernel: (one * clock, other * clock) for kernel, (one, other) in hardware.attention.items()}
         efficiency = hardware.matmul_efficiency * clock
         hardware = replace(hardware, matmul_efficiency=efficiency, attention=attention, bandwidth=2.4e12)
-    low = re.search("fp8|float8|fp4", row["precision"].lower()) is not None
+    found = re.search("(fp|float)([48])", row["precision"].lower())
+    low = f"float{found[2]}" if found else None
+    if low is not None and low not in hardware.peak_flops:
+        raise ValueError(f"{name} has no products in {low}")
     key = row["source_id"] + (" compiled" if row["source_id"] == "torchtitan" and row.get("compile") else "")
-    runner = replace(RUNNERS.get(key, MEGATRON), products="float8" if low else None)
+    runner = replace(RUNNERS.get(key, MEGATRON), products=low)
     if low or experts:  # products too short to hide the sums that they add to
         runner = replace(runner, gradient_bytes=max(8, runner.gradient_bytes))
     if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
