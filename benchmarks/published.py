@@ -24,6 +24,7 @@ import numpy as np
 from machine import machine
 from papers.corpus import (
     AFTERWARDS,
+    AFTERWARDS_FP16,
     BALANCED,
     MEGATRON,
     MEGATRON_2021,
@@ -113,7 +114,8 @@ def narayanan() -> Iterator[Published]:
         step = megatron_operations(batch, 2048, layers, hidden, 51_200) / (gpus * teraflops * 1e12)
         yield Published(
             f"GPT {name}", source, gpt(layers, hidden, heads, 51_200), 2048, "A100", tp, 1, pp, gpus // (tp * pp),
-            batch, None, 1, "block", step, "from its TFLOP/s, by its own formula", sums=AFTERWARDS,
+            batch, None, 1, "block", step, "from its TFLOP/s, by its own formula",
+            runner=replace(MEGATRON_2021, gradient_bytes=8), sums=AFTERWARDS_FP16,
         )  # fmt: skip
 
 
@@ -199,7 +201,7 @@ def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
     """Return a run's row: predicted and published seconds, MFU by one count of operations, our plan if `searched`."""
     hardware = load_hardware(run.hardware)
     # Megatron and Llama 3 shard optimizer state over replicas; older runs did not, which costs no time here.
-    rules = ParameterBytes(zero="all")
+    rules = ParameterBytes(zero="all", gradient=run.sums.bytes)
     layers = sum(part.count for part in run.parts)
     unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, run.runner)
     nodes = -(-run.gpus // 8)

@@ -61,6 +61,8 @@ RUNNERS = {
     "torchtitan": Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0),
     "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
     "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
+    "automodel": Runner("automodel", "library", operations=0.8),
+    "torchtune": Runner("torchtune", "library", operations=0.8),
     "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
     "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
 }
@@ -94,7 +96,7 @@ class Sums:
     broadcast: float = 0.0
 
 
-OVERLAPPED, AFTERWARDS = Sums(), Sums(overlap=False)
+OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
 SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": AFTERWARDS}
 """Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, and each rank's
 weights by a broadcast (seconds fitted to its runs with 8 to 1,024 ranks); the pipelines of DeepSpeed sum afterwards."""
