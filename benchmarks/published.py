@@ -270,30 +270,23 @@ def _score(case: Case, plan: Plan, microbatches: int, schedule: str, sums: Sums)
 
 
 def predicted_seconds(run: Measured) -> float:
-    """Return the seconds of a step of a measured run. Sharded weights are gathered for every microbatch's forward and
-    backward, and their gradients scattered; this hides behind the computation as far as that takes long enough."""
+    """Return the seconds of a step of a measured run."""
     unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, run.runner)
     gpus, layers, sums = run.tp * run.cp * run.pp * run.dp, sum(part.count for part in run.parts), run.sums
     cluster = cluster_of(run.hardware, -(-gpus // run.per_node), min(gpus, run.per_node))
     rules = ParameterBytes(
-        zero=run.zero or "all", ranks_per_node=8 if run.zero == "node" else None, gradient=sums.bytes
+        zero=run.zero, ranks_per_node=8 if run.zero == "node" else None, gradient=sums.bytes, shard=(("", run.shard),)
     )
     workload = same_samples({"language": run.tokens}, run.batch)
     work = [part.shape.matmul for part in run.parts for _ in range(part.count)] if run.source in BALANCED else None
     chain = even_chain(
         "language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed, work
     )
-    schedule = "interleaved" if run.chunks > 1 else "1f1b"
-    microbatches = run.batch // run.dp // run.microbatch
     case = Case((unit,), run.hardware, cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
-    score = _score(case, plan, microbatches, schedule, sums)
-    if run.zero is not None:
-        return score.seconds + sums.broadcast * run.dp * (run.zero == "all")
-    weights = sum(part.count * part.shape.parameters for part in run.parts) / (run.tp * run.pp)
-    ring = run.hardware.inside if gpus <= run.per_node else run.hardware.between
-    moved = weights * rules.weight * (3 * microbatches - 1) * run.tp / ring.bandwidth
-    return max(score.seconds, moved)
+    schedule = "interleaved" if run.chunks > 1 else "1f1b"
+    score = _score(case, plan, run.batch // run.dp // run.microbatch, schedule, sums)
+    return score.seconds + sums.broadcast * run.dp * (run.zero == "all")
 
 
 def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> list[dict[str, Any]]:
@@ -308,6 +301,7 @@ def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: C
             "all" + run.label,
             f"source: {run.source}{run.label}",
             f"GPU: {run.gpus}{run.label}",
+            f"{run.source} on {run.gpus}{run.label}",
             f"tokens: up to {context:,}{run.label}" if context < 1 << 30 else f"tokens: more{run.label}",
             f"tp {run.tp}{run.label}",
         ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dilatant.config.memory_modes import Recompute
+from dilatant.config.memory_modes import Recompute, Shard
 from dilatant.cost.analytic import Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
@@ -143,8 +143,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. gpus: name of the entry in the hardware file; zero: None if the weights are sharded, too. group: what
-    is trained, besides dense language models. recomputed: share of the blocks, if not all."""
+    """One run. gpus: name of the entry in the hardware file. shard: what is sharded besides optimizer state. group:
+    what is trained, besides dense language models. recomputed: share of the blocks, if not all."""
 
     id: str
     source: str
@@ -161,7 +161,8 @@ class Measured:
     microbatch: int
     batch: int
     recompute: Recompute
-    zero: Zero | None
+    zero: Zero
+    shard: Shard
     seconds: float
     runner: Runner
     group: str = ""
@@ -307,12 +308,11 @@ def _run(row: Mapping[str, Any]) -> Measured:
     if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
         recompute, recomputed = "block", _least_recomputed(row, parts, hardware, runner)
     words = str(row["zero"])
-    zero: Zero | None = "node" if "groups" in words else "none" if "ZeRO-0" in words else "all"
-    if "FSDP" in words or "ZeRO-3" in words:
-        zero = None
+    zero: Zero = "node" if "groups" in words or "HYBRID" in words else "none" if "ZeRO-0" in words else "all"
+    shard: Shard = "weights" if "FSDP" in words or "ZeRO-3" in words else "gradients" if "ZeRO-2" in words else "none"
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
-        row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero,
+        row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero, shard,
         float(seconds), runner, group, recomputed, sums,
     )  # fmt: skip
 
