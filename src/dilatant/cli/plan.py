@@ -64,7 +64,10 @@ def plan(
     framework: Annotated[
         str | None,
         typer.Option(
-            "--for", help="Also print the layout as flags of megatron, ms-swift or torchtitan.", show_default=False
+            "--for",
+            help="Also print the layout as flags of megatron, megatron-bridge, ms-swift, torchtitan, automodel or "
+            "veomni.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
