@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import IS_PAGE, AsJson, ConfigOptions, output_file, show_places
+from dilatant.cli.imagined import PlanOptions
+from dilatant.cli.options import IS_PAGE, AsJson, output_file, show_places
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,7 @@ Page = Annotated[
 
 
 def plan(
-    options: ConfigOptions,
+    options: PlanOptions,
     costs: Annotated[
         Path | None, typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False)
     ] = None,
@@ -100,6 +101,7 @@ def plan(
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
     from dilatant.report.say import open_console, print_line, show_progress
+    from dilatant.report.text.plan_summary import short_answer
 
     if framework is not None and framework not in FRAMEWORKS:
         raise UserError(f"--for {framework}: there are flags of {', '.join(FRAMEWORKS)}")
@@ -111,10 +113,10 @@ def plan(
     with show_progress(open_console(stderr=True), "searching"):
         if like is not None:
             planned = with_long_rows(plan_like(problem, parse_asked_layout(like, units)))
-            report = fixed_plan_report(plan_report(planned, options.config.stem), like)
+            report = fixed_plan_report(plan_report(planned, options.name), like)
         else:
             planned = with_long_rows(plan_resiliently(problem, fault_tolerance=fault_tolerance))
-            report = plan_report(planned, options.config.stem, asked)
+            report = plan_report(planned, options.name, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
@@ -130,12 +132,17 @@ def plan(
     if as_json:
         print(report.to_json())
         return
-    print_plan(report, console)
+    if options.config is None:
+        print_line(console, f"{options.model} on {options.gpus}: {short_answer(report)}")
+    else:
+        print_plan(report, console)
     if framework is not None:
         print_line(console, f"\nFor {framework}:")
         print_line(console, f"  {as_flags.command()}", wrap=False)
         for lost in as_flags.lost:
             print_line(console, f"  It cannot express {lost}")
+    if options.config is None:
+        return
     console.print()
     show_places(
         console,
