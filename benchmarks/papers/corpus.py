@@ -300,9 +300,15 @@ def _run(row: Mapping[str, Any]) -> Measured:
     recompute: Recompute = "none"
     if re.match("full|gradient_check", row["recompute"] or ""):
         recompute = "block"
-    elif "op" in str(row["recompute"]):  # attention is kept, and every second product
+    elif "op" in str(row["recompute"]) or (row["source_id"] == "torchtitan" and "selective" in str(row["recompute"])):
+        # Attention is kept, and every second product: torchtitan's default kind of "selective".
         recompute = "block_keep_attention"
     sums, recomputed = SUMS.get(row["source_id"], OVERLAPPED), 1.0
+    notes = str(row["notes"]).lower()
+    if "no overlap" in notes:
+        sums = replace(sums, overlap=False)
+    if "sequence_parallel off" in notes:
+        runner = replace(runner, whole_rows=10.0)
     if row["precision"] == "fp16":  # written, and read and added in 16 bits
         sums, runner = replace(sums, bytes=2.0), replace(runner, gradient_bytes=min(8, runner.gradient_bytes))
     if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
