@@ -110,14 +110,15 @@ HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary"
 REASONS = (
     "bloom-prequel (the row): one layout was timed up to three times and differs by 6 %; 112 heads are 15 % slower "
     "than 64 or 128 on the same layout, and tp 4 with microbatches of one sample takes 148 s where two take 104 s.",
-    "nanotron-ultrascale, contradicted (the row): another row of the same model and devices, of which only microbatch"
-    " or ZeRO differs, takes less than 1/1.6 of the time, bubbles aside, often 1/5; the source mixes two "
-    "implementations and does not say which row is whose. Slow rows without such a neighbour remain (80B with tp 8, "
-    "256 GPUs and more): they are the tail of the other row.",
-    "fms-fsdp on A100 (us): 15 to 17 % slow at 7B and 70B, whose compiled products of 2024 reach 0.87 of an A100's "
-    "peak; 0.8 is that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory.",
-    "internevo, 512 and 1,024 GPUs with two to four microbatches (us): up to a third of a second of such a step is "
+    "nanotron-ultrascale, contradicted (the row): another row on the same layout, whose microbatches are no larger, "
+    "takes less than 1/1.6 of the time, bubbles aside, often 1/5: a block takes 45 ms and more, whatever the model and"
+    " the microbatch. The source mixes two implementations and does not say which row is whose. 64 replicas and more "
+    "(us): up to a third of a step is neither computation nor a gradient's bytes.",
+    "fms-fsdp on A100 (us): 14 % slow at 70B, whose compiled products of 2024 reach 0.87 of an A100's peak; 0.8 is "
+    "that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory.",
+    "internevo, 512 and 1,024 GPUs with one or two microbatches (us): up to a third of a second of such a step is "
     "neither computation nor a gradient's bytes.",
+    "llm-foundry, 30B with 8,192 tokens on 8 GPUs (the row): 2.6 times as long as with 4,096, where others take 2.2.",
     "torchtitan, scales by rows (the program): its steps take as long as those in bf16, so the kernels of that time "
     "gained nothing; predicted at the speed of FP8. 128k and 256k tokens (us): attention in a ring is taken for one "
     "kernel.",
@@ -125,10 +126,11 @@ REASONS = (
     "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
     "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. What "
     "recipes recompute is not told. GPT OSS (the row): it is not told with which kernel its attention with sinks ran.",
-    "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its clock at 1,400 W explains 5 %.",
+    "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its power explains 17 %.",
     "bridge-cards (the row and us): GB200 rows empty the allocator's cache each step or launch from a slow host (9.9 "
-    "s for four microbatches of 4,096 tokens); long rows are packed and padded by an unknown part; kernels of gated "
-    "delta blocks have no published speed.",
+    "s for four microbatches of 4,096 tokens); rows of 8,192 tokens are packed and padded by an unknown part, and "
+    "under context parallelism gated delta blocks exchange heads, which is not modelled; their kernels have no "
+    "published speed.",
     "Fitted on fms-fsdp alone (the rows): three quarters of its eight runs recompute an unknown part of their blocks,"
     " and traffic is 4 % of a step, so its factors mean nothing elsewhere.",
 )
