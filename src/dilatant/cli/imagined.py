@@ -29,7 +29,7 @@ class PlanOptions:
     """The config of a run that may be imagined: `model` instead of `config`."""
 
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.", show_default=False)
+        Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)
     ] = None
     overrides: Overrides = field(default_factory=list)
     trust: Trust = False
