@@ -133,7 +133,7 @@ def plan(
         print(report.to_json())
         return
     if options.config is None:
-        print_line(console, f"{options.model} on {options.gpus}: {short_answer(report)}")
+        print_line(console, f"{options.model} on {options.gpus}: {short_answer(report)}", wrap=False)
     else:
         print_plan(report, console)
     if framework is not None:
