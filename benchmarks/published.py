@@ -20,8 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
-from papers.corpus import MEGATRON, RUNNERS
-from papers.corpus_predictions import corpus, in_turn, memory
+from papers.corpus import (
+    AFTERWARDS,
+    AFTERWARDS_FP16,
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    OVERLAPPED,
+    SEQUENCE_PARALLEL,
+    Sums,
+)
+from papers.corpus_predictions import corpus, in_turn, memory, simulated
 from papers.models import PaperUnit, Part, gpt, llama, operations_only, seconds
 from papers.planner import Case, even_chain, layout_text, same_samples
 from papers.tables import Outcome, PaperTable, figure, judged, spread
@@ -40,9 +49,6 @@ MOST_SEARCHED = 300
 TENSOR_DEGREES = (1, 2, 4, 8)
 
 
-OF_2022 = RUNNERS["bloom-prequel"]
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
     """A published run: model, hardware, layout and step time.
@@ -50,6 +56,7 @@ class Published:
     `seconds` are as printed, or from the printed rate by the source's own count of operations (`counted` says how).
     microbatch: in samples; chunks: per device; order: of ranks. If the source does not say, they are None, and the best
     in simulation is taken, of 1, 2, 4 or 8 samples, 1 or 4 chunks, and all orders. runner: the program that ran it.
+    sums: how it sums gradients.
     """
 
     name: str
@@ -68,7 +75,8 @@ class Published:
     seconds: float
     counted: str = "printed"
     order: RankOrder | None = None
-    runner: Runner = OF_2022
+    runner: Runner = MEGATRON_2021
+    sums: Sums = OVERLAPPED
 
     @property
     def gpus(self) -> int:
@@ -95,6 +103,7 @@ def narayanan() -> Iterator[Published]:
         yield Published(
             f"GPT {name}", source, gpt(layers, hidden, heads, 51_200), 2048, "A100", tp, 1, pp, gpus // (tp * pp),
             batch, None, 1, "block", step, "from its TFLOP/s, by its own formula",
+            runner=replace(MEGATRON_2021, gradient_bytes=8), sums=AFTERWARDS_FP16,
         )  # fmt: skip
 
 
@@ -111,12 +120,13 @@ def korthikanti() -> Iterator[Published]:
         for how, recompute, step in (("full", "block", full), ("selective", "none", selective)):
             yield Published(
                 f"GPT {name}, {how} recomputation", source, parts, 2048, "A100", 8, 1, pp, 1, batch, micro, chunks,
-                recompute, step, runner=OF_2022 if how == "full" else replace(OF_2022, whole_rows=0.0),  # type: ignore[arg-type]
+                recompute, step, runner=MEGATRON_2022 if how == "full" else SEQUENCE_PARALLEL,  # type: ignore[arg-type]
             )  # fmt: skip
 
 
 def megascale() -> Iterator[Published]:
-    """Yield the Megatron-LM runs of NSDI'24, Table 2; MegaScale's have other blocks and windows, not modelled here."""
+    """Yield the Megatron-LM runs of NSDI'24, Table 2; MegaScale's have other blocks and windows, not modelled here.
+    Fused attention and gradients summed beside the backward are among what MegaScale has more than they."""
     source = "Jiang et al., MegaScale (NSDI'24), Tables 1 and 2, Megatron-LM rows"
     parts = gpt(96, 12288, 128, 64_000)
     for gpus, batch, step in (
@@ -141,7 +151,8 @@ def megascale() -> Iterator[Published]:
             6,
             "none",
             step,
-            runner=replace(MEGATRON, attention="flash"),
+            runner=SEQUENCE_PARALLEL,
+            sums=AFTERWARDS,
         )
 
 
@@ -178,7 +189,7 @@ def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
     """Return a run's row: predicted and published seconds, MFU by one count of operations, our plan if `searched`."""
     hardware = load_hardware(run.hardware)
     # Megatron and Llama 3 shard optimizer state over replicas; older runs did not, which costs no time here.
-    rules = ParameterBytes(zero="all")
+    rules = ParameterBytes(zero="all", gradient=run.sums.bytes)
     layers = sum(part.count for part in run.parts)
     unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, run.runner)
     nodes = -(-run.gpus // 8)
@@ -192,8 +203,9 @@ def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
         if rest:
             continue
         chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, chunks, run.recompute)
-        plans = case.plans([chain], [run.order] if run.order else tuple(RankOrder))
-        found.append((case.score(plans, count, schedule="interleaved" if chunks > 1 else "1f1b"), size, chunks))
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        for plan in case.plans([chain], [run.order] if run.order else tuple(RankOrder)):
+            found.append((simulated(case, plan, count, schedule, run.sums), size, chunks))
     score, size, chunks = min(found, key=lambda one: one[0].seconds)
     peak = hardware.peak_flops["bfloat16"] * run.gpus
     operations = model_operations(run.parts, run.tokens) * run.batch

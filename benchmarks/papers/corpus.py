@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dilatant.config.memory_modes import Recompute
+from dilatant.config.memory_modes import Recompute, Shard
 from dilatant.cost.analytic import Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
@@ -19,9 +19,10 @@ from papers.corpus_models import NVLINK_DOMAIN, parts_of
 from papers.models import Part, llama, parameters
 
 HARDWARE = {
-    "RoCE a node": "A800",
-    "GB300": "GB300", "GB200": "GB200", "B300": "B300", "B200": "B200", "H200": "H200", "H20": "H20", "H100": "H100",
-    "A800": "A800", "A100": "A100", "MI325X": "MI325X", "MI355X": "MI355X",
+    "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "GH200": "GH200", "B300": "B300", "B200": "B200",
+    "H200": "H200", "H20": "H20", "H100": "H100", "H800": "H800", "A800": "A800",
+    "A100 40": "A100 40GB", "A100-40": "A100 40GB", "a100_40": "A100 40GB", "A100": "A100", "a100": "A100",
+    "MI300X": "MI300X", "MI325X": "MI325X", "MI355X": "MI355X", "3090": "RTX 3090", "4090": "RTX 4090", "V100": "V100",
 }  # fmt: skip
 """Words in a row's hardware → entry of the hardware file; the first that matches counts."""
 
@@ -47,23 +48,34 @@ REACHED = 0.75
 DOMAIN = 64
 """GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
 
+MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
+MEGATRON_2021 = replace(MEGATRON, name="megatron of 2021", attention="unfused", whole_rows=10.0, gradient_bytes=12)
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron of 2022", gradient_bytes=0)
+"""From 2022 on products add to sums of gradients themselves."""
+SEQUENCE_PARALLEL = replace(MEGATRON_2022, attention="unfused, recomputed", whole_rows=0.0)
+"""Megatron of 2022 with sequence parallelism and selective recomputation."""
+
 RUNNERS = {
     "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
     "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
     "torchtitan": Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0),
     "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
-    "internevo": Runner("internevo", "flash", operations=0.4),
-    "bloom-prequel": Runner(
-        "megatron of 2022", "unfused", fused=True, whole_rows=10.0, operations=0.4, gradient_bytes=0
-    ),
-    "nanotron-ultrascale": Runner("nanotron", "flash", fused=True, operations=0.5, wait=0.1e-3),
+    "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
+    "automodel": Runner("automodel", "library", operations=0.8),
+    "torchtune": Runner("torchtune", "library", operations=0.8),
+    "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
+    "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
 }
 """Runner by source, and by whether it was compiled; other sources are Megatron with the newest kernels."""
-MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
+
+NANOTRON_HOST = 2.3e-3, 1.2e-3
+"""Seconds in which nanotron's host issues a pass of a block, and more for each tensor-parallel rank in pipelines over
+several nodes. Fitted to its 1B and 8B: however many tokens a microbatch has, forward and backward of a block take no
+less than 4.6 ms, and there 9.5, 14 and 23.5 ms with tp 2, 4 and 8."""
 
 CONTRADICTS = 1.6
-"""A row of nanotron that takes so many times as long as one that differs only in microbatch or ZeRO, bubbles aside, is
-reported apart: its source says that speeds of two implementations are mixed."""
+"""A row of nanotron that takes so many times as long as one on the same layout, bubbles aside, whose microbatches are
+as small or smaller, is reported apart: its source says that speeds of two implementations are mixed."""
 
 EAGER_EXPERTS = 1.25
 """Operations of the host in a block with experts, as a multiple of those of `papers.corpus_models`: 350 a pass, fitted
@@ -84,9 +96,13 @@ class Sums:
     broadcast: float = 0.0
 
 
-SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": Sums(overlap=False)}
+OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
+SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": AFTERWARDS}
 """Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, and each rank's
 weights by a broadcast (seconds fitted to its runs with 8 to 1,024 ranks); the pipelines of DeepSpeed sum afterwards."""
+
+BALANCED = ("nanotron-ultrascale",)
+"""Sources whose stages are cut by the operations of their layers, not by their number."""
 
 HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary", "nemo-24.07", "amd-primus")
 """Sources on which no constant was fitted. Of nanotron's models, the 3B and the 80B are held out."""
@@ -94,14 +110,15 @@ HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary"
 REASONS = (
     "bloom-prequel (the row): one layout was timed up to three times and differs by 6 %; 112 heads are 15 % slower "
     "than 64 or 128 on the same layout, and tp 4 with microbatches of one sample takes 148 s where two take 104 s.",
-    "nanotron-ultrascale, contradicted (the row): another row of the same model and devices, of which only microbatch"
-    " or ZeRO differs, takes less than 1/1.6 of the time, bubbles aside, often 1/5; the source mixes two "
-    "implementations and does not say which row is whose. Slow rows without such a neighbour remain (80B with tp 8, "
-    "256 GPUs and more): they are the tail of the other row.",
-    "fms-fsdp on A100 (us): 15 to 17 % slow at 7B and 70B, whose compiled products of 2024 reach 0.87 of an A100's "
-    "peak; 0.8 is that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory.",
-    "internevo, 512 and 1,024 GPUs with two to four microbatches (us): up to a third of a second of such a step is "
+    "nanotron-ultrascale, contradicted (the row): another row on the same layout, whose microbatches are no larger, "
+    "takes less than 1/1.6 of the time, bubbles aside, often 1/5: a block takes 45 ms and more, whatever the model and"
+    " the microbatch. The source mixes two implementations and does not say which row is whose. 64 replicas and more "
+    "(us): up to a third of a step is neither computation nor a gradient's bytes.",
+    "fms-fsdp on A100 (us): 14 % slow at 70B, whose compiled products of 2024 reach 0.87 of an A100's peak; 0.8 is "
+    "that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory.",
+    "internevo, 512 and 1,024 GPUs with one or two microbatches (us): up to a third of a second of such a step is "
     "neither computation nor a gradient's bytes.",
+    "llm-foundry, 30B with 8,192 tokens on 8 GPUs (the row): 2.6 times as long as with 4,096, where others take 2.2.",
     "torchtitan, scales by rows (the program): its steps take as long as those in bf16, so the kernels of that time "
     "gained nothing; predicted at the speed of FP8. 128k and 256k tokens (us): attention in a ring is taken for one "
     "kernel.",
@@ -109,10 +126,11 @@ REASONS = (
     "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
     "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. What "
     "recipes recompute is not told. GPT OSS (the row): it is not told with which kernel its attention with sinks ran.",
-    "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its clock at 1,400 W explains 5 %.",
+    "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its power explains 17 %.",
     "bridge-cards (the row and us): GB200 rows empty the allocator's cache each step or launch from a slow host (9.9 "
-    "s for four microbatches of 4,096 tokens); long rows are packed and padded by an unknown part; kernels of gated "
-    "delta blocks have no published speed.",
+    "s for four microbatches of 4,096 tokens); rows of 8,192 tokens are packed and padded by an unknown part, and "
+    "under context parallelism gated delta blocks exchange heads, which is not modelled; their kernels have no "
+    "published speed.",
     "Fitted on fms-fsdp alone (the rows): three quarters of its eight runs recompute an unknown part of their blocks,"
     " and traffic is 4 % of a step, so its factors mean nothing elsewhere.",
 )
@@ -127,8 +145,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. gpus: name of the entry in the hardware file; zero: None if the weights are sharded, too. group: what
-    is trained, besides dense language models. recomputed: share of the blocks, if not all."""
+    """One run. gpus: name of the entry in the hardware file. shard: what is sharded besides optimizer state. group:
+    what is trained, besides dense language models. recomputed: share of the blocks, if not all."""
 
     id: str
     source: str
@@ -145,17 +163,28 @@ class Measured:
     microbatch: int
     batch: int
     recompute: Recompute
-    zero: Zero | None
+    zero: Zero
+    shard: Shard
     seconds: float
     runner: Runner
     group: str = ""
     recomputed: float = 1.0
-    sums: Sums = Sums()
+    sums: Sums = OVERLAPPED
+
+    @property
+    def label(self) -> str:
+        """What is trained, and in which precision, if not dense language models in 16 bits."""
+        words = [self.group, (self.runner.products or "").replace("float", "FP")]
+        return "".join(f", {word}" for word in words if word)
 
     @property
     def place(self) -> tuple[Any, ...]:
         """What it shares with runs of which only the microbatch or ZeRO differs."""
         return self.source, self.model, self.tp, self.pp, self.dp, self.batch
+
+    def contradicts(self, other: Measured) -> bool:
+        """Return True if a run at the same place with no larger microbatches is much faster."""
+        return other.microbatch <= self.microbatch and CONTRADICTS * other.steady_seconds < self.steady_seconds
 
     @property
     def steady_seconds(self) -> float:
@@ -177,15 +206,15 @@ class Measured:
 
 def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]:
     """Yield each row as a run, or the reason why it cannot be predicted. A row without its number of heads has that of
-    its source's other rows of the same model, where they agree."""
-    known, heads = [*rows], dict[tuple[str, str], set[int]]()
+    its source's other rows of as many and as wide layers, where they agree."""
+    known, heads = [*rows], dict[tuple[Any, ...], set[int]]()
     for row in known:
         if own := row["model"].get("heads"):
-            heads.setdefault((row["source_id"], row["model"]["name"]), set()).add(own)
-    least = dict[tuple[Any, ...], float]()
+            heads.setdefault(_shape(row), set()).add(own)
+    sweep: dict[tuple[Any, ...], list[Measured]] = {}
     runs: list[Measured | str] = []
     for row in known:
-        found = heads.get((row["source_id"], row["model"]["name"]), set())
+        found = heads.get(_shape(row), set())
         if not row["model"].get("heads") and len(found) == 1:
             row = {**row, "model": {**row["model"], "heads": min(found)}}
         try:
@@ -193,12 +222,17 @@ def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]
         except ValueError as error:
             runs.append(str(error))
         else:
-            least[run.place] = min(run.steady_seconds, least.get(run.place, run.steady_seconds))
+            if run.source == "nanotron-ultrascale":
+                sweep.setdefault(run.place, []).append(run)
     for one in runs:
-        if isinstance(one, Measured) and one.source == "nanotron-ultrascale":
-            yield replace(one, group="contradicted" if one.steady_seconds > CONTRADICTS * least[one.place] else "")
+        if isinstance(one, Measured) and any(map(one.contradicts, sweep.get(one.place, []))):
+            yield replace(one, group="contradicted")
         else:
             yield one
+
+
+def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["source_id"], row["model"].get("layers"), row["model"].get("hidden")
 
 
 def _run(row: Mapping[str, Any]) -> Measured:
@@ -225,8 +259,6 @@ def _run(row: Mapping[str, Any]) -> Measured:
     hardware = load_hardware(name)
     if row["pp"] * (row["vpp"] or 1) > model["layers"] + 2 or model["layers"] < row["pp"]:
         raise ValueError("more stages than layers")
-    if "fp4" in row["precision"].lower():
-        raise ValueError("products in four bits")
     if row["tp"] > 8:
         raise ValueError("tensor groups across nodes")
     for words, bandwidth in NETWORKS:
@@ -243,9 +275,12 @@ def _run(row: Mapping[str, Any]) -> Measured:
         attention = {kernel: (one * clock, other * clock) for kernel, (one, other) in hardware.attention.items()}
         efficiency = hardware.matmul_efficiency * clock
         hardware = replace(hardware, matmul_efficiency=efficiency, attention=attention, bandwidth=2.4e12)
-    low = re.search("fp8|float8|fp4", row["precision"].lower()) is not None
+    found = re.search("(fp|float)([48])", row["precision"].lower())
+    low = f"float{found[2]}" if found else None
+    if low is not None and low not in hardware.peak_flops:
+        raise ValueError(f"{name} has no products in {low}")
     key = row["source_id"] + (" compiled" if row["source_id"] == "torchtitan" and row.get("compile") else "")
-    runner = replace(RUNNERS.get(key, MEGATRON), products="float8" if low else None)
+    runner = replace(RUNNERS.get(key, MEGATRON), products=low)
     if low or experts:  # products too short to hide the sums that they add to
         runner = replace(runner, gradient_bytes=max(8, runner.gradient_bytes))
     if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
@@ -256,6 +291,10 @@ def _run(row: Mapping[str, Any]) -> Measured:
         runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     parts = parts_of(row, hardware, runner, gated)
+    if row["source_id"] == "nanotron-ultrascale":
+        seconds_of_host, more = NANOTRON_HOST
+        seconds_of_host += more * row["tp"] if row["tp"] > 1 and row["pp"] > 1 and row["gpus"] > 8 else 0.0
+        runner = replace(runner, operations=seconds_of_host / (parts[1].shape.operations * hardware.host))
     weights = sum(part.count * part.shape.matmul for part in parts)
     peak = hardware.peak_flops[runner.products or "bfloat16"] * row["tp"] * row["pp"] * row["dp"] * (row["cp"] or 1)
     if 6.0 * weights * row["gbs"] * model["seq"] / peak > seconds:
@@ -263,20 +302,25 @@ def _run(row: Mapping[str, Any]) -> Measured:
     recompute: Recompute = "none"
     if re.match("full|gradient_check", row["recompute"] or ""):
         recompute = "block"
-    elif "op" in str(row["recompute"]):  # attention is kept, and every second product
+    elif "op" in str(row["recompute"]) or (row["source_id"] == "torchtitan" and "selective" in str(row["recompute"])):
+        # Attention is kept, and every second product: torchtitan's default kind of "selective".
         recompute = "block_keep_attention"
-    sums, recomputed = SUMS.get(row["source_id"], Sums()), 1.0
-    if row["precision"] == "fp16":
-        sums = replace(sums, bytes=2.0)
+    sums, recomputed = SUMS.get(row["source_id"], OVERLAPPED), 1.0
+    notes = str(row["notes"]).lower()
+    if "no overlap" in notes:
+        sums = replace(sums, overlap=False)
+    if "sequence_parallel off" in notes:
+        runner = replace(runner, whole_rows=10.0)
+    if row["precision"] == "fp16":  # written, and read and added in 16 bits
+        sums, runner = replace(sums, bytes=2.0), replace(runner, gradient_bytes=min(8, runner.gradient_bytes))
     if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
         recompute, recomputed = "block", _least_recomputed(row, parts, hardware, runner)
     words = str(row["zero"])
-    zero: Zero | None = "node" if "groups" in words else "none" if "ZeRO-0" in words else "all"
-    if "FSDP" in words or "ZeRO-3" in words:
-        zero = None
+    zero: Zero = "node" if "groups" in words or "HYBRID" in words else "none" if "ZeRO-0" in words else "all"
+    shard: Shard = "weights" if "FSDP" in words or "ZeRO-3" in words else "gradients" if "ZeRO-2" in words else "none"
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
-        row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero,
+        row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero, shard,
         float(seconds), runner, group, recomputed, sums,
     )  # fmt: skip
 

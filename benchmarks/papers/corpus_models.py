@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dilatant.cost.analytic import BYTES, LayerShape, Runner, block_shape, embedding_shape, head_shape
+from dilatant.cost.analytic import BYTES, UNFUSED, LayerShape, Runner, block_shape, embedding_shape, head_shape
 from dilatant.cost.hardware import Hardware
 from dilatant.cost.quadratic import Quadratic
 from papers.models import Beside, Part, llama
@@ -22,6 +22,9 @@ NVLINK_DOMAIN = {"GB200": 72, "GB300": 72}
 
 ALIGNED = 8
 """Heads of a multiple of so many 16-bit numbers let batched products load 16 bytes at once, which tensor cores need."""
+
+FUSED_NORMS = ("nanotron-ultrascale",)
+"""Sources of whose blocks norms are one kernel each, but not rotary embeddings and activations."""
 
 EAGER_LOSS = ("bloom-prequel", "nanotron-ultrascale")
 """Sources whose loss over a divided vocabulary is computed in fp32, operation by operation: a cast, the largest, a
@@ -50,16 +53,16 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
     hidden = model["hidden"]
     heads = model.get("heads") or hidden // 128
     if not model.get("moe"):
-        norms = (6.0 * hidden, 36.0 * hidden) if row["precision"].startswith("amp") else None
+        # Under autocast norms alone are in fp32: 20 bytes a number, casts included.
+        norms = (6.0 * hidden, 20.0 * hidden) if row["precision"].startswith("amp") else None
+        norms = (2.0 * hidden, 4.0 * hidden) if row.get("source_id") in FUSED_NORMS else norms
         embedding, block, head = llama(
             model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"],
             gated=gated, fused=runner.fused, norms=norms,
         )  # fmt: skip
-        if runner.attention == "unfused" and hidden % heads == 0 and hidden // heads % ALIGNED:
-            # Without tensor cores, and over the masked pairs as well.
-            rate, _ = hardware.attention_flops(runner.attention, "bfloat16")
-            times = rate / (0.5 * hardware.peak_flops["float32"])
-            block = replace(block, shape=replace(block.shape, attended_share=0.5 * times))
+        if runner.attention in UNFUSED and hidden % heads == 0 and hidden // heads % ALIGNED:
+            times = hardware.flops("bfloat16") / (0.5 * hardware.peak_flops["float32"])  # without tensor cores
+            block = replace(block, shape=replace(block.shape, attention_width=round(times * hidden)))
         if row.get("source_id") in EAGER_LOSS:
             head = replace(head, shape=replace(head.shape, traffic=10 * model["vocab"]))
         return embedding, block, head
@@ -150,6 +153,8 @@ def _with_vision(row: Mapping[str, Any], hardware: Hardware, runner: Runner) -> 
     if language is None or "linear_key_heads" not in language:
         raise ValueError("multimodal: the work per sample is not told")
     patches = 784 if "784 patches" in text or "max_pixels 200,704" in text else 0
+    if "mock, one image a sample" in text and "vision" in " ".join(row.get("frozen") or ()):
+        patches = 256  # the size of mock images, whose frozen tower takes less than a hundredth of the step
     if not patches:
         raise ValueError("multimodal: the work per sample is not told")
     hidden, moe = language["hidden"], language.get("moe")

@@ -17,39 +17,53 @@ from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes
+from dilatant.plan import Plan, PlanScore
 from dilatant.plan.cluster import cluster_of
 from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.rank_mapping import RankOrder
-from papers.corpus import MEGATRON, REASONS, Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
+from papers.corpus import (
+    BALANCED,
+    MEGATRON,
+    REASONS,
+    Measured,
+    MeasuredMemory,
+    Sums,
+    measured_memory,
+    measured_runs,
+    read_lines,
+)
 from papers.models import PaperUnit, model_spec
 from papers.planner import Case, even_chain, same_samples
 
 
+def simulated(case: Case, plan: Plan, microbatches: int, schedule: str, sums: Sums) -> PlanScore:
+    """Return the simulated step, with gradients summed beside the last backward or after it."""
+    if sums.overlap:
+        return case.score([plan], microbatches, schedule=schedule)
+    alone = replace(case, rules=replace(case.rules, gradient=0.0))  # nothing is summed
+    score = alone.score([plan], microbatches, schedule=schedule)
+    after = sync_seconds(plan, model_spec(case.units), case.cluster, case.rules).longest
+    return replace(score, seconds=score.seconds + after)
+
+
 def predicted_seconds(run: Measured) -> float:
-    """Return the seconds of a step of a measured run. Sharded weights are gathered for every microbatch's forward and
-    backward, and their gradients scattered; this hides behind the computation as far as that takes long enough."""
+    """Return the seconds of a step of a measured run."""
     unit = PaperUnit("language", run.parts, (), None, ((run.tp, run.cp),), run.recompute, run.runner)
     gpus, layers, sums = run.tp * run.cp * run.pp * run.dp, sum(part.count for part in run.parts), run.sums
     cluster = cluster_of(run.hardware, -(-gpus // run.per_node), min(gpus, run.per_node))
     rules = ParameterBytes(
-        zero=run.zero or "all", ranks_per_node=8 if run.zero == "node" else None, gradient=sums.bytes
+        zero=run.zero, ranks_per_node=8 if run.zero == "node" else None, gradient=sums.bytes, shard=(("", run.shard),)
     )
     workload = same_samples({"language": run.tokens}, run.batch)
-    chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed)
-    schedule = "interleaved" if run.chunks > 1 else "1f1b"
-    microbatches = run.batch // run.dp // run.microbatch
-    alone = replace(rules, gradient=0.0)  # nothing is summed
-    case = Case((unit,), run.hardware, cluster, workload, run.batch, rules if sums.overlap else alone)
+    work = [part.shape.matmul for part in run.parts for _ in range(part.count)] if run.source in BALANCED else None
+    chain = even_chain(
+        "language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed, work
+    )
+    case = Case((unit,), run.hardware, cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
-    score = case.score([plan], microbatches, schedule=schedule)
-    if not sums.overlap:
-        return score.seconds + sync_seconds(plan, model_spec([unit]), cluster, rules).longest
-    if run.zero is not None:
-        return score.seconds + sums.broadcast * run.dp * (run.zero == "all")
-    weights = sum(part.count * part.shape.parameters for part in run.parts) / (run.tp * run.pp)
-    ring = run.hardware.inside if gpus <= run.per_node else run.hardware.between
-    moved = weights * rules.weight * (3 * microbatches - 1) * run.tp / ring.bandwidth
-    return max(score.seconds, moved)
+    schedule = "interleaved" if run.chunks > 1 else "1f1b"
+    score = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums)
+    return score.seconds + sums.broadcast * run.dp * (run.zero == "all")
 
 
 def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> list[dict[str, Any]]:
@@ -59,14 +73,14 @@ def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: C
     groups: dict[tuple[str, str], list[int]] = {}
     for number, run in enumerate(runs):
         part = "held out" if run.held_out else "fitted on"
-        precision = (f", {run.group}" if run.group else "") + (", FP8" if run.runner.products else "")
         context = next(size for size in (2048, 4096, 8192, 1 << 30) if run.tokens <= size)
         for kind in (
-            "all" + precision,
-            f"source: {run.source}{precision}",
-            f"GPU: {run.gpus}{precision}",
-            f"tokens: up to {context:,}{precision}" if context < 1 << 30 else f"tokens: more{precision}",
-            f"tp {run.tp}{precision}",
+            "all" + run.label,
+            f"source: {run.source}{run.label}",
+            f"GPU: {run.gpus}{run.label}",
+            f"{run.source} on {run.gpus}{run.label}",
+            f"tokens: up to {context:,}{run.label}" if context < 1 << 30 else f"tokens: more{run.label}",
+            f"tp {run.tp}{run.label}",
         ):
             groups.setdefault((part, kind), []).append(number)
     table = Table(
@@ -98,7 +112,7 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
     sets: dict[tuple[Any, ...], list[int]] = {}
     for number, run in enumerate(runs):
         gpus = run.tp * run.cp * run.pp * run.dp
-        place = run.source, run.group, run.model, run.parts[1], run.tokens, run.gpus, gpus, run.batch, run.sums
+        place = run.source + run.label, run.model, run.parts[1], run.tokens, run.gpus, gpus, run.batch, run.sums
         sets.setdefault(place, []).append(number)
     by_source: dict[str, list[tuple[float, float, float]]] = {}
     for place, numbers in sets.items():
@@ -110,8 +124,7 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
         chosen = measured[int(predicted.argmin())]
         signs = np.sign(np.subtract.outer(measured, measured)) * np.sign(np.subtract.outer(predicted, predicted))
         tau = float(signs.sum() / (len(numbers) * (len(numbers) - 1)))
-        source = ", ".join(word for word in place[:2] if word)
-        by_source.setdefault(source, []).append((chosen / measured.min(), float((measured < chosen).sum() < 3), tau))
+        by_source.setdefault(place[0], []).append((chosen / measured.min(), float((measured < chosen).sum() < 3), tau))
     table = Table("source", "sets", "median regret", "worst regret", "in the first three", "median tau", box=None)
     found = []
     for source, own in sorted(by_source.items()):

@@ -203,7 +203,7 @@ def model_spec(units: Sequence[PaperUnit]) -> ModelSpec:
     def layers(unit: PaperUnit) -> tuple[LayerSpec, ...]:
         return tuple(
             LayerSpec(
-                f"{part.kind}.{number}",
+                f"{part.kind}.layers.{number}" if part.shape.collectives else f"{part.kind}.{number}",
                 f"{unit.name} {part.kind}",
                 part.shape.parameters,
                 unit.trains is None or part.kind in unit.trains,

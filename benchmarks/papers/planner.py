@@ -92,17 +92,31 @@ class Case:
 
 def even_chain(
     name: str, layers: int, replicas: int, tp: int, pp: int, cp: int = 1, chunks: int = 1,
-    recompute: Recompute = "none", recomputed: float = 1.0,
+    recompute: Recompute = "none", recomputed: float = 1.0, work: Sequence[float] | None = None,
 ) -> Chain:  # fmt: skip
     """One unit alone on its devices, its first layer an embedding and its last a head: stages get equal numbers of
     blocks where that is possible, the embedding and the head in addition; else of layers, as nearly as can be.
-    recomputed: share of the layers, the first ones, if not all."""
+    recomputed: share of the layers, the first ones, if not all. work: of each layer, by which `cuts_by_work` cuts."""
     stages = pp * chunks
     blocks, rest = divmod(layers - 2, stages)
     cuts = tuple(layers * stage // stages if rest else blocks * stage + (stage > 0) for stage in range(stages))
+    if work is not None:
+        cuts = cuts_by_work(work, stages)
     again = math.ceil(recomputed * layers)
     modes: tuple[Recompute, ...] = (recompute,) * again + ("none",) * (layers - again)
     return Chain(replicas, Degrees(tp, cp), {name: cuts}, chunks, {name: modes})
+
+
+def cuts_by_work(work: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Return the first layer of each stage, if a stage ends with the layer at which the work up to there reaches the
+    stages' equal share of all; later stages get a layer each where only so many are left."""
+    cuts, done = [0], 0.0
+    for layer, own in enumerate(work[:-1]):
+        done += own
+        left = stages - len(cuts)
+        if left and (done >= sum(work) * len(cuts) / stages or len(work) - 1 - layer == left):
+            cuts.append(layer + 1)
+    return tuple(cuts)
 
 
 def same_samples(tokens: Mapping[str, int], batch: int) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,21 +19,26 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from papers.corpus import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines  # noqa: E402
 from papers.corpus_predictions import predicted_bytes, predicted_seconds  # noqa: E402
-from papers.planner import even_chain  # noqa: E402
+from papers.planner import cuts_by_work, even_chain  # noqa: E402
+
+from dilatant.cost.hardware import load_hardware  # noqa: E402
 
 needs_corpus = pytest.mark.skipif(not CORPUS.exists(), reason="the measured runs are absent")
 
 REACHED = {
-    "bloom-prequel": 0.08,
-    "fms-fsdp": 0.07,
+    "bloom-prequel": 0.05,
+    "fms-fsdp": 0.065,
     "torchtitan": 0.03,
-    "torchtitan, FP8": 0.15,
-    "megatron-bridge-summary, FP8": 0.09,
+    "torchtitan, FP8": 0.13,
+    "megatron-bridge-summary, FP8": 0.065,
+    "megatron-bridge-summary, FP4": 0.08,
     "megatron-bridge-summary, experts": 0.35,
-    "megatron-bridge-summary, experts, FP8": 0.18,
+    "megatron-bridge-summary, experts, FP8": 0.175,
     "nemo-24.07, FP8": 0.095,
-    "internevo": 0.055,
-    "llm-foundry": 0.06,
+    "nanotron-ultrascale": 0.145,
+    "internevo": 0.045,
+    "llm-foundry": 0.04,
+    "llm-foundry, FP8": 0.04,
 }
 """Largest mean distance by source, held-out ones first: what the committed results reach, rounded up."""
 
@@ -59,6 +65,15 @@ def test_constants_of_one_source_hold_for_others():
     assert max(other) < 0.14
 
 
+def test_hardware_says_how_far_its_runs_were():
+    document = json.loads((ROOT / "benchmarks/results/published.json").read_text(encoding="utf-8"))
+    found: dict[str, dict[str, float]] = {}
+    for one in document["corpus"]["groups"]:
+        if match := re.fullmatch("([a-z0-9.-]+) on ([A-Z0-9]+)((?:, FP[48])?)", one["runs"]):
+            found.setdefault(match[2], {})[match[1] + match[3]] = round(one["mean_distance"], 2)
+    assert found == {name: load_hardware(name).compared for name in found}
+
+
 def test_bytes_of_committed_large_runs_are_near():
     document = json.loads((ROOT / "benchmarks/results/published.json").read_text(encoding="utf-8"))
     groups = {one["runs"]: one for one in document["memory"]["groups"]}
@@ -76,11 +91,11 @@ def test_runs_that_nothing_was_fitted_to_are_predicted_near(runs):
 
 
 @needs_corpus
-def test_a_contradicted_row_has_a_neighbour_that_is_much_faster(runs):
+def test_a_contradicted_row_has_a_much_faster_neighbour(runs):
     own = [run for run in runs if run.source == "nanotron-ultrascale"]
     assert {run.group for run in own} == {"", "contradicted"}
     for run in own[::7]:
-        alike = [one for one in own if one.place == run.place]
+        alike = [one for one in own if one.place == run.place and one.microbatch <= run.microbatch]
         slower = any(one.steady_seconds * 1.6 < run.steady_seconds for one in alike)
         assert (run.group == "contradicted") == slower
     assert Counter(run.group for run in runs if run.source != "nanotron-ultrascale")["contradicted"] == 0
@@ -99,3 +114,25 @@ def test_bytes_of_large_runs_are_within_three_percent():
 def test_a_part_of_the_blocks_may_be_recomputed():
     modes = even_chain("language", 12, 1, 1, 1, recompute="block", recomputed=0.3).recompute["language"]
     assert modes == ("block",) * 4 + ("none",) * 8
+
+
+def test_stages_end_where_the_work_reaches_their_share():
+    # An embedding, 16 blocks, and a head that takes as long as four.
+    assert cuts_by_work([0, *[1] * 16, 4], 2) == (0, 11)
+    assert cuts_by_work([0, *[1] * 16, 4], 4) == (0, 6, 11, 16)
+    assert cuts_by_work([0, 1, 1, 1], 4) == (0, 1, 2, 3)
+
+
+@needs_corpus
+def test_hosts_of_nanotron_take_longer_in_pipelines_over_nodes(runs):
+    own = [run for run in runs if run.source == "nanotron-ultrascale"]
+    floors = {
+        (run.tp, run.pp > 1 and run.tp > 1 and run.tp * run.pp * run.dp > 8): run.runner.operations for run in own
+    }
+    assert floors[8, True] > floors[4, True] > floors[2, True] > floors[1, False] == floors[8, False]
+
+
+@needs_corpus
+def test_heads_of_a_row_are_those_of_rows_as_wide_and_deep(runs):
+    wide = [run for run in runs if run.source == "bloom-prequel" and run.parts[1].shape.output_width == 14_400]
+    assert {run.parts[1].shape.heads for run in wide if run.parts[1].count == 80} == {96}

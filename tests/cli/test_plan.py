@@ -372,6 +372,22 @@ def test_a_hardware_file_of_ones_own(project: Path, dilatant: Dilatant) -> None:
     assert report.hardware.startswith("2 nodes")
 
 
+def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant) -> None:
+    from cases.tiny_wholes import save_as_the_hub_does
+
+    save_as_the_hub_does("llava", tmp_path / "tiny")
+    asked = ("plan", "--model", tmp_path / "tiny", "--gpus", "2xH100", *FEW)
+    code, out, err = dilatant(*asked, "--images", 1, "--image-size", "16x8", "--text", 4)
+    assert code == 0, err
+    (line,) = out.splitlines()
+    assert re.match(".*tiny on 2xH100: One step should take .* for 8 samples.* Memory fits: .* pipelines?,", line)
+    refused(dilatant("plan"), "name the CONFIG")
+    refused(dilatant("plan", project_file := tmp_path / "none.yaml", "--model", "x"), "or a model with --model")
+    assert not project_file.exists()
+    refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus H100: write it like 64xH100")
+    refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of eight")
+
+
 def test_help_needs_nothing_that_takes_long_to_import() -> None:
     slow = {"torch", "numba", "transformers", "pydantic", "numpy"}
     code = f"import sys; import dilatant.cli.app; sys.exit(bool({slow} & set(sys.modules)))"

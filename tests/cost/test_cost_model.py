@@ -351,6 +351,20 @@ def test_products_wait_for_their_last_tiles(tp):
         assert mean == pytest.approx(sum(seconds) / len(lengths), rel=0.01), name
 
 
+def test_unfused_attention_moves_scores_of_all_pairs_and_heads():
+    hardware, runner = load_hardware("A100"), Runner("megatron of 2021", "unfused", fused=True)
+    few, many = (
+        analytic_cost(block_shape(8192, 32_768, heads, gated=False), hardware, runner=runner) for heads in (64, 128)
+    )
+    score = 2 / (hardware.bandwidth * hardware.memory_efficiency)  # seconds in which a score is read or written
+    # Written, read and written by the softmax and by dropout, whose mask has a byte, and read: 6.5; 9.5 in a backward.
+    # Costs are rounded to six digits.
+    assert many.forward.a - few.forward.a == pytest.approx(64 * 6.5 * score, rel=1e-4)
+    assert many.input_gradient.a - few.input_gradient.a == pytest.approx(64 * 9.5 * score, rel=1e-4)
+    products = 4 * 8192 / hardware.flops("bfloat16")
+    assert few.forward.a == pytest.approx(64 * 6.5 * score + products, rel=1e-4)
+
+
 def test_eight_bits_save_less_where_products_are_narrow():
     hardware, runner = load_hardware("H100"), Runner("megatron", fused=True)
     gains = []

@@ -51,6 +51,12 @@ def test_megatron_gets_its_degrees_and_hears_what_it_cannot_run():
     [
         ("ms-swift", "--sequence_parallel", "true"),
         ("ms-swift", "--micro_batch_size", 2),
+        ("megatron-bridge", "model.tensor_model_parallel_size", 2),
+        ("megatron-bridge", "train.micro_batch_size", 2),
+        ("megatron-bridge", "model.sequence_parallel", "true"),
+        ("automodel", "--distributed.pp_size", 2),
+        ("automodel", "--step_scheduler.local_batch_size", 16),
+        ("veomni", "--model.accelerator.dp_replicate_size", 8),
         ("torchtitan", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
         ("torchtitan", "--parallelism.data_parallel_replicate_degree", 2),
         ("torchtitan", "--training.local_batch_size", 16),
@@ -58,3 +64,14 @@ def test_megatron_gets_its_degrees_and_hears_what_it_cannot_run():
 )
 def test_flags_are_the_frameworks_own(framework, flag, value):
     assert framework_flags(pipelines(), framework, "language", 32, 8).flags[flag] == value
+
+
+def test_overrides_are_joined_by_equals_signs():
+    found = framework_flags(pipelines(), "megatron-bridge", "language", 32, 8, "all")
+    assert "model.pipeline_model_parallel_size=2" in found.command().split()
+    assert "ddp.use_distributed_optimizer=true" in found.command().split()
+
+
+def test_veomni_hears_that_it_has_no_pipelines():
+    found = framework_flags(pipelines(), "veomni", "language", 32, 8)
+    assert any("pipelines" in lost for lost in found.lost)

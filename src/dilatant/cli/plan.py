@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import re
 import shlex
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import IS_PAGE, AsJson, ConfigOptions, output_file, show_places
+from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, show_places
+from dilatant.comm.temporary import TemporaryFolder
+from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,13 +24,85 @@ if TYPE_CHECKING:
     from dilatant.config import Config
     from dilatant.planning.planning import PlanningProblem
 
+LONGEST = 1 << 17
+"""Tokens of the longest imagined sample."""
+SAMPLES = 4
+"""Samples of a step for each GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The config of a run that may be imagined: `model` instead of `config`."""
+
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)
+    ] = None
+    overrides: Overrides = field(default_factory=list)
+    trust: Trust = False
+    model: Annotated[
+        str | None,
+        typer.Option(help="Instead of a CONFIG: an id or a folder; answers in one line.", show_default=False),
+    ] = None
+    gpus: Annotated[str, typer.Option(metavar="NxHARDWARE", help="With --model: its devices.")] = "8xH100"
+    images: Annotated[int, typer.Option(min=0, help="With --model: images of a sample.")] = 0
+    image_size: Annotated[str, typer.Option(metavar="WxH", help="With --model: their pixels.")] = "1024x768"
+    text: Annotated[int, typer.Option(min=1, help="With --model: words of a sample.")] = 512
+
+    @property
+    def name(self) -> str:
+        return self.model or (self.config.stem if self.config else "")
+
+    def read(self) -> Config:
+        """Read the config, or make that of the imagined run in a temporary folder. Raises UserError."""
+        if (self.config is None) == (self.model is None):
+            raise UserError("name the CONFIG of a run, or a model with --model")
+        path = self.config or self._imagine()
+        return read_config(path, self.overrides, self.trust or None, loads=True)
+
+    def _imagine(self) -> Path:
+        count, hardware = _pair(self.gpus, r"(\d+)x(.+)", "--gpus", "64xH100")
+        size = _pair(self.image_size, r"(\d+)x(\d+)", "--image-size", "1024x768")
+        nodes, rest = divmod(int(count), 8)
+        if int(count) < 1 or (nodes and rest):
+            raise UserError(f"--gpus {self.gpus}: nodes have eight; name up to eight, or a multiple of eight")
+        place = TemporaryFolder()
+        atexit.register(place.close)
+        folder, samples = Path(place.path), SAMPLES * int(count)
+        asked: list[dict[str, str]] = [{"type": "image", "image": "image.png"}] * self.images
+        if self.images:
+            from PIL import Image
+
+            Image.new("RGB", (int(size[0]), int(size[1]))).save(folder / "image.png")
+        turns = [("user", [*asked, {"type": "text", "text": "word"}]), ("assistant", " ".join(["word"] * self.text))]
+        line = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+        (folder / "samples.jsonl").write_text(f"{line}\n" * samples, encoding="utf-8")
+        model = Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model
+        tree: dict[str, Any] = {
+            "output_dir": str(folder / "run"),
+            "model": {"id": str(model)} if self.images else {"language_model": {"id": str(model)}},
+            "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
+            "train": {"global_batch_size": samples},
+            "cluster": {"nodes": nodes or 1, "gpus_per_node": 8 if nodes else int(count), "hardware": hardware},
+        }
+        (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
+        return folder / "config.yaml"
+
+
+def _pair(text: str, pattern: str, option: str, example: str) -> tuple[str, str]:
+    """Return both groups of the pattern. Raises UserError."""
+    found = re.fullmatch(pattern, text)
+    if found is None:
+        raise UserError(f"{option} {text}: write it like {example}")
+    return found[1], found[2]
+
+
 Page = Annotated[
     Path | None, typer.Option(help="Where to write the page.", callback=output_file(IS_PAGE), show_default=False)
 ]
 
 
 def plan(
-    options: ConfigOptions,
+    options: PlanOptions,
     costs: Annotated[
         Path | None, typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False)
     ] = None,
@@ -64,7 +142,10 @@ def plan(
     framework: Annotated[
         str | None,
         typer.Option(
-            "--for", help="Also print the layout as flags of megatron, ms-swift or torchtitan.", show_default=False
+            "--for",
+            help="Also print the layout as flags of megatron, megatron-bridge, ms-swift, torchtitan, automodel or "
+            "veomni.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -73,8 +154,6 @@ def plan(
 
     Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into plan/ in the run folder.
     """
-    from dilatant.config import UserError
-
     if why_not and fault_tolerance:
         raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
     if like is not None and (why_not or fault_tolerance is not None):
@@ -97,6 +176,7 @@ def plan(
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
     from dilatant.report.say import open_console, print_line, show_progress
+    from dilatant.report.text.plan_summary import short_answer
 
     if framework is not None and framework not in FRAMEWORKS:
         raise UserError(f"--for {framework}: there are flags of {', '.join(FRAMEWORKS)}")
@@ -108,10 +188,10 @@ def plan(
     with show_progress(open_console(stderr=True), "searching"):
         if like is not None:
             planned = with_long_rows(plan_like(problem, parse_asked_layout(like, units)))
-            report = fixed_plan_report(plan_report(planned, options.config.stem), like)
+            report = fixed_plan_report(plan_report(planned, options.name), like)
         else:
             planned = with_long_rows(plan_resiliently(problem, fault_tolerance=fault_tolerance))
-            report = plan_report(planned, options.config.stem, asked)
+            report = plan_report(planned, options.name, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
@@ -127,12 +207,17 @@ def plan(
     if as_json:
         print(report.to_json())
         return
-    print_plan(report, console)
+    if options.config is None:
+        print_line(console, f"{options.model} on {options.gpus}: {short_answer(report)}", wrap=False)
+    else:
+        print_plan(report, console)
     if framework is not None:
         print_line(console, f"\nFor {framework}:")
         print_line(console, f"  {as_flags.command()}", wrap=False)
         for lost in as_flags.lost:
             print_line(console, f"  It cannot express {lost}")
+    if options.config is None:
+        return
     console.print()
     show_places(
         console,
@@ -149,8 +234,6 @@ def plan(
 
 def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Console) -> None:
     """Show the step time by the number of nodes that may be lost; also write it to fault_tolerance.json."""
-    import json
-
     from dilatant.config.files.durable import write_durably
     from dilatant.planning.memberships import seconds_by_fault_tolerance
     from dilatant.report.say import open_console, print_line, show_progress

@@ -34,17 +34,21 @@ TILE = 128 * 256
 CAST_BYTES = 6
 """Bytes in which an element becomes an operand in eight bits: read twice, for its scale and for the cast, and written
 twice, as it is and transposed for the weight gradient."""
+UNFUSED = {"unfused": ((6.5, 4.0), (9.5, 8.0)), "unfused, recomputed": ((6.5, 4.0), (16.0, 12.0))}
+"""Attention by one kernel after another, on all pairs: how often a forward, and a backward, moves a pair's score, and
+its operations for each number of a head. The softmax, dropout with a mask of a byte and the products read and write
+scores and their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A training program. attention: its kernel, a key of `Hardware.attention`. fused: norms, rotary embeddings and
-    activations are one kernel each. whole_rows: elements, in widths of a row, that each tensor-parallel rank moves in a
-    pass for the tokens of all: 0 with sequence parallelism, 10 without, 8 if it copies what collectives bring and take.
-    operations: those that its host issues, as a multiple of transformers' own blocks.
-    wait: seconds that a tensor-parallel collective takes longer than its messages. products: dtype of the blocks'
-    matrix products, if not that of the activations. gradient_bytes: moved per weight and microbatch to sum gradients, 0
-    if the products themselves add to the sums."""
+    """A training program. attention: its kernel, a key of `UNFUSED` or of `Hardware.attention`. fused: norms, rotary
+    embeddings and activations are one kernel each. whole_rows: elements, in widths of a row, that each tensor-parallel
+    rank moves in a pass for the tokens of all: 0 with sequence parallelism, 10 without, 8 if it copies what collectives
+    bring and take. operations: those that its host issues, as a multiple of transformers' own blocks. wait:
+    seconds that a tensor-parallel collective takes longer than its messages. products: dtype of the blocks' matrix
+    products, if not that of the activations. gradient_bytes: moved per weight and microbatch to sum gradients, 0 if the
+    products themselves add to the sums."""
 
     name: str
     attention: str = "packed"
@@ -64,19 +68,19 @@ class LayerShape:
     """Size of a layer for the analytic model, for tp = cp = 1 and per token unless stated otherwise.
 
     `matmul`: multiply-adds (parameters of the matrix products); `leading`: those of products that read the layer's
-    input directly (without an input gradient if nothing before the layer trains). `attention_width`: heads times head
-    size; `attended_share`: fraction of token pairs that attend (1/2 if causal); `key_value_width`: width of keys plus
-    values. `kept` and `weight_kept`: activation elements kept for the backward and for its weight half; `weight_only`:
-    the part of `kept` that only weight gradients need; `traffic`: elements read and written by elementwise kernels,
-    each operation by itself, and `fused_traffic` if norms, rotary embeddings and activations are one kernel each (0:
-    as `traffic`). `output_width`: elements sent to the next layer for each of `output_share` tokens per input token
-    (less than 1 if a projector merges patches). `row_kept`: the part of `kept` that exists for whole rows even if the
-    rest runs in chunks. `routed_width`: elements per token that are sent to experts on other ranks: hidden width times
-    the experts per token. `parameters`, `launches` and `operations`, which the host issues in a forward, are per
-    layer. `collectives`: tensor-parallel regions, each with an all-gather before and a reduce-scatter after it.
-    `trained_share`: fraction of the products whose weights train when the layer trains. `forward_only`: multiply-adds
-    that never have a backward (an autoencoder that makes targets). `divided`: False if every tensor-parallel rank
-    computes the whole layer.
+    input directly (without an input gradient if nothing before the layer trains). `attention_width`: heads of queries
+    times head size; `attended_share`: fraction of token pairs that attend (1/2 if causal); `key_value_width`: width of
+    keys plus values. `kept` and `weight_kept`: activation elements kept for the backward and for its weight half;
+    `weight_only`: the part of `kept` that only weight gradients need; `traffic`: elements read and written by
+    elementwise kernels, each operation by itself, and `fused_traffic` if norms, rotary embeddings and activations are
+    one kernel each (0: as `traffic`). `output_width`: elements sent to the next layer for each of `output_share` tokens
+    per input token (less than 1 if a projector merges patches). `row_kept`: the part of `kept` that exists for whole
+    rows even if the rest runs in chunks. `routed_width`: elements per token that are sent to experts on other ranks:
+    hidden width times the experts per token. `parameters`, `launches` and `operations`, which the host issues in a
+    forward, are per layer. `collectives`: tensor-parallel regions, each with an all-gather before and a reduce-scatter
+    after it. `trained_share`: fraction of the products whose weights train when the layer trains. `forward_only`:
+    multiply-adds that never have a backward (an autoencoder that makes targets). `divided`: False if every
+    tensor-parallel rank computes the whole layer.
     """
 
     matmul: int
@@ -87,6 +91,7 @@ class LayerShape:
     traffic: float
     output_width: int
     attention_width: int = 0
+    heads: int = 0
     attended_share: float = 0.5
     key_value_width: int = 0
     weight_only: float = 0.0
@@ -146,6 +151,7 @@ def block_shape(
         fused_traffic=together,
         output_width=hidden,
         attention_width=query,
+        heads=heads,
         attended_share=0.5 if causal else 1.0,
         key_value_width=key_value,
         weight_only=2 * hidden + intermediate,  # the norms' outputs, and the last product's input
@@ -216,8 +222,7 @@ def analytic_cost(
     product = Quadratic(b=2 * shape.matmul / flops / group)
     leading = Quadratic(b=2 * shape.leading / flops / group)
     attention, attention_back = (
-        Quadratic(a=times * shape.attention_width * shape.attended_share / rate / group)
-        for times, rate in zip((4.0, 10.0), hardware.attention_flops(runner.attention, dtype))
+        Quadratic(a=seconds / group) for seconds in attention_seconds(shape, hardware, dtype, runner.attention)
     )
     elements = shape.fused_traffic or shape.traffic if runner.fused else shape.traffic
     if shape.collectives:
@@ -270,6 +275,20 @@ def analytic_cost(
     rounded: dict[str, Any] = {name: curve.rounded() for name, curve in curves.items()}
     host = float(f"{shape.operations * runner.operations * hardware.host:.6g}")
     return LayerCost(**rounded, parameters=-(-shape.parameters // degrees.tp), host=host)
+
+
+def attention_seconds(shape: LayerShape, hardware: Hardware, dtype: str, kernel: str) -> tuple[float, float]:
+    """Return the seconds of attention for each pair of a sample's tokens, forward and backward."""
+    if kernel not in UNFUSED:
+        forth, back = hardware.attention_flops(kernel, dtype)
+        operations = shape.attention_width * shape.attended_share
+        return 4.0 * operations / forth, 10.0 * operations / back
+    memory = hardware.bandwidth * hardware.memory_efficiency
+    forth, back = (
+        moved * shape.heads * BYTES[dtype] / memory + times * shape.attention_width / hardware.flops(dtype)
+        for moved, times in UNFUSED[kernel]
+    )
+    return forth, back
 
 
 def analytic_costs(

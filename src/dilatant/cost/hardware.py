@@ -50,7 +50,8 @@ class Hardware:
     efficiencies are the fractions of peak that large kernels reach; `attention`: those of its forward and backward, by
     kernel ("packed": ours). `processors`: units that each compute a tile of a product; 0: products have no tiles.
     `host_link`: bytes per second between a device and its host in one direction, while all devices of a node copy; 0:
-    they share memory, or it is unknown. `source`: origin of the numbers.
+    they share memory, or it is unknown. `source`: origin of the numbers. `compared`: by program, how far modelled steps
+    of its published runs on this device are from the measured ones in the mean.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Hardware:
     host: float = 0.0
     processors: Annotated[int, Meta(ge=0)] = 0
     host_link: float = 0.0
+    compared: Mapping[str, float] = field(default_factory=dict)
 
     def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
         """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
@@ -158,7 +160,7 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     while isinstance(entry, dict) and entry.get("like") in document.keys() - seen:
         seen.add(like := entry["like"])
         own = {key: value for key, value in entry.items() if key != "like"}
-        entry = {**document[like], **own} if isinstance(document[like], dict) else own
+        entry = {**document[like], "compared": {}, **own} if isinstance(document[like], dict) else own
     return _read(name, entry, where)
 
 
@@ -174,11 +176,12 @@ _WORDS = {
     "ports": "a whole number from 1 on",
     "processors": "a whole number",
     "attention": "a mapping of kernels to two numbers",
+    "compared": "a mapping of names to numbers",
     "source": "a text",
 }
 
 
-_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link"}
+_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "compared"}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:

@@ -1,5 +1,5 @@
-"""A plan's layout as the flags of other frameworks: Megatron-Core's `pretrain_*.py` (Megatron-Bridge's recipes have
-the same names as keys), ms-swift's `megatron sft`, and torchtitan."""
+"""A plan's layout as the flags of other frameworks: Megatron-Core's `pretrain_*.py`, Megatron-Bridge's overrides,
+ms-swift's `megatron sft`, torchtitan, NeMo AutoModel and VeOmni."""
 
 from __future__ import annotations
 
@@ -7,14 +7,67 @@ from dataclasses import dataclass
 
 from dilatant.plan.plan import Plan
 
-FRAMEWORKS = ("megatron", "ms-swift", "torchtitan")
-MEGATRON = {"tp": "--tensor-model-parallel-size", "cp": "--context-parallel-size", "ep": "--expert-model-parallel-size"}
-TORCHTITAN = {
-    "tp": "--parallelism.tensor_parallel_degree",
-    "cp": "--parallelism.context_parallel_degree",
-    "ep": "--parallelism.expert_parallel_degree",
+_CORE = {
+    "tensor-model-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "context-parallel-size": "cp",
+    "expert-model-parallel-size": "ep",
+    "micro-batch-size": "size",
+    "global-batch-size": "batch",
+    "num-virtual-stages-per-pipeline-rank": "chunks",
+    "sequence-parallel": "sequence",
+    "use-distributed-optimizer": "distributed",
+    "recompute-granularity": "granularity",
+    "recompute-method": "method",
+    "recompute-num-layers": "each",
 }
-"""Field of `Degrees` → its flag."""
+_TITAN, _AUTO, _VEOMNI = "--parallelism.", "--distributed.", "--model.accelerator."
+_FLAGS = {
+    "megatron": {f"--{flag}": name for flag, name in _CORE.items()},
+    "megatron-bridge": {
+        f"{'train' if 'batch' in flag else 'ddp' if 'optimizer' in flag else 'model'}.{flag.replace('-', '_')}": name
+        for flag, name in _CORE.items()
+        if name != "chunks"
+    }
+    | {"model.virtual_pipeline_model_parallel_size": "chunks"},
+    "ms-swift": {f"--{flag.replace('-', '_')}": name for flag, name in _CORE.items()},
+    "torchtitan": {
+        f"{_TITAN}tensor_parallel_degree": "tp",
+        f"{_TITAN}pipeline_parallel_degree": "pp",
+        f"{_TITAN}pipeline_parallel_schedule": "schedule",
+        f"{_TITAN}pipeline_parallel_microbatch_size": "size",
+        f"{_TITAN}context_parallel_degree": "cp",
+        f"{_TITAN}expert_parallel_degree": "ep",
+        f"{_TITAN}data_parallel_shard_degree": "shard",
+        f"{_TITAN}data_parallel_replicate_degree": "replicate",
+        "--training.local_batch_size": "local",
+        "--training.global_batch_size": "batch",
+        "--activation_checkpoint.mode": "mode",
+    },
+    "automodel": {
+        f"{_AUTO}tp_size": "tp",
+        f"{_AUTO}pp_size": "pp",
+        f"{_AUTO}cp_size": "cp",
+        f"{_AUTO}ep_size": "ep",
+        f"{_AUTO}dp_replicate_size": "replicate",
+        f"{_AUTO}activation_checkpointing": "again",
+        f"{_AUTO}pipeline.pp_microbatch_size": "in_pipeline",
+        "--step_scheduler.local_batch_size": "local",
+        "--step_scheduler.global_batch_size": "batch",
+    },
+    "veomni": {
+        f"{_VEOMNI}ulysses_size": "cp",
+        f"{_VEOMNI}ep_size": "ep",
+        f"{_VEOMNI}dp_shard_size": "shard",
+        f"{_VEOMNI}dp_replicate_size": "replicate",
+        f"{_VEOMNI}gradient_checkpointing.enable": "again",
+        "--train.micro_batch_size": "size",
+        "--train.global_batch_size": "batch",
+    },
+}
+"""By framework: its flags, and which value of `framework_flags` each takes; without a value a flag is left out."""
+
+FRAMEWORKS = tuple(_FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +79,8 @@ class FrameworkFlags:
 
     def command(self) -> str:
         """Return the flags as one line of a shell."""
-        return " ".join(f"{flag} {value}".strip() for flag, value in self.flags.items())
+        pairs = ((flag, " " if flag.startswith("-") else "=", value) for flag, value in self.flags.items())
+        return " ".join(f"{flag}{between}{value}".strip() for flag, between, value in pairs)
 
 
 def framework_flags(
@@ -37,8 +91,7 @@ def framework_flags(
     chosen = plan.unit(unit)
     stages, replicas = chosen.replicas[0].stages, len(chosen.replicas)
     groups = len({stage.ranks for stage in stages})
-    degrees, names = max(stage.degrees for stage in stages), TORCHTITAN if framework == "torchtitan" else MEGATRON
-    flags: dict[str, str | int] = {flag: getattr(degrees, name) for name, flag in names.items()}
+    degrees, names = max(stage.degrees for stage in stages), {*_FLAGS[framework].values()}
     chunks, size = len(stages) // groups, max(1, batch // (replicas * microbatches))
     kinds = {"block" if how == "block_offload" else how for how in chosen.recompute} - {"none"}
     others = [other.name for other in plan.units if other.name != unit]
@@ -51,30 +104,33 @@ def framework_flags(
         lost.append("inputs of blocks in host memory: they stay on the device")
     if kinds and "none" in chosen.recompute:
         lost.append("recomputation of some blocks only: all are recomputed")
-    lost += [f"{name} {n}: it has no flag" for name, n in degrees._asdict().items() if n > 1 and name not in names]
-    if framework == "torchtitan":
-        shared = replicas * degrees.cp if zero == "all" else 1
-        flags |= {
-            "--parallelism.pipeline_parallel_degree": groups,
-            "--parallelism.pipeline_parallel_schedule": "Interleaved1F1B" if chunks > 1 else "1F1B",
-            "--parallelism.pipeline_parallel_microbatch_size": size,
-            "--parallelism.data_parallel_shard_degree": replicas if shared > 1 else 1,
-            "--parallelism.data_parallel_replicate_degree": 1 if shared > 1 else replicas,
-            "--training.local_batch_size": size if groups == 1 else batch // replicas,
-            "--training.global_batch_size": batch,
-            "--activation_checkpoint.mode": "full" if "block" in kinds else "selective" if kinds else "none",
-        }
-        return FrameworkFlags(flags, tuple(lost))
-    flags |= {"--pipeline-model-parallel-size": groups, "--micro-batch-size": size, "--global-batch-size": batch}
-    flags |= {"--num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}
-    flags |= {"--sequence-parallel": ""} if degrees.tp > 1 else {}
-    flags |= {"--use-distributed-optimizer": ""} if zero != "none" else {}
-    if "block" in kinds:
-        flags |= {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}
-    elif kinds:
+    of_core = framework in ("megatron", "megatron-bridge", "ms-swift")
+    if of_core and kinds and "block" not in kinds:
         lost.append("keeping attention alone: its selective recomputation keeps the rest")
-    if framework == "ms-swift":
-        flags = {
-            flag[:2] + flag[2:].replace("-", "_"): "true" if value == "" else value for flag, value in flags.items()
-        }
-    return FrameworkFlags(flags, tuple(lost))
+    if framework == "veomni" and (others_of := degrees.tp * groups) > 1:
+        lost.append(f"tensor parallelism and pipelines: {others_of} times as many ranks share the batch")
+        replicas, names = replicas * others_of, {*names, "tp"}
+    lost += [f"{name} {n}: it has no flag" for name, n in degrees._asdict().items() if n > 1 and name not in names]
+    shared = (replicas * degrees.cp if zero == "all" else 1) > 1
+    on, full = "" if framework == "megatron" else "true", of_core and "block" in kinds
+    values: dict[str, str | int | None] = {
+        **degrees._asdict(),
+        "pp": groups,
+        "size": size,
+        "batch": batch,
+        "chunks": chunks if chunks > 1 else None,
+        "sequence": on if degrees.tp > 1 else None,
+        "distributed": on if zero != "none" else None,
+        "granularity": "full" if full else None,
+        "method": "uniform" if full else None,
+        "each": 1 if full else None,
+        "schedule": "Interleaved1F1B" if chunks > 1 else "1F1B",
+        "shard": replicas if shared else 1,
+        "replicate": 1 if shared else replicas,
+        "local": size if groups == 1 else batch // replicas,
+        "in_pipeline": size if groups > 1 else None,
+        "mode": "full" if "block" in kinds else "selective" if kinds else "none",
+        "again": "true" if kinds else "false",
+    }
+    flags = {flag: values[name] for flag, name in _FLAGS[framework].items()}
+    return FrameworkFlags({flag: value for flag, value in flags.items() if value is not None}, tuple(lost))

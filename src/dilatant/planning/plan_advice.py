@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from dilatant.report.text.wording import counted, listed, percent_text, seconds_
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import families_for
 
+FILLING = 0.1
+"""Share of a step in which a well-fed pipeline fills and drains."""
 NOTABLE = 0.01
 """Share of a step that a change must save to be advised: less is within the accuracy of any prediction."""
 
@@ -25,6 +28,7 @@ def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
         *_schedules(planned),
         *_recomputation(planned),
         *_microbatches(planned),
+        *_batch(planned),
         *_row_tokens(planned),
         *_unfreezing(planned),
     )
@@ -72,6 +76,20 @@ def _microbatches(planned: PlannedRun) -> Iterator[str]:
                 f"With {counted(count, 'microbatch')} of {counted(size, 'sample')} a step would take "
                 f"{_instead(planned, score)} (add {size} to plan.microbatch_sizes, or set parallel.microbatches)."
             )
+
+
+def _batch(planned: PlannedRun) -> Iterator[str]:
+    """Advise on a batch that keeps pipelines full, if they fill and drain for long. Both last as long with more
+    microbatches, whatever their number."""
+    winner, batch = planned.result.winner, planned.problem.global_batch
+    total = winner.score.seconds * len(winner.plan.ranks)
+    lost = sum(winner.score.idle_seconds.get(cause, 0.0) for cause in ("warm-up", "drain")) / total
+    if lost > 2 * FILLING:
+        larger = batch * math.ceil(lost / (1.0 - lost) * (1.0 - FILLING) / FILLING)
+        yield (
+            f"The global batch is small for {counted(len(winner.plan.ranks), 'device')}: pipelines fill and drain for "
+            f"{percent_text(lost)} of the step, about {percent_text(FILLING)} with train.global_batch_size {larger:,}."
+        )
 
 
 def _row_tokens(planned: PlannedRun) -> Iterator[str]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
-from dilatant.config.degrees import AXES
+from dilatant.config.degrees import AXES, ONE
 from dilatant.config.files.own_files import require_plain
 from dilatant.config.memory_modes import Shard
-from dilatant.cost.memory import ZEROS
+from dilatant.cost.memory import ZEROS, bytes_text
 from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.model_spec import roles_of
 from dilatant.plan.plan import Plan
@@ -29,6 +29,7 @@ from dilatant.report.pages.plan_page import write_plan_page
 from dilatant.report.plan_report import DeviceGroup, PlanReport, WhyNotFacts
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.search_report import (
+    compared_plan,
     compared_plans,
     memory_use,
     searched_plans,
@@ -36,9 +37,9 @@ from dilatant.report.search_report import (
     unit_facts,
     workload_ratio,
 )  # fmt: skip
-from dilatant.report.text.plan_summary import why_not_text
+from dilatant.report.text.plan_summary import explain, why_not_text
 from dilatant.report.text.search_reasons import group_reasons, search_reasons
-from dilatant.report.text.wording import count_text, counted, listed, origin_text, seconds_text
+from dilatant.report.text.wording import count_text, counted, listed, origin_text, percent_text, seconds_text
 
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None) -> TrainingPlan:
@@ -95,7 +96,10 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         proven=result.proven,
         planning_seconds=result.wall_seconds,
         allocated_devices=cluster.num_devices,
-        reasons=(first, *_groups(planned), *reasons, *planned.rows, *_decoding(planned), last),
+        reasons=(
+            *(first, *_groups(planned), *_data_parallel(planned), *reasons),
+            *(*planned.rows, *_decoding(planned), *_compared(problem), last),
+        ),
         advice=plan_advice(planned),
         warnings=(*planned.notes, *([stable] if stable else []), *_warnings(planned)),
         searched=_searched(planned),
@@ -194,6 +198,45 @@ def _cost_source(problem: PlanningProblem) -> str:
     before = " before (`dilatant profile` measures again)" if problem.from_before else ""
     eager = ", with eager blocks, which are slower than compiled ones" * (problem.config.train.compile == "blocks")
     return f"{origin}{before}{problem.measured.unmeasured_text}{eager}"
+
+
+def _compared(problem: PlanningProblem) -> list[str]:
+    """Say how far modelled steps are from published ones on these devices."""
+    hardware = problem.target.hardware
+    if problem.measured.origin != "analytic" or problem.target.groups or problem.target.is_local:
+        return []
+    found = [f"{name} {percent_text(off)}" for name, off in hardware.compared.items()]
+    if not found:
+        return [f"No published run on {hardware.name} was compared with its modelled step."]
+    return [f"Modelled steps of published runs on {hardware.name} are off by, in the mean: {listed(found)}."]
+
+
+def _data_parallel(planned: PlannedRun) -> list[str]:
+    """Say why no device holds the whole model, unless the plan is so."""
+    problem, result = planned.problem, planned.result
+    target, units = problem.target.sharing(result.winner.zero), problem.model.spec.units
+    whole = [one for one in (result.winner, *result.runners_up) if len(one.plan.ranks) == one.replicas]
+    if result.winner in whole or target.cluster.num_devices == 1 or target.groups or planned.chain:
+        return []
+    if whole:
+        best = min(whole, key=lambda one: one.score.seconds)
+        chosen = compared_plan(result.winner, target.cluster, chosen=True)
+        more = percent_text(best.score.seconds / result.seconds - 1.0)
+        return [
+            f"Data parallelism alone takes {seconds_text(best.score.seconds)}, {more} more. "
+            f"{explain(compared_plan(best, target.cluster), chosen)}"
+        ]
+    layers = [(unit.name, layer) for unit in units for layer in unit.layers]
+    state = sum(target.rules.held(layer.held(ONE), layer.held_trained(ONE)) for _, layer in layers)
+    divided = sum(target.rules.shared(layer.held_trained(ONE), True, name) for name, layer in layers)
+    among = 1 if target.rules.zero == "none" else target.cluster.num_devices
+    held, room = state - divided * (1.0 - 1.0 / among), target.cluster.bytes_per_device
+    if held < room:
+        return []
+    return [
+        f"Data parallelism alone does not fit: weights and their state take {bytes_text(held)} of {bytes_text(room)} "
+        "on each device."
+    ]
 
 
 def _searched(planned: PlannedRun) -> str:

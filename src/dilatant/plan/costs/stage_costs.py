@@ -147,11 +147,11 @@ def stage_costs(
         if same not in known:
             replicas = len(plan.unit(entry.unit).replicas)
             known[same] = _sum_stage(entry, unit, tables[key], shared_by, rules, replicas)
-        if entry.index in exchanged:  # no action takes less than its collectives, of which some are exposed
-            *least, exposed = exchanged[entry.index]
+        if entry.index in exchanged:  # no action takes less than its collectives, and they delay it
+            *least, delay = exchanged[entry.index]
             seconds, *rest, host = known[same]
             runs = np.asarray(seconds).any(axis=1) * np.array(least)
-            rows.append((seconds + np.outer(exposed * runs, [0, 0, 1]), *rest, np.maximum(host, runs)))
+            rows.append((seconds + np.outer(delay * runs, [0, 0, 1]), *rest, np.maximum(host, runs)))
             continue
         rows.append(known[same])
     return StageCosts(*(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)))

@@ -25,6 +25,13 @@ UPDATE_BYTES = 50.0
 AdamW reads and writes gradient, moments and master (28), and the master is rounded (6)."""
 
 
+HOP = 0.125
+"""Latency from one rank of a ring to the next, as a share of a message's, in which ranks wait for each other."""
+BESIDE = 0.2
+"""Share of a collective's time by which it slows computation beside it: its kernels occupy 16 to 32 of a GPU's 108 to
+132 processors."""
+
+
 @dataclass(frozen=True, slots=True)
 class SyncSeconds:
     """Seconds by rank. beside: gradient sums that may overlap the last backward, bucket by bucket. after: updates, and
@@ -44,11 +51,13 @@ class SyncSeconds:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """A ring collective: all-reduce passes the bytes twice round the ring, reduce-scatter and all-gather once."""
+    """A ring collective, or as many as `count` with so many bytes together: all-reduce passes the bytes twice round the
+    ring, reduce-scatter and all-gather once."""
 
     size_bytes: float
     rounds: int
     ranks: Sequence[int]
+    count: int = 1
 
 
 @lru_cache(maxsize=4)  # called before a plan is simulated, and for its costs
@@ -135,7 +144,8 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
         crosses = len(ports) > 1
         groups = {id(group_of[rank]): group_of[rank] for rank in ring.ranks}.values()
         latency = max((group.between if crosses else group.inside).latency for group in groups)
-        wait = ring.rounds * math.ceil(math.log2(count)) * latency
+        visited = HOP * (count - 1) if ring.rounds == 1 else 0.0
+        wait = ring.count * max(ring.rounds * math.ceil(math.log2(count)), visited) * latency
         for rank in ring.ranks:
             waits[rank] += wait
             # A node's only member sends straight through the port.
@@ -160,7 +170,8 @@ def shard_seconds(
     plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes
 ) -> dict[int, tuple[float, ...]]:
     """Return stage number → seconds of the collectives of its actions F, B, I and W, if its gradients or weights are
-    sharded (see `runtime.state.sharded_stage`), then the share of them that is exposed: the first and the last."""
+    sharded (see `runtime.state.sharded_stage`), then the share of them by which actions take longer: the first and the
+    last are exposed, others slow what runs beside them."""
     found: dict[int, tuple[float, ...]] = {}
     for unit in plan.units:
         shard = rules.shard_of(unit.name)
@@ -172,18 +183,21 @@ def shard_seconds(
             held = [layer.held_trained(stage.degrees) for layer in layers]
             if not sum(held):
                 continue
-            rings: list[_Ring] = []
+            domains: dict[tuple[int, int], list[int]] = defaultdict(list)
             for part in range(stage.tp):
-                domains: dict[int, list[int]] = defaultdict(list)
                 for rank in itertools.chain(*(entry.stage.ranks[part :: stage.tp] for entry in peers)):
-                    domains[sharing_node(rank, rules)].append(rank)
-                rings += [_Ring(sum(held), 1, ranks) for ranks in domains.values()]
-            each = max(_ring_seconds(rings, plan.ranks, cluster).values())
+                    domains[part, sharing_node(rank, rules)].append(rank)
+            rings = [(ranks, len(layers)) for ranks in domains.values()]
             blocks = [size for size, layer in zip(held, layers) if "layers." in layer.name]
             exposed = (sum(held) - sum(blocks) + max(blocks, default=0.0)) / sum(held)
-            gather, total = each * rules.weight if shard == "weights" else 0.0, each * rules.gradient
-            if max(len(ring.ranks) for ring in rings) > 1:
-                seconds = (gather, gather + total, gather, total, exposed)
+            gather, total = (
+                max(_ring_seconds([_Ring(size, 1, *one) for one in rings], plan.ranks, cluster).values())
+                if size
+                else 0.0
+                for size in (sum(held) * rules.weight * (shard == "weights"), sum(held) * rules.gradient)
+            )
+            if max(map(len, domains.values())) > 1:
+                seconds = (gather, gather + total, gather, total, exposed + BESIDE * (1.0 - exposed))
                 found |= {entry.index: seconds for entry in peers}
     return found
 

@@ -30,6 +30,11 @@ def summarize(report: PlanReport) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def short_answer(report: PlanReport) -> str:
+    """Return speed, memory and shape of the plan in one line."""
+    return " ".join([_speed(report), *_memory(report), *report.reasons[:1]])
+
+
 def suggest(report: PlanReport) -> tuple[str, ...]:
     """Return the planner's advice, then a remedy for each large loss with the most it can save."""
     advice = list(report.advice)
