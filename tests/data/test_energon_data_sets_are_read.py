@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 
@@ -179,30 +178,3 @@ def test_older_names_of_the_files_are_known(tmp_path):
     with pytest.raises(UserError, match="run `energon prepare` there"):
         open_source(source.model_copy(update={"format": "energon"}))
     assert len(open_source(source)) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="no megatron-energon: its folders unread")
-def test_what_energon_prepares_is_read_as_energon_reads_it(tmp_path):
-    from megatron.energon import WorkerConfig, get_loader, get_val_dataset
-    from megatron.energon.epathlib import EPath
-    from megatron.energon.flavors import BaseWebdatasetFactory
-
-    (tmp_path / "x" / "parts").mkdir(parents=True)
-    for shard in range(5):
-        numbers = range(4 * shard, 4 * shard + 4)
-        members = {name: data for number in numbers for name, data in sample(number, json=b'{"c": "d"}').items()}
-        write_tar(tmp_path / "x" / "parts" / f"{shard}.tar", members)
-    BaseWebdatasetFactory.prepare_dataset(
-        EPath(str(tmp_path / "x")), ["parts/{0..4}.tar"], split_parts_ratio=[("train", 0.6), ("val", 0.4)]
-    )
-    (tmp_path / "x" / ".nv-meta" / "dataset.yaml").write_text(f"{CAPTIONS}  image: png\n  caption: txt\n")
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    for split in ("train", "val"):
-        theirs = get_loader(get_val_dataset(tmp_path / "x", split_part=split, batch_size=None, worker_config=config))
-        captions = {one.__key__: one.caption for one in theirs}
-        reader = open_source(DataSource(path=str(tmp_path / "x"), split=split, prompt="What?"))
-        assert {f"parts/{reader.name_of(at).replace(':', '/')}": text for at, text in enumerate(answers(reader))} == (
-            captions
-        )
-        assert len(captions) > 3
