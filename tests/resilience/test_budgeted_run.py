@@ -80,9 +80,8 @@ class Budget:
 def project(folder: Path) -> dict[str, Any]:
     """Return the config of a run in one process, with exact sums over samples."""
     train_, eval_ = write_images(folder, 24), write_images(folder, 10, "eval.jsonl")
-    tree = tiny_config(
-        steps=10**9, global_batch_size=8, save_steps=EVERY, keep_checkpoints=10**6, schedule={"kind": "constant"}
-    )
+    own = {"save_steps": EVERY, "keep_checkpoints": 10**6, "schedule": {"kind": "constant"}, "deterministic": True}
+    tree = tiny_config(steps=10**9, global_batch_size=8, **own)
     tree["data"] |= {"train": [{"path": str(train_)}], "eval": [{"path": str(eval_)}]}
     return {**tree, "evaluation": {"steps": 7}}
 
