@@ -12,7 +12,6 @@ import yaml
 
 from cases.tiny_project import tiny_config, write_images
 from dilatant.config import load_config
-from dilatant.plan.plan import Plan
 from dilatant.resilience.protocol.values import ASKED
 from dilatant.resilience.status import read_status
 from dilatant.schedule.schedule import MeasuredStep
@@ -104,19 +103,6 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
 
 
 @pytest.mark.slow
-def test_tensor_parallel_groups_are_formed_again_after_a_loss(tmp_path: Path, undisturbed: list[float]) -> None:
-    """Two pipelines of two nodes, with two ranks each: a node is lost, and the one beside it becomes a pipeline."""
-    project = make_project(tmp_path, {**PIPELINES, "units": {"language": {"replicas": 2, "pp": 2, "tp": 2}}})
-    arguments = changes("resilience.ranks_per_node=2", "train.steps=12")
-    ended = run_with_faults(project, Fault(4, "worker:3"), arguments=arguments)
-    require_equal(ended, undisturbed, 12)
-    plan = Plan.from_json((project / "run" / "plan.json").read_text())
-    stages = [[stage.ranks for stage in replica.stages] for replica in plan.unit("language").replicas]
-    assert stages == [[(0, 1), (2, 3)], [(4, 5)]]
-    assert {placed.stage.tp for placed in plan.stages()} == {2}
-
-
-@pytest.mark.slow
 def test_layers_held_by_no_rank_come_from_newest_checkpoint(tmp_path: Path, undisturbed: list[float]) -> None:
     ended = run_with_faults(
         make_project(tmp_path, CHAIN), Fault(9, "worker:1"), arguments=("--set", "train.save_steps=4")
@@ -146,17 +132,6 @@ def test_too_few_nodes_or_copies_end_the_run_with_a_code_for_schedulers(
     found = read_status(project / "run")
     assert (found.exit_code, found.step) == (75, len(ended.losses))
     assert [each.step for each in list_checkpoints(project / "run" / "checkpoints")] == [found.step]
-
-
-@pytest.mark.slow
-def test_a_run_with_too_few_copies_may_save_and_go_on(tmp_path: Path, undisturbed: list[float]) -> None:
-    project = make_project(tmp_path, COPIES)
-    arguments = changes("resilience.fault_tolerance=3", "resilience.when_thin=save")
-    ended = run_with_faults(project, Fault(3, "worker:2"), arguments=arguments)
-    require_equal(ended, undisturbed)
-    last, thin = (each.step for each in list_checkpoints(project / "run" / "checkpoints"))
-    (begun,) = (event["step"] for event in ended.events if event["task"] == "run" and event["generation"] == 2)
-    assert (thin, last) == (begun, STEPS)
 
 
 @pytest.mark.slow
