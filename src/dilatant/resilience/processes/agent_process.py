@@ -140,6 +140,7 @@ class AgentService:
                 self._give(self._agent.obey(message, time.monotonic()))
             elif message is None:
                 self._coordinator = None
+                self._record_read = -math.inf  # a coordinator writes that the run is over before it closes connections
                 self._is_alone.set()
             return
         if isinstance(message, Hello):
