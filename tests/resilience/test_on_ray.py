@@ -56,6 +56,7 @@ def test_what_a_ray_cluster_lacks_is_named() -> None:
 def ray_cluster(nodes: int) -> Iterator[tuple[Any, list[Any], tuple[str, ...]]]:
     """Yield a cluster, its nodes beside the head, and what comes before a command that is to find it."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # tests hide GPUs, and Ray's nodes shall have some
     token = secrets.token_hex(32)
     show_ray_token(token)
     from ray.cluster_utils import Cluster  # behind the token, which it reads once
