@@ -82,7 +82,7 @@ def num_members(machines: Machines) -> int:
 
 def lose_and_gain_a_node(folder: Path) -> None:
     machines = Machines(folder, samples=SAMPLES)
-    machines.write_project(replicas=3, listen=None, lease_seconds=4.0)
+    machines.write_project(replicas=3, listen=None, lease_seconds=30.0)  # starting a node of Ray takes all cores
     try:
         with ray_cluster(nodes=3) as (cluster, nodes, finds):
             leading = machines.start(*ON_RAY, "--set", "data.preprocess=ray", on=finds)
