@@ -56,6 +56,7 @@ def test_what_a_ray_cluster_lacks_is_named() -> None:
 def ray_cluster(nodes: int) -> Iterator[tuple[Any, list[Any], tuple[str, ...]]]:
     """Yield a cluster, its nodes beside the head, and what comes before a command that is to find it."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # tests hide GPUs, and Ray's nodes shall have some
     token = secrets.token_hex(32)
     show_ray_token(token)
     from ray.cluster_utils import Cluster  # behind the token, which it reads once
@@ -81,7 +82,7 @@ def num_members(machines: Machines) -> int:
 
 def lose_and_gain_a_node(folder: Path) -> None:
     machines = Machines(folder, samples=SAMPLES)
-    machines.write_project(replicas=3, listen=None, lease_seconds=4.0)
+    machines.write_project(replicas=3, listen=None, lease_seconds=30.0)  # starting a node of Ray takes all cores
     try:
         with ray_cluster(nodes=3) as (cluster, nodes, finds):
             leading = machines.start(*ON_RAY, "--set", "data.preprocess=ray", on=finds)

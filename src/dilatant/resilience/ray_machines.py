@@ -156,6 +156,7 @@ class RayMachines:
             warn(self._console, f"{place} is not replaced: {failed} agents could not start; the last: {problem}")
             return
         say(self._console, f"{place} was lost: {problem}; another one joins when Ray gives it")
+        ray.kill(agent.actor)  # Ray also calls an actor unavailable that may still run
         self._agents.append(self._begin(agent.bundle, failed))
 
 
