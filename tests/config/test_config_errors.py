@@ -289,7 +289,7 @@ def test_a_word_or_a_mapping_is_corrected_as_what_it_is(tmp_path: Path, given: o
     with pytest.raises(UserError) as error:
         load_config(write(tmp_path, changed(train={"recompute": given})))
     assert str(error.value).splitlines()[1:] == [
-        f"  - {place} Input should be 'none', 'block' or 'block_keep_attention' (given: "
+        f"  - {place} Input should be 'none', 'block', 'block_keep_attention' or 'block_offload' (given: "
         f"{given if isinstance(given, str) else 'blok'!r})"
     ]
 

@@ -127,7 +127,7 @@ INFO = {"shards/0.tar": 2, "shards/1.tar": 2, "shards/2.tar": 2}
         ("dataset.yaml", "!!python/object/apply:os.system [ls]", "cannot be read"),
         (".info.json", json.dumps({"shard_counts": INFO | {"shards/0.tar": 3}}), r"0.tar has 2 samples, not 3"),
         (".info.json", json.dumps({"shard_counts": INFO | {"shards/0.tar": 1 << 60}}), "Expected `int` <"),
-        (".info.json", '{"shard_counts": {"a.tar": 1, "a.tar": 1}}', r"the key 'a.tar' is there 2 times"),
+        (".info.json", '{"shard_counts": {"a.tar": 1, "a.tar": 1}}', r"an object has the key 'a.tar' twice"),
         (".info.json", '{"shard_counts": {"a.tar": ', "cannot be read"),
         (".info.json", '{"shard_counts": {}}', r"one that .info lacks: \['shards/0.tar'"),
         ("split.yaml", '{"split_parts": {"train": ["../y.tar"]}}', "one that .info lacks"),

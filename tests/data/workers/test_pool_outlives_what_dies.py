@@ -243,7 +243,7 @@ def test_withheld_media_are_retried_but_bad_media_are_not(tmp_path, monkeypatch,
     (tmp_path / "a.png").write_bytes(IMAGE)
     opened = []
 
-    def withheld(path):
+    def withheld(path, end=None):
         opened.append(path)
         if len(opened) <= 2:
             raise OSError(error, os.strerror(error))
@@ -251,7 +251,7 @@ def test_withheld_media_are_retried_but_bad_media_are_not(tmp_path, monkeypatch,
 
     source = InlineSource({"train": Picture()}, ENCODING)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_media, "open_regular", withheld)
+        patch.setattr(open_media, "open_data", withheld)
         source.ask(requests([0]))
         assert source.take("train", 100).media["vision"]["pixel_values"].shape == (1, 3, 8, 8)
         assert len(opened) >= 3
