@@ -135,6 +135,17 @@ def test_too_few_nodes_or_copies_end_the_run_with_a_code_for_schedulers(
 
 
 @pytest.mark.slow
+def test_a_run_with_too_few_copies_may_save_and_go_on(tmp_path: Path, undisturbed: list[float]) -> None:
+    project = make_project(tmp_path, COPIES)
+    arguments = changes("resilience.fault_tolerance=3", "resilience.when_thin=save")
+    ended = run_with_faults(project, Fault(3, "worker:2"), arguments=arguments)
+    require_equal(ended, undisturbed)
+    last, thin = (each.step for each in list_checkpoints(project / "run" / "checkpoints"))
+    (begun,) = (event["step"] for event in ended.events if event["task"] == "run" and event["generation"] == 2)
+    assert (thin, last) == (begun, STEPS)
+
+
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_stop_is_not_recorded_as_finished(tmp_path: Path) -> None:
     ended = run_with_faults(make_project(tmp_path, COPIES), Fault(3, "command", signal.SIGTERM))
     assert ended.exit_code == 143, ended.output
