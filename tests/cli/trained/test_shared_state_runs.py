@@ -28,7 +28,8 @@ def project(project: Path) -> Path:
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
 
 
 def stored(checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:

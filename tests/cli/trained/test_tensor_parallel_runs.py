@@ -38,7 +38,8 @@ def layout(parallel: dict) -> tuple[str, str]:
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
 
 
 def go_back(run: Path, number: int) -> None:
