@@ -208,7 +208,7 @@ class SpannedRecords(RecordsOfFiles):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What a data set says about its own files, such as the index of MDS shards.
+    """Holds what a data set says about its own files, such as the index of MDS shards.
 
     place: the describing file, in messages. paths: the data files, in order. samples: how many each holds. sizes: the
     bytes of each; empty if unknown. passed_over: descriptions of files that are not read. settings: how records are
