@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from dataclasses import replace
 from typing import Any
@@ -125,6 +126,25 @@ def test_no_unit_is_left_with_one_copy_that_had_two(name: str) -> None:
         new = after(plan, left_of(plan, lost))
         for unit in plan.units:
             assert len(new.unit(unit.name).replicas) >= min(2, len(unit.replicas)), (lost, unit.name)
+
+
+@pytest.mark.parametrize(("devices", "lost"), [(1, (5,)), (2, (6, 7))])
+def test_tensor_parallel_groups_are_rebuilt_though_single_ranks_are_faster(devices: int, lost: tuple[int, ...]) -> None:
+    """Ranks that lost a member form groups again; stages of one rank are made only where no group is left."""
+    plan = plan_of(ParallelSpec(replicas=2, tp=2), ParallelSpec(replicas=2, pp=2, tp=2), colocated=True)
+    planner = planner_like(plan, devices=devices, bytes_per_second=1e-3)
+    seconds = {width: [1.0 if width == 1 else 0.9] * 9 for width in (1, 2)}  # a pipeline of two ranks takes half
+    planner = MembershipPlanner(replace(planner.costs, seconds=seconds, narrowest={"vision": 2, "language": 2}))
+    survivors = left_of(plan, *lost)
+    found = planner.next(plan, survivors, [rank // devices for rank in range(len(survivors))])
+    assert {stage.ranks for stage in map(operator.attrgetter("stage"), found.plan.stages())} == {(0, 1), (2, 3), (4, 5)}
+    assert found.plan.unit("language").replicas[0] == plan.unit("language").replicas[0]
+    assert found.idle == tuple(range(6, len(survivors)))
+    assert found.microbatch_seconds == pytest.approx(0.9 * 9)  # of the pipeline of one group
+    alone = planner.next(found.plan, {0: 0}, [0])
+    assert {placed.stage.ranks for placed in alone.plan.stages()} == {(0,)}
+    free = MembershipPlanner(replace(planner.costs, narrowest={}))
+    assert 1 in {len(p.stage.ranks) for p in free.next(plan, survivors, [*range(len(survivors))]).plan.stages()}
 
 
 def test_a_unit_on_the_ranks_of_another_divides_them_in_its_own_way() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,19 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
     assert ended.injected == 4
     require_equal(ended, undisturbed, steps)
     assert len(ended.events[-1]["members"]) == nodes - 3
+
+
+@pytest.mark.slow
+def test_tensor_parallel_groups_are_rebuilt_on_the_nodes_left(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Nodes of one rank: the pipeline that lost a rank forms a group of two again, and its fourth rank is idle."""
+    parallel = {"units": {"language": {"replicas": 2, "pp": 2, "tp": 2}}, "colocated": {"vision": "language"}}
+    project = make_project(tmp_path, parallel)
+    ended = run_with_faults(project, Fault(4, "worker:7"), arguments=changes("train.steps=8"))
+    require_equal(ended, undisturbed, 8)
+    assert "idle until the next change: node6" in ended.output
+    stages = re.findall(r"^rank (\d) \((.*)\):", ended.output, re.MULTILINE)
+    first, last, whole = "vision 0 + language 0", "language 1", "vision 0 + language 0"
+    assert stages == [*zip("012345", [first, first, last, last, whole, whole])]
 
 
 @pytest.mark.slow

@@ -163,7 +163,8 @@ def _chain_of_layout(config: Config, samples: Samples, model: MultimodalModel, p
     lost = limits.ranks_per_node, limits.fault_tolerance
     recompute = {unit.name: unit.recompute for unit in plan.units}
     found = chain_costs(units, here.target.cluster, lost, degrees, recompute, size, count)
-    return replace(found, keeps_layout=True)
+    narrowest = {u.name: min(len(s.ranks) for replica in u.replicas for s in replica.stages) for u in plan.units}
+    return replace(found, keeps_layout=True, narrowest=narrowest)
 
 
 def _about_routers(model: MultimodalModel) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -36,7 +36,8 @@ class ChainCosts:
     devices of a stage → degrees of the stage. seconds: devices of a stage → forward plus backward of each layer of the
     chain for one microbatch; a step has `num_microbatches` over all pipelines. layer_bytes: bytes of state of each
     layer that a new holder receives, at `bytes_per_second` per node. keeps_layout: the run's first plan was not made
-    from these costs, and its layout is kept where possible.
+    from these costs, and its layout is kept where possible. narrowest: unit → devices of its narrowest stage in that
+    layout; narrower stages are made only where nothing else fits, even if they would be faster.
     """
 
     layers: dict[str, int]
@@ -51,6 +52,7 @@ class ChainCosts:
     fault_tolerance: int
     bytes_per_second: float = math.inf
     keeps_layout: bool = False
+    narrowest: dict[str, int] = field(default_factory=dict)
 
     def to_document(self) -> dict[str, Any]:
         """Return a document that can be written as JSON; `from_document` reads it."""
@@ -137,9 +139,10 @@ class MembershipPlanner:
             size: {ranks: one for ranks, one in whole.items() if _is_divisible(ranks, node_of, size, own)}
             for size in sizes
         }
-        # Pipelines that lost nobody are broken up only where nothing else fits.
+        # Pipelines that lost nobody are broken up, and tensor parallelism given up, only where nothing else fits.
+        least = max(self.costs.narrowest.values(), default=1)
         for size, kept in sorted(divisible.items(), key=lambda each: len(each[1]) < len(whole)):
-            if found and (not found[-1].idle or len(kept) < len(whole)):
+            if found and (not found[-1].idle or len(kept) < len(whole) or size < least):
                 break
             try:
                 found.append(self._on_nodes(kept, held, _nodes([*kept], node_of, size, own), size, node_of))
@@ -183,17 +186,24 @@ class MembershipPlanner:
         if key not in self._templates:
             widths = {width: seconds for width, seconds in costs.seconds.items() if width <= devices}
             planned = max(costs.num_microbatches, sum(costs.layers.values()))
-            found = plan_templates(widths, range(1, key[1] + 1), devices, planned, costs.memory, costs.num_microbatches)
+            searched = {width: self._searched_seconds(width) for width in widths}
+            found = plan_templates(searched, range(1, key[1] + 1), devices, planned, costs.memory, costs.num_microbatches)
 
             # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, as in long
             # pipelines. Here a step is one microbatch through all stages, plus one bottleneck per further one.
-            def one(template: Template) -> float:
-                return sum(sum(widths[gpus][first:end]) for first, end, gpus in template.stages)
+            def timed(template: Template) -> Template:
+                stages = [sum(widths[gpus][first:end]) for first, end, gpus in template.stages]
+                return replace(template, seconds=sum(stages), bottleneck=max(stages), num_microbatches=1)
 
-            self._templates[key] = {
-                nodes: replace(template, seconds=one(template), num_microbatches=1) for nodes, template in found.items()
-            }
+            self._templates[key] = {nodes: timed(template) for nodes, template in found.items()}
         return self._templates[key]
+
+    def _searched_seconds(self, width: int) -> list[float]:
+        """Return the seconds of each layer on `width` devices for the search of templates: a layer on fewer devices than
+        in the run's own layout takes longer than any pipeline, so such a stage is found only where no other fits."""
+        costs, longer = self.costs, 1.0 + 2.0 * max(map(sum, self.costs.seconds.values()))
+        least = [costs.narrowest.get(name, 1) for name, count in costs.layers.items() for _ in range(count)]
+        return [own + longer * (width < needed) for own, needed in zip(costs.seconds[width], least)]
 
     def _on_nodes(
         self,

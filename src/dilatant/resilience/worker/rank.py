@@ -192,8 +192,8 @@ class _ResilientRank:
         if made.trainer.rank == 0 and (idle := idle_ranks(made.planned.plan, order.members, order.workers)):
             say(
                 console_for(self._show),
-                f"idle until the next change: {listed(list(idle))}, since no pipelines that fit memory use exactly the "
-                "nodes that are there",
+                f"idle until the next change: {listed(list(idle))}, since no pipelines that fit memory, with tensor "
+                "parallelism as before, use exactly the nodes that are there",
             )
         result = train_to_end(self._config, made.trainer, self._folder, self._show, stop)
         if made.trainer.rank == 0:
