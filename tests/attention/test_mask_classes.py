@@ -180,9 +180,7 @@ def test_the_fastest_measured_backend_runs_where_it_can() -> None:
 @pytest.fixture
 def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("DILATANT_CACHE", str(tmp_path))
-    measured_rows.cache_clear()
-    yield tmp_path
-    measured_rows.cache_clear()
+    return tmp_path
 
 
 def test_measured_seconds_choose_in_later_calls(own_cache: Any) -> None:
@@ -201,10 +199,14 @@ def test_measured_seconds_choose_in_later_calls(own_cache: Any) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '[{"mask": 3}]', "\xff"])
-def test_a_damaged_file_of_seconds_counts_as_none(own_cache: Any, content: str) -> None:
+def test_a_damaged_file_of_seconds_counts_as_none(
+    own_cache: Any, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store_measured([MeasuredRow("full", "float32", 1, 8, 64, {"sdpa": 1.0})], "cpu")
     (path,) = (own_cache / "costs").iterdir()
-    path.write_bytes(content.encode("latin-1"))
+    (damaged := path.parents[1] / "other" / "costs" / path.name).parent.mkdir(parents=True)
+    damaged.write_bytes(content.encode("latin-1"))
+    monkeypatch.setenv("DILATANT_CACHE", str(damaged.parents[1]))
     assert measured_rows("cpu") == ()
 
 

@@ -149,14 +149,19 @@ def _measure_attention(
     import torch
 
     from dilatant.attention.kernels.measured import store_measured
-    from dilatant.planning.measuring.attention_seconds import attention_choices, measure_attention, rows_of
+    from dilatant.planning.measuring.attention_seconds import (
+        choice_text,
+        measure_attention,
+        measured_attention,
+        rows_of,
+    )
     from dilatant.planning.measuring.layer_probes import LONG_ROW
     from dilatant.runtime.precision import pick_device
 
     device, dtype = pick_device(), getattr(torch, target.dtype)
     tokens = LONG_ROW if device.type == "cuda" else max(counts)
     store_measured(measure_attention(rows_of(model), device, dtype, tokens, say), device.type, device.index)
-    return attention_choices(model, device, dtype)
+    return [choice_text(row) for row in measured_attention(model, device, dtype)]
 
 
 def _measure_links(target: Target) -> MeasuredLinks:

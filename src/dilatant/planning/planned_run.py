@@ -22,7 +22,7 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.measuring.attention_seconds import attention_choices
+from dilatant.planning.measuring.attention_seconds import measured_attention
 from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
 from dilatant.planning.planning import PlannedRun, PlanningProblem, answer_why_not, searched_row_tokens, tried_schedules
@@ -201,15 +201,16 @@ def _cost_source(problem: PlanningProblem) -> str:
     origin = origin_text(problem.measured.origin)
     before = " before (`dilatant profile` measures again)" if problem.from_before else ""
     eager = ", with eager blocks, which are slower than compiled ones" * (problem.config.train.compile == "blocks")
-    attention = "".join(f"; attention over {line}" for line in _attention_choices(problem))
-    return f"{origin}{before}{problem.measured.unmeasured_text}{eager}{attention}"
+    return f"{origin}{before}{problem.measured.unmeasured_text}{eager}{_attention_text(problem)}"
 
 
-def _attention_choices(problem: PlanningProblem) -> list[str]:
-    """Return which attention backends `dilatant profile` found the fastest on devices that are here."""
+def _attention_text(problem: PlanningProblem) -> str:
+    """Say which attention backends `dilatant profile` found the fastest, if the devices to plan for are here."""
     if not problem.target.is_local:
-        return []
-    return attention_choices(problem.model, pick_device(), getattr(torch, problem.target.dtype))
+        return ""
+    rows = measured_attention(problem.model, pick_device(), getattr(torch, problem.target.dtype))
+    chosen = listed([*dict.fromkeys(f"{row.ranking[0]} for {row.mask} rows" for row in rows)])
+    return f"; attention by {chosen}" if chosen else ""
 
 
 def _compared(problem: PlanningProblem) -> list[str]:

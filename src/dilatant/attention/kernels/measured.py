@@ -35,6 +35,11 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     def key(self) -> tuple[str, str, int, int]:
         return self.mask, self.dtype, self.group, self.head_dim
 
+    @property
+    def ranking(self) -> list[str]:
+        """Return the backends that ran, the fastest first."""
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
 
 def measured_row(
     rows: Iterable[MeasuredRow], mask: str, dtype: torch.dtype, group: int, head_dim: int
@@ -51,13 +56,16 @@ def store_measured(rows: Iterable[MeasuredRow], device: str, index: int | None =
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, msgspec.json.format(msgspec.json.encode([*kept.values()])))
-    measured_rows.cache_clear()
+    _read.cache_clear()
+
+
+def measured_rows(device: str, index: int | None = None) -> tuple[MeasuredRow, ...]:
+    """Return what was measured on this kind of device. A process reads it once, so that its choices do not change."""
+    return _read(_path(device, index))
 
 
 @functools.cache
-def measured_rows(device: str, index: int | None = None) -> tuple[MeasuredRow, ...]:
-    """Return what was measured on this kind of device. A process reads it once, so that its choices do not change."""
-    path = _path(device, index)
+def _read(path: Path) -> tuple[MeasuredRow, ...]:
     if not is_trusted_cache_file(path):
         return ()
     try:
@@ -67,9 +75,13 @@ def measured_rows(device: str, index: int | None = None) -> tuple[MeasuredRow, .
 
 
 def _path(device: str, index: int | None) -> Path:
-    name = torch.cuda.get_device_name(index) if device == "cuda" else device
-    versions = [_version(package) for package in _PACKAGES]
-    return cache_folder() / "costs" / f"attention-{sha256(repr((name, versions)).encode()).hexdigest()[:24]}.json"
+    what = torch.cuda.get_device_name(index) if device == "cuda" else device, _versions()
+    return cache_folder() / "costs" / f"attention-{sha256(repr(what).encode()).hexdigest()[:24]}.json"
+
+
+@functools.cache
+def _versions() -> tuple[str | None, ...]:
+    return tuple(_version(package) for package in _PACKAGES)
 
 
 def _version(package: str) -> str | None:

@@ -80,19 +80,19 @@ def measure_attention(
     return found
 
 
-def attention_choices(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return a line for each kind of row of a model that was measured on this device: the fastest backend, by how much,
-    and which ones failed."""
-    measured, lines = measured_rows(device.type, device.index), []
-    for row in rows_of(model):
-        found = measured_row(measured, row.kind, dtype, row.group, row.head_dim)
-        if found is None or not found.seconds:
-            continue
-        first, second = [*sorted(found.seconds, key=found.seconds.__getitem__), ""][:2]
-        times = f", {found.seconds[second] / found.seconds[first]:.2f} times as fast as {second}" if second else ""
-        failed = "".join(f"; {name} failed: {why}" for name, why in found.failed.items())
-        lines.append(f"{row.kind} rows with heads of {row.head_dim}: {first}{times}{failed}")
-    return lines
+def measured_attention(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> list[MeasuredRow]:
+    """Return what was measured on this device for the kinds of rows of a model, where there was a choice."""
+    measured = measured_rows(device.type, device.index)
+    found = [measured_row(measured, row.kind, dtype, row.group, row.head_dim) for row in rows_of(model)]
+    return [row for row in found if row is not None and row.seconds]
+
+
+def choice_text(row: MeasuredRow) -> str:
+    """Say which backend is the fastest, by how much, and which ones failed."""
+    first, second = [*row.ranking, ""][:2]
+    times = f", {row.seconds[second] / row.seconds[first]:.2f} times as fast as {second}" if second else ""
+    failed = "".join(f"; {name} failed: {why}" for name, why in row.failed.items())
+    return f"{row.mask} rows with heads of {row.head_dim}: {first}{times}{failed}"
 
 
 def _seconds(name: str, plans: list[AttentionPlan], device: torch.device, dtype: torch.dtype, row: Rows) -> float:
