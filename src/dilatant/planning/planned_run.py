@@ -209,8 +209,11 @@ def _attention_text(problem: PlanningProblem) -> str:
     if not problem.target.is_local:
         return ""
     rows = measured_attention(problem.model, pick_device(), getattr(torch, problem.target.dtype))
-    chosen = listed([*dict.fromkeys(f"{row.ranking[0]} for {row.mask} rows" for row in rows)])
-    return f"; attention by {chosen}" if chosen else ""
+    kinds: dict[str, dict[str, None]] = {}
+    for row in rows:
+        kinds.setdefault(row.ranking[0], {})[row.mask] = None
+    chosen = listed([f"{name} for {listed([*own])} rows" for name, own in kinds.items()])
+    return f"; attention by {chosen}" if kinds else ""
 
 
 def _compared(problem: PlanningProblem) -> list[str]:
