@@ -110,7 +110,7 @@ SECTIONS = {
         80,
     ),
     "backends": Section(
-        "attention backends by mask class for that model's heads, as `dilatant profile` chooses them", 300,
+        "attention backends by mask class, timed as by `dilatant profile`", 300,
         ("benchmarks/attention.py", "--sections", "backends", "--out", "{out}/backends-gpu.json"),
         16,
     ),
