@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from attention_placement import measure_planning
 from attention_suite import without_gpu
@@ -35,9 +36,14 @@ from attention_suite.shares import fit_block_cost, measure_shares, measure_split
 from machine import machine
 from torch._functorch import config as functorch_config
 
+from dilatant.attention.kernels.mask_class import Kind
+from dilatant.planning.measuring.attention_seconds import Rows, measure_attention
+
+BY_CLASS: tuple[Kind, ...] = ("causal", "window", "full", "media")
+WINDOW = 1024
 RESULTS = Path(__file__).parent / "results"
-GPU_SECTIONS = ("rates", "shares", "splitting", "planning", "memory")
-CPU_SECTIONS = ("rates", "shares", "interpreter", "compiled", "planning", "memory")
+GPU_SECTIONS = ("backends", "rates", "shares", "splitting", "planning", "memory")
+CPU_SECTIONS = ("backends", "rates", "shares", "interpreter", "compiled", "planning", "memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -107,6 +113,19 @@ def rates(settings: argparse.Namespace, device: torch.device, report: dict[str, 
     for row in found["largest_errors"]:
         parts = (f"{name} {v if isinstance(v, str) else format(v, '.1e')}" for name, v in list(row.items())[2:])
         print(f"  {row['mask']:16}{', '.join(parts)}")
+
+
+def backends(settings: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
+    """Time every backend of the package on rows of new lengths, as `dilatant profile` does; nothing is kept."""
+    shape = settings.shape
+    group = shape.query_heads // shape.kv_heads
+    kinds = [Rows(kind, group, shape.head_dim, WINDOW if kind == "window" else None) for kind in BY_CLASS]
+    found = measure_attention(kinds, device, shape.dtype, max(settings.tokens))
+    report["backends"] = [msgspec.to_builtins(row) for row in found]
+    for row in found:
+        times = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in sorted(row.seconds.items()))
+        failed = "".join(f"; {name} failed: {why}" for name, why in row.failed.items())
+        print(f"{row.mask:8}{row.tokens:8} tokens, ms forward and backward: {times or 'one backend only'}{failed}")
 
 
 def shares(settings: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
@@ -183,6 +202,7 @@ def memory(settings: argparse.Namespace, device: torch.device, report: dict[str,
 
 Section = Callable[[argparse.Namespace, torch.device, dict[str, Any]], None]
 SECTIONS: dict[str, Section] = {
+    "backends": backends,
     "rates": rates,
     "shares": shares,
     "splitting": splitting,

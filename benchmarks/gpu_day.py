@@ -67,7 +67,7 @@ def _tests(*files: str) -> tuple[str, ...]:
 
 SECTIONS = {
     "machine": Section("copies and matrix products", 60, ("benchmarks/gpu_day.py", "--machine"), 16),
-    "kernels": Section("Triton kernels against blockwise ones", 400, _tests("tests/attention")),
+    "kernels": Section("Triton kernels, varlen, FlexAttention against definitions", 400, _tests("tests/attention")),
     "runtime": Section("a step against a CPU's; NCCL where there are two GPUs", 200, _tests("tests/runtime")),
     "families": Section("whole models against a CPU", 200, _tests("tests/models")),
     "attention": Section(
@@ -96,6 +96,23 @@ SECTIONS = {
         "LoRA of that model against transformers' Trainer with peft", 300,
         (*TRAINER, "--lora", "--data", "{data}", "--workers", "4", "--json", "{out}/one_device_lora-gpu.json"),
         40, package="peft",
+    ),
+    "muon": Section(
+        "Muon for the language model's matrices against the Trainer's AdamW", 300,
+        (*TRAINER, "--muon", "--way", "packed", "--data", "{data}", "--workers", "4",
+         "--json", "{out}/one_device_muon-gpu.json"),
+        80,
+    ),
+    "block_offload": Section(
+        "inputs of recomputed blocks in host memory against the Trainer, which keeps all", 300,
+        (*TRAINER, "--recompute", "block_offload", "--way", "packed", "--data", "{data}", "--workers", "4",
+         "--json", "{out}/one_device_offload-gpu.json"),
+        80,
+    ),
+    "backends": Section(
+        "attention backends by mask class, timed as by `dilatant profile`", 300,
+        ("benchmarks/attention.py", "--sections", "backends", "--out", "{out}/backends-gpu.json"),
+        16,
     ),
     "prediction": Section(
         "time and peak memory of a step of 0.8 B parameters, predicted and measured", 400,
@@ -176,7 +193,7 @@ def main() -> None:
         report["sections"][name] = found
         (out / "gpu_day.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         told = missing or f"{found['status']} in {found['seconds']} s: {found['last']}"
-        print(f"{name:10} {section.title}: {told}", flush=True)
+        print(f"{name:13} {section.title}: {told}", flush=True)
     sys.exit(failed)
 
 

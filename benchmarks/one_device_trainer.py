@@ -28,13 +28,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from machine import machine
 from one_device import AGREEMENT as FP32_AGREEMENT
 from one_device import BARS, Step, cases
 from torch import nn
+
+from dilatant.config.memory_modes import Recompute
 
 BAR = 1.3
 """Required speed-up over `padded`; over the other ways it is 1."""
@@ -111,6 +113,8 @@ def tree(model: Path, data: Path, output: Path, settings: argparse.Namespace) ->
             "report_to": [],
             "precision": settings.precision,
             "compile": settings.compile,
+            "recompute": settings.recompute,
+            **({"optimizer": {"muon": {"weights": ["language"]}}} if settings.muon else {}),
         },
     }
 
@@ -309,7 +313,8 @@ def compare(
     other.join()
     if len(theirs) < len(ours):
         raise SystemExit(f"{name}, {way}: the Trainer took {len(theirs)} of {len(ours)} steps")
-    compared = 1 if settings.lora else 2  # adapters begin with other random numbers, which the second step sees
+    # Adapters begin with other random numbers, and Muon has another update, which the second step sees.
+    compared = 1 if settings.lora or settings.muon else 2
     differences = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours[:compared], theirs[:compared])]
     timed = list(zip(ours, theirs))[settings.warm_up :]
     ratios = [b.seconds / a.seconds for a, b in timed]
@@ -344,6 +349,10 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="both train adapters of the language model alone")
     parser.add_argument("--precision", choices=AGREEMENT, default="fp32")
     parser.add_argument("--compile", choices=("blocks", "none"), default="none", help="train.compile of (a)")
+    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="train.recompute of (a)")
+    parser.add_argument(
+        "--muon", action="store_true", help="(a) updates matrices by Muon: the first losses are compared"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--again", action="store_true", help="also what the file has already")

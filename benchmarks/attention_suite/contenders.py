@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_suite import flex
 from dilatant.attention import attention
+from dilatant.attention.kernels import flex
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.blockwise import visible_pairs
 from dilatant.attention.masks.mask import AttentionMask

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_suite import flex
 from attention_suite.clock import host_milliseconds, median_seconds
 from attention_suite.contenders import Attend, Contender, FlexTuning, Problem, contenders, one_line
 from attention_suite.rows import build, count_visible_pairs, draw_row
+from dilatant.attention.kernels import flex
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.blockwise import forward as blockwise_forward
 from dilatant.attention.kernels.scores import Scores

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,12 +19,17 @@ from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
 from dilatant.attention.kernels.attention_plan import AttentionPlan
 from dilatant.attention.kernels.backends import AttentionCall, MachineCapabilities, choose_backend, explain_here
+from dilatant.attention.kernels.mask_class import MaskClass, RaggedRow
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks import packing
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout
 
-HOPPER = MachineCapabilities(triton=True, capability=(9, 0))
+TRITON = frozenset({"triton"})
+HOPPER = MachineCapabilities(TRITON | {"torch.nn.attention.varlen"}, capability=(9, 0))
+BACKENDS = {"triton", "blockwise", "sdpa", "varlen", "flash3", "flex"}
+ROW = RaggedRow(np.array([0, 3, 5], np.int32), 3, -1, 0, np.zeros(0, np.int64))
+PACKED, EQUAL = MaskClass("causal", None, ROW), MaskClass("equal", None, ROW)
 CPU = MachineCapabilities()
 
 
@@ -32,7 +39,7 @@ def request(**changes) -> AttentionCall:
         "dtype": torch.bfloat16,
         "head_dim": 128,
         "value_dim": 128,
-        "not_plain": "the tokens of sample 0 attend in more than one way",
+        "row": MaskClass("media", "the tokens of sample 0 attend in more than one way"),
     }
     return AttentionCall(**{**usual, **changes})
 
@@ -41,24 +48,25 @@ def request(**changes) -> AttentionCall:
     ("asked", "machine", "chosen"),
     [
         (request(), HOPPER, "triton"),
-        (request(not_plain=None), HOPPER, "triton"),
-        (request(not_plain=None, one_batch=True), HOPPER, "sdpa"),
-        (request(not_plain=None), MachineCapabilities(triton=True, capability=(7, 5)), "sdpa"),
-        (request(not_plain=None, softcap=True), HOPPER, "triton"),
-        (request(not_plain=None, sinks=True), HOPPER, "triton"),
+        (request(row=PACKED), HOPPER, "triton"),
+        (request(row=EQUAL), HOPPER, "sdpa"),
+        (request(row=PACKED), replace(HOPPER, packages=frozenset({"torch.nn.attention.varlen"})), "varlen"),
+        (request(row=PACKED), MachineCapabilities(TRITON, capability=(7, 5)), "sdpa"),
+        (request(row=PACKED, softcap=True), HOPPER, "triton"),
+        (request(row=PACKED, sinks=True), HOPPER, "triton"),
         (request(head_dim=320, value_dim=320), HOPPER, "blockwise"),
         (request(value_dim=64), HOPPER, "blockwise"),
         (request(dtype=torch.float64), HOPPER, "blockwise"),
-        (request(), MachineCapabilities(triton=False, capability=(9, 0)), "blockwise"),
-        (request(), MachineCapabilities(triton=True, capability=(7, 0)), "blockwise"),
+        (request(), MachineCapabilities(capability=(9, 0)), "blockwise"),
+        (request(), MachineCapabilities(TRITON, capability=(7, 0)), "blockwise"),
         (request(device="cpu"), CPU, "blockwise"),
-        (request(device="cpu", not_plain=None), CPU, "sdpa"),
+        (request(device="cpu", row=PACKED), CPU, "sdpa"),
     ],
 )
 def test_the_automatic_choice(asked: AttentionCall, machine: MachineCapabilities, chosen: str) -> None:
     choice = choose_backend(asked, machine)
     assert choice.name == chosen
-    assert set(choice.others) == {"triton", "blockwise", "sdpa"} - {chosen}
+    assert set(choice.others) == BACKENDS - {chosen}
     assert all(choice.others.values())
 
 
@@ -66,18 +74,26 @@ def test_the_automatic_choice(asked: AttentionCall, machine: MachineCapabilities
     ("wanted", "asked", "machine", "reason"),
     [
         ("triton", request(device="cpu"), CPU, "Triton is not installed"),
-        ("triton", request(device="cpu"), MachineCapabilities(triton=True), "on a CPU"),
-        ("triton", request(), MachineCapabilities(triton=True, capability=(7, 5)), "7.5, below 8.0"),
+        ("triton", request(device="cpu"), MachineCapabilities(TRITON), "on a CPU"),
+        ("triton", request(), MachineCapabilities(TRITON, capability=(7, 5)), "7.5, below 8.0"),
         ("triton", request(head_dim=512, value_dim=512), HOPPER, "512 is above 256"),
         (
             "triton",
             request(device="cpu"),
-            MachineCapabilities(triton=True, interpreter=True),
+            MachineCapabilities(TRITON, interpreter=True),
             "interpreter multiplies bfloat16 matrices wrongly",
         ),
         ("sdpa", request(), HOPPER, "attend in more than one way"),
-        ("sdpa", request(not_plain=None, softcap=True), HOPPER, "cannot cap"),
-        ("sdpa", request(not_plain=None, sinks=True), HOPPER, "sinks"),
+        ("sdpa", request(row=PACKED, softcap=True), HOPPER, "cannot cap"),
+        ("sdpa", request(row=PACKED, sinks=True), HOPPER, "sinks"),
+        ("varlen", request(), HOPPER, "samples that all attend alike, and the tokens of sample 0 attend in more"),
+        ("varlen", request(row=PACKED, dtype=torch.float32), HOPPER, "bfloat16 and float16, not torch.float32"),
+        ("varlen", request(row=PACKED), MachineCapabilities(TRITON, capability=(9, 0)), "no torch.nn.attention.varlen"),
+        ("varlen", request(row=PACKED, device="cpu"), HOPPER, "not on an NVIDIA GPU"),
+        ("varlen", request(row=PACKED, head_dim=100, value_dim=100), HOPPER, "100 and 100 channels"),
+        ("flash3", request(row=PACKED), HOPPER, "no flash_attn_interface here"),
+        ("flex", request(device="cpu"), CPU, "no backward on CPUs"),
+        ("flex", request(sinks=True), HOPPER, "no attention sinks"),
         ("flash", request(), HOPPER, "unknown attention backend 'flash'"),
     ],
 )
@@ -185,7 +201,7 @@ def test_full_samples_take_the_fewest_calls_within_their_padding(lengths: list[i
 
 def test_one_batch_is_samples_of_one_length_that_see_all_of_themselves() -> None:
     def is_one(mask: AttentionMask) -> bool:
-        return sdpa.is_one_batch(AttentionPlan(mask))
+        return AttentionPlan(mask).mask_class.kind == "equal"
 
     alike, unlike = RowLayout.of_lengths([4, 4]), RowLayout.of_lengths([4, 3])
     padded = RowLayout.of_samples([[("text", 4), ("padding", 4)]])
@@ -200,5 +216,5 @@ def test_doctor_explains_every_backend_for_every_kind_of_row() -> None:
     assert set(lines) == set(expected)
     for row, line in lines.items():
         assert line.startswith(f"{expected[row]} (")
-        for other in {"triton", "blockwise", "sdpa"} - {expected[row]}:
+        for other in BACKENDS - {expected[row]}:
             assert f"not {other}: " in line

@@ -138,3 +138,19 @@ def test_streams_wait_for_what_they_read_and_overwrite() -> None:
     assert torch.equal(back, tensors[2])
     fetch = ["in waits for compute", "in waits for out 3", "copy on in"]
     assert cuda.calls == [*fetch, "compute waits for in 5"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU: copies to its host were not checked")
+def test_inputs_come_back_to_a_gpu_to_the_bit() -> None:
+    device = torch.device("cuda")
+    found = {}
+    for how in ("block", "block_offload"):
+        stack = blocks(how, HostInputs(StreamedCopies(device))).to(device)
+        rows, table = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+        hidden = rows.requires_grad_() * 1.0  # no leaf, as behind an embedding
+        for block in stack:
+            hidden = block(hidden, table)
+        hidden.square().sum().backward()
+        found[how] = [parameter.grad for parameter in stack.parameters()]
+    assert all(map(torch.equal, *found.values()))

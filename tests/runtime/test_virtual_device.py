@@ -15,13 +15,15 @@ import torch
 
 from cases.step_cases import Step, random_step
 from dilatant.comm.backends import EDGE_CTAS
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime import transport as transport_module
 from dilatant.runtime.routes import Routes, derive_routes
 from dilatant.runtime.step.row_owners import MessageSlice
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.schedule import Action, Schedule
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.simulator.graph import build
+from dilatant.schedule.trainability import Trainability
 
 FAMILY_NAMES = [name for name in FAMILIES if name != "interleaved"]
 NUM_STEPS = 80
@@ -115,7 +117,10 @@ def _stuck(hosts: dict[int, _Host], large: bool = False) -> list[int]:
 
 def _hosts(seed: int, early: bool = False, look_ahead: int = 0) -> dict[int, _Host]:
     """Return the hosts of a random step. early: post receives as soon as there are buffers. look_ahead: 0: random."""
-    step = random_step(seed)
+    return _hosts_of(random_step(seed), seed, early, look_ahead or 1 + seed % 3)
+
+
+def _hosts_of(step: Step, seed: int, early: bool, look_ahead: int) -> dict[int, _Host]:
     family = FAMILIES[FAMILY_NAMES[seed % len(FAMILY_NAMES)]]
     schedule: Schedule = family(step.plan, step.assignment, step.trainability)
     graph = build(step.plan, step.assignment, schedule)
@@ -126,7 +131,7 @@ def _hosts(seed: int, early: bool = False, look_ahead: int = 0) -> dict[int, _Ho
         routes = derive_routes(graph, rank, backward, durations)
         if early:
             routes = replace(routes, after=dict.fromkeys(routes.after, 0))
-        hosts[rank] = _run(rank, step, tuple(schedule.actions.get(rank, ())), routes, look_ahead or 1 + seed % 3)
+        hosts[rank] = _run(rank, step, tuple(schedule.actions.get(rank, ())), routes, look_ahead)
     return hosts
 
 
@@ -139,6 +144,32 @@ def test_device_wide_waits_end_and_receives_leave_room(first: int) -> None:
         assert not _stuck(hosts), seed
         # Beside those that are posted ahead there may be some that had to be received before one that was needed.
         assert max(host.most_edges for host in hosts.values()) * EDGE_CTAS <= MULTIPROCESSORS // 2, seed
+
+
+def _many_feed_one() -> dict[int, _Host]:
+    """Return the hosts of a step of 3 microbatches in which 40 encoder ranks feed one language rank."""
+    encoders, batches = 40, 3
+    plan = Plan(
+        (
+            UnitPlan("vision", tuple(Replica((Stage(0, 4, (rank,)),)) for rank in range(encoders)), ("language",)),
+            UnitPlan("language", (Replica((Stage(0, 4, (encoders,)),)),)),
+        )
+    )
+    own = tuple(tuple((batches * rank + batch,) for batch in range(batches)) for rank in range(encoders))
+    fed = tuple(tuple(range(batch, batches * encoders, batches)) for batch in range(batches))
+    trainability = Trainability((True,) * (encoders + 1), (True,) * (encoders + 1))
+    return _hosts_of(Step(plan, Assignment({"vision": own, "language": (fed,)}), trainability), 0, False, 2)
+
+
+def test_a_rank_fed_by_many_has_room_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most_held() -> int:
+        hosts = _many_feed_one()
+        assert not _stuck(hosts)
+        return max(host.most_edges for host in hosts.values()) * EDGE_CTAS
+
+    assert most_held() <= MULTIPROCESSORS // 2
+    monkeypatch.setattr(transport_module, "MOST_POSTED", 10**6)
+    assert most_held() >= MULTIPROCESSORS  # none would be left
 
 
 def test_receives_posted_before_their_causes_are_found() -> None:

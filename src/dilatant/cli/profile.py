@@ -14,9 +14,12 @@ from dilatant.config.degrees import AXES, ONE
 from dilatant.config.errors import UserError, file_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from dilatant.cost.model import CostModel
+    from dilatant.planning.problem.describe_model import ModelDescription
     from dilatant.planning.problem.link_probe import MeasuredLinks
     from dilatant.planning.problem.planned_hardware import Target
 
@@ -90,12 +93,13 @@ def profile(
         update={"costs": None, **{name: counts for name, counts in degrees.items() if counts}}
     )
     place = place_from()
-    found = _measure_links(target) if links is not None else None
+    found, choices = _measure_links(target) if links is not None else None, list[str]()
     if place is not None and place.rank > 0:
         return  # layers are measured once, where nothing else runs
     with show_progress(open_console(stderr=True), "building the model without weights") as show:
         model = describe_model(build_meta_model(resolved, count_ids(load_model_tokenizer(resolved.model))))
         if target.is_local:
+            choices = _measure_attention(model, target, counts, show)
             costs = measure_layers(model, target, counts, repeats, show, planned_degrees(plan, model, target))
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
@@ -109,9 +113,11 @@ def profile(
         save_hardware(with_links(target.hardware, found), name, links)
     if as_json:
         measured = {} if found is None else {"links": asdict(found)}
-        print(json.dumps({**_plain(costs, counts), **measured}))
+        print(json.dumps({**_plain(costs, counts), "attention": choices, **measured}))
         return
     _show(costs, counts, console)
+    for line in choices:
+        print_line(console, f"attention over {line}")
     if costs.rough:
         worst, kind = costs.rough[0]
         print_line(
@@ -134,6 +140,28 @@ def profile(
         rest = f" (not there yet, so modelled: {', '.join(lacking)})" if lacking else ""
         line = f"{out} has {', '.join(together.groups)}: plan with it by `plan.costs: {out}`{rest}"
     print_line(console, line, wrap=False)
+
+
+def _measure_attention(
+    model: ModelDescription, target: Target, counts: tuple[int, ...], say: Callable[[str], None]
+) -> list[str]:
+    """Time attention backends on this device, keep the seconds in the cost cache, and return the choices as lines."""
+    import torch
+
+    from dilatant.attention.kernels.measured import store_measured
+    from dilatant.planning.measuring.attention_seconds import (
+        choice_text,
+        measure_attention,
+        measured_attention,
+        rows_of,
+    )
+    from dilatant.planning.measuring.layer_probes import LONG_ROW
+    from dilatant.runtime.precision import pick_device
+
+    device, dtype = pick_device(), getattr(torch, target.dtype)
+    tokens = LONG_ROW if device.type == "cuda" else max(counts)
+    store_measured(measure_attention(rows_of(model), device, dtype, tokens, say), device.type, device.index)
+    return [choice_text(row) for row in measured_attention(model, device, dtype)]
 
 
 def _measure_links(target: Target) -> MeasuredLinks:

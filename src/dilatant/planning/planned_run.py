@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES, ONE
 from dilatant.config.files.own_files import require_plain
@@ -20,6 +22,7 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.measuring.attention_seconds import measured_attention
 from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
 from dilatant.planning.planning import PlannedRun, PlanningProblem, answer_why_not, searched_row_tokens, tried_schedules
@@ -40,6 +43,7 @@ from dilatant.report.search_report import (
 from dilatant.report.text.plan_summary import explain, why_not_text
 from dilatant.report.text.search_reasons import group_reasons, search_reasons
 from dilatant.report.text.wording import count_text, counted, listed, origin_text, percent_text, seconds_text
+from dilatant.runtime.precision import pick_device
 
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None) -> TrainingPlan:
@@ -197,7 +201,19 @@ def _cost_source(problem: PlanningProblem) -> str:
     origin = origin_text(problem.measured.origin)
     before = " before (`dilatant profile` measures again)" if problem.from_before else ""
     eager = ", with eager blocks, which are slower than compiled ones" * (problem.config.train.compile == "blocks")
-    return f"{origin}{before}{problem.measured.unmeasured_text}{eager}"
+    return f"{origin}{before}{problem.measured.unmeasured_text}{eager}{_attention_text(problem)}"
+
+
+def _attention_text(problem: PlanningProblem) -> str:
+    """Say which attention backends `dilatant profile` found the fastest, if the devices to plan for are here."""
+    if not problem.target.is_local:
+        return ""
+    rows = measured_attention(problem.model, pick_device(), getattr(torch, problem.target.dtype))
+    kinds: dict[str, dict[str, None]] = {}
+    for row in rows:
+        kinds.setdefault(row.ranking[0], {})[row.mask] = None
+    chosen = listed([f"{name} for {listed([*own])} rows" for name, own in kinds.items()])
+    return f"; attention by {chosen}" if kinds else ""
 
 
 def _compared(problem: PlanningProblem) -> list[str]:

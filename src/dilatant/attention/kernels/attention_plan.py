@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 
+from dilatant.attention.kernels.mask_class import MaskClass, mask_class
 from dilatant.attention.masks.blocks import BlockTable, block_table
 from dilatant.attention.masks.mask import TOGETHER, AttentionMask
 from dilatant.attention.masks.work import work_list
@@ -72,6 +73,12 @@ class AttentionPlan:
             plan._windows = self._windows
             self._windows[window] = plan
         return plan
+
+    @property
+    def mask_class(self) -> MaskClass:
+        """The class of the mask, which says what backends can run it."""
+        found: MaskClass = self.remember("mask class", lambda plan: mask_class(plan.mask, plan.keys))
+        return found
 
     def table(self, row_block: int, column_block: int, transposed: bool = False) -> BlockTable:
         """Return the block table of queries by keys, or of keys by queries if `transposed`."""

@@ -3,30 +3,40 @@
 | backend   | devices           | what it is                                                       |
 |-----------|-------------------|------------------------------------------------------------------|
 | sdpa      | any               | PyTorch's scaled_dot_product_attention: plain rows only          |
+| varlen    | NVIDIA GPUs       | PyTorch's varlen_attn (flash attention 2): ragged rows, one call |
+| flash3    | NVIDIA Hopper     | the same of the package flash_attn_interface                     |
 | triton    | NVIDIA GPUs       | our kernels: every mask, deterministic gradients                 |
+| flex      | NVIDIA GPUs       | PyTorch's FlexAttention on our tables: every mask, not on ranks  |
 | blockwise | any               | the same tables in plain PyTorch: CPUs, float64, a reference     |
+
+What `dilatant profile` measured on a device decides there (`measured.py`), else `PREFERENCE`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.mask_class import MaskClass
+from dilatant.attention.kernels.measured import MeasuredRow, measured_row, measured_rows
 from dilatant.attention.kernels.scores import AttentionError
-from dilatant.attention.kernels.sdpa import is_one_batch, why_not_plain
 from dilatant.attention.kernels.triton_tuning import MAX_HEAD_DIM
 from dilatant.attention.masks.packing import RowLayout, document_causal, media_mask
 from dilatant.config.environment import interprets_triton
 
-PREFERENCE = {"cpu": ("sdpa", "triton", "blockwise"), "cuda": ("triton", "sdpa", "blockwise")}
-"""Order of the automatic choice by device; as on a CPU for other devices and for rows that are one dense batch. On an
-H100 our kernels run packed causal rows in 0.74 to 1.0 of the time of flash attention, in one call whatever the samples'
-lengths (`benchmarks/attention.py`)."""
+PREFERENCE = {
+    "cpu": ("sdpa", "triton", "blockwise", "varlen", "flash3", "flex"),
+    "cuda": ("triton", "varlen", "sdpa", "blockwise", "flash3", "flex"),
+}
+"""Order of the automatic choice by device where nothing was measured; as on a CPU for other devices and for rows that
+are one dense batch. On an H100 our kernels run packed causal rows in 0.74 to 1.0 of the time of flash attention 2
+(`benchmarks/attention.py`)."""
 
 KERNELS = ("triton", "blockwise")
 
@@ -38,27 +48,29 @@ issue 11781); 13.1 and later pass."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The properties of one attention call. `not_plain` says why the mask is not one full or causal block per sample,
-    or is None if it is. `one_batch`: all samples have full attention and the same length."""
+    """The properties of one attention call. group: query heads of a KV head. row: the class of the row's mask.
+    gradients: a backward may follow."""
 
     device: str
     dtype: torch.dtype
     head_dim: int
     value_dim: int
+    row: MaskClass
+    group: int = 1
     softcap: bool = False
     sinks: bool = False
-    not_plain: str | None = None
-    one_batch: bool = False
+    gradients: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class MachineCapabilities:
-    """Capabilities of the machine: compute `capability` of the GPU (None without one), whether Triton can be imported,
-    and whether Triton's interpreter mode (kernels run on the CPU) is on."""
+    """Capabilities of the machine: compute `capability` of the GPU (None without one), the optional `packages` that can
+    be imported, whether Triton's interpreter mode (kernels run on the CPU) is on, and what was `measured` on it."""
 
-    triton: bool = False
+    packages: frozenset[str] = frozenset()
     capability: tuple[int, int] | None = None
     interpreter: bool = False
+    measured: tuple[MeasuredRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,11 @@ def choose_backend(request: AttentionCall, installed: MachineCapabilities, wante
     AttentionError if `wanted` is unknown or cannot run the request, with the reason and the alternatives."""
     if wanted != "auto" and wanted not in _OBSTACLES:
         raise AttentionError(f"unknown attention backend {wanted!r}; known are auto, {', '.join(_OBSTACLES)}")
-    order = PREFERENCE["cpu" if request.one_batch or request.device not in PREFERENCE else request.device]
+    is_one = request.row.kind == "equal" or request.device not in PREFERENCE
+    row = measured_row(installed.measured, request.row.kind, request.dtype, request.group, request.head_dim)
+    seconds = {} if row is None else row.seconds
+    preferred = PREFERENCE["cpu" if is_one else request.device]
+    order = sorted(preferred, key=lambda name: seconds.get(name, math.inf))  # a stable sort
     obstacles = {name: unsupported_reason(name, request, installed) for name in order}
     able = [name for name in order if obstacles[name] is None]
     if wanted != "auto" and obstacles[wanted] is not None:
@@ -96,7 +112,12 @@ def choose_backend(request: AttentionCall, installed: MachineCapabilities, wante
     others = {name: obstacles[name] or f"{chosen} is preferred" for name in order if name != chosen}
     if wanted != "auto":
         return BackendChoice(chosen, "asked for", {name: why for name, why in others.items() if obstacles[name]})
-    return BackendChoice(chosen, _REASONS[chosen], others)
+    return BackendChoice(chosen, "the fastest here" if chosen in seconds else _REASONS[chosen], others)
+
+
+def capable_backends(request: AttentionCall, installed: MachineCapabilities) -> list[str]:
+    """Return all backends that can run a request on a machine."""
+    return [name for name in _OBSTACLES if unsupported_reason(name, request, installed) is None]
 
 
 def choose_kernel(request: AttentionCall, installed: MachineCapabilities, wanted: str = "auto") -> str:
@@ -151,25 +172,29 @@ def request_of(
         dtype=query.dtype,
         head_dim=query.shape[2],
         value_dim=value.shape[2],
+        row=plan.mask_class,
+        group=query.shape[1] // key.shape[1],
         softcap=softcap is not None,
         sinks=sinks is not None,
-        not_plain=why_not_plain(plan),
-        one_batch=is_one_batch(plan),
+        gradients=torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
     )
 
 
 def installed(device: torch.device) -> MachineCapabilities:
-    """Return what this machine offers for tensors on `device`."""
+    """Return what this machine offers for tensors on `device`. Deterministic runs do not depend on measurements."""
+    is_free = not torch.are_deterministic_algorithms_enabled()
     return MachineCapabilities(
-        triton=_has_triton(),
+        packages=_packages(),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         interpreter=interprets_triton(),
+        measured=measured_rows(device.type, device.index) if is_free else (),
     )
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _packages() -> frozenset[str]:
+    names = ("triton", "torch.nn.attention.varlen", "flash_attn_interface")
+    return frozenset(name for name in names if importlib.util.find_spec(name) is not None)
 
 
 def explain_here(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -182,7 +207,7 @@ def explain_here(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     }
     lines = {}
     for name, mask in masks.items():
-        call = AttentionCall(device.type, dtype, HEAD_DIM, HEAD_DIM, not_plain=why_not_plain(AttentionPlan(mask)))
+        call = AttentionCall(device.type, dtype, HEAD_DIM, HEAD_DIM, AttentionPlan(mask).mask_class)
         choice = choose_backend(call, installed(device))
         others = "".join(f"; not {other}: {why}" for other, why in choice.others.items())
         lines[name] = f"{choice.name} ({choice.reason}){others}"
@@ -192,7 +217,7 @@ def explain_here(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
 
 def compiler_note(capability: tuple[int, int] | None) -> str | None:
     """Return the assembler's version for a GPU, with a warning if it is known to fail; None without Triton."""
-    if capability is None or not installed(torch.device("cpu")).triton:
+    if capability is None or "triton" not in _packages():
         return None
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -207,7 +232,7 @@ def compiler_note(capability: tuple[int, int] | None) -> str | None:
 
 
 def _triton(request: AttentionCall, installed: MachineCapabilities) -> str | None:
-    if not installed.triton:
+    if "triton" not in installed.packages:
         return "Triton is not installed (pip install 'dilatant[gpu]')"
     if request.device == "cpu" and not installed.interpreter:
         return "the tensors are on a CPU"
@@ -233,22 +258,58 @@ def _blockwise(request: AttentionCall, installed: MachineCapabilities) -> str | 
 
 
 def _sdpa(request: AttentionCall, installed: MachineCapabilities) -> str | None:
-    if request.not_plain is not None:
-        return f"SDPA knows only whole and causal samples, and {request.not_plain}"
+    if request.row.not_plain is not None:
+        return f"SDPA knows only whole and causal samples, and {request.row.not_plain}"
+    return _no_options("SDPA", request)
+
+
+def _no_options(name: str, request: AttentionCall) -> str | None:
     if request.softcap:
-        return "SDPA cannot cap scores"
-    if request.sinks:
-        return "SDPA has no attention sinks"
-    return None
+        return f"{name} cannot cap scores"
+    return f"{name} has no attention sinks" if request.sinks else None
+
+
+def _ragged(module: str, name: str, request: AttentionCall, installed: MachineCapabilities) -> str | None:
+    """Return why flash attention of ragged rows in `module` cannot run the request; None if it can."""
+    lowest = (9, 0) if name == "flash3" else (8, 0)
+    if module not in installed.packages:
+        return f"there is no {module} here"
+    if request.device != "cuda" or installed.capability is None:
+        return "the tensors are not on an NVIDIA GPU"
+    if installed.capability < lowest or (name == "flash3" and installed.capability >= (10, 0)):
+        return f"the GPU's compute capability is {'.'.join(map(str, installed.capability))}, not {lowest[0]}.x"
+    if request.row.row is None:
+        return f"it takes samples that all attend alike, and {request.row.not_plain or 'these do not'}"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {request.dtype}"
+    if request.head_dim % 8 or request.head_dim > 256 or request.value_dim != request.head_dim:
+        return f"heads have {request.head_dim} and {request.value_dim} channels, not one multiple of 8 up to 256"
+    return _no_options("flash attention", request)
+
+
+def _flex(request: AttentionCall, installed: MachineCapabilities) -> str | None:
+    if request.device == "cpu" and request.gradients:
+        return "FlexAttention has no backward on CPUs"
+    if request.device == "cuda" and "triton" not in installed.packages:
+        return "Triton, to which it compiles, is not installed"
+    if request.device not in ("cpu", "cuda"):
+        return f"it was not tried on {request.device} devices"
+    return "there are no attention sinks in it" if request.sinks else None
 
 
 _OBSTACLES: dict[str, Callable[[AttentionCall, MachineCapabilities], str | None]] = {
     "sdpa": _sdpa,
+    "varlen": functools.partial(_ragged, "torch.nn.attention.varlen", "varlen"),
+    "flash3": functools.partial(_ragged, "flash_attn_interface", "flash3"),
     "triton": _triton,
+    "flex": _flex,
     "blockwise": _blockwise,
 }
 _REASONS = {
     "sdpa": "samples are plainly full or causal, which PyTorch's own kernels do at the cost of their squares",
+    "varlen": "samples that attend alike are one call of flash attention",
+    "flash3": "samples that attend alike are one call of flash attention",
     "triton": "our kernels take every mask and give the same gradients every time",
+    "flex": "FlexAttention takes every mask",
     "blockwise": "our block tables in plain PyTorch, the only one that takes every mask here",
 }

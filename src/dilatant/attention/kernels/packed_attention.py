@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from dilatant.attention.kernels.attention_plan import AttentionPlan
-from dilatant.attention.kernels.backends import choose_backend, installed, request_of
+from dilatant.attention.kernels.backends import KERNELS, choose_backend, installed, request_of
 from dilatant.attention.kernels.scores import Kernel, Scores
 from dilatant.attention.masks.mask import AttentionMask
 
@@ -34,8 +37,8 @@ def attention(
     together or the backend does not support the request.
     """
     plan = mask if isinstance(mask, AttentionPlan) else AttentionPlan(mask)
-    alike = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (query, key, value))
-    call = "backend", backend, alike, softcap is None, None if sinks is None else sinks.shape
+    alike = tuple((part.shape, part.dtype, part.device, part.requires_grad) for part in (query, key, value))
+    call = "backend", backend, alike, torch.is_grad_enabled(), softcap is None, None if sinks is None else sinks.shape
 
     def choose(plan: AttentionPlan) -> str:
         request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks)
@@ -43,11 +46,25 @@ def attention(
 
     name = plan.remember(call, choose)  # once for all layers of a microbatch
     scores = Scores(query.shape[2] ** -0.5 if scale is None else scale, softcap)
-    if name == "sdpa":
-        from dilatant.attention.kernels import sdpa
+    return _load(name)(query, key, value, sinks, plan, scores)
 
-        return sdpa.attend(query, key, value, sinks, plan, scores)
-    return KernelFunction.apply(query, key, value, sinks, plan, scores, load_kernel(name))[0]
+
+def _load(name: str) -> Callable[..., torch.Tensor]:
+    """Return a backend as a function of query, key, value, sinks, plan and scores."""
+    if name in KERNELS:
+        kernel = load_kernel(name)
+        return lambda *inputs: KernelFunction.apply(*inputs, kernel)[0]
+    if name in ("varlen", "flash3"):
+        from dilatant.attention.kernels import ragged
+
+        return partial(ragged.attend, ragged.load_operator(name))
+    if name == "flex":
+        from dilatant.attention.kernels import flex
+
+        return flex.attend
+    from dilatant.attention.kernels import sdpa
+
+    return sdpa.attend
 
 
 def load_kernel(name: str) -> Kernel:

@@ -54,18 +54,6 @@ class SdpaBatches(NamedTuple):
     unseeing: torch.Tensor | None
 
 
-def why_not_plain(plan: AttentionPlan) -> str | None:
-    """Return why the mask is not one full or causal block per sample; None if it is."""
-    return plan.remember("why not plain", _why_not_plain)
-
-
-def is_one_batch(plan: AttentionPlan) -> bool:
-    """Return whether the row is one batch without padding: samples of one length, each with full attention."""
-    runs = plan.mask.runs
-    is_alike = runs.length.size > 0 and bool((runs.length == runs.length[0]).all())
-    return why_not_plain(plan) is None and is_alike and bool((runs.field & (layout.OWN | layout.CAUSAL) == 1).all())
-
-
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -152,26 +140,6 @@ def _to_tokens(slots: torch.Tensor, batches: SdpaBatches) -> torch.Tensor:
     assert batches.slot_of_token is not None
     row = slots.index_select(0, batches.slot_of_token)
     return row if batches.unseeing is None else row.index_fill_(0, batches.unseeing, 0)
-
-
-def _why_not_plain(plan: AttentionPlan) -> str | None:
-    if plan.keys is not plan.mask:
-        return "the keys are not the queries' own row"
-    runs, window = plan.mask.runs, plan.mask.window
-    samples = set()
-    for start, length, word in zip(runs.start.tolist(), runs.length.tolist(), runs.field.tolist()):
-        own, attended = word & layout.OWN, (word & layout.ATTEND) >> layout.ATTEND_SHIFT
-        if not own and not attended:
-            continue
-        sample = (word & layout.SAMPLE) >> layout.SAMPLE_SHIFT
-        if sample in samples:
-            return f"the tokens of sample {sample} attend in more than one way (from token {start} on)"
-        samples.add(sample)
-        if not (own & attended) and not (word & layout.TOGETHER and own):
-            return f"tokens from {start} on do not attend to their own modality"
-        if word & layout.WINDOW and window is not None and window < length:
-            return f"sample {sample} of {length} tokens is held to a window of {window}"
-    return None
 
 
 def group_samples(runs: Runs, free_pairs: int) -> list[tuple[Batch, list[tuple[int, int]]]]:

@@ -74,9 +74,10 @@ class DeepStack(SideStates):
     def enter(self, forward: LanguageForward) -> None:
         super().enter(forward)
         decoder: Any = copy.copy(forward.decoder)
-        add = decoder._deepstack_process
-        decoder._deepstack_process = lambda hidden, at, rows: hidden if rows is None else add(hidden, at, rows)
-        forward.decoder = decoder  # adds nothing after skipped blocks
+        # The family selects tokens by a mask, for which the host waits. Here rows are given for all tokens, and None
+        # after skipped blocks.
+        decoder._deepstack_process = lambda hidden, _, rows: hidden if rows is None else hidden + rows.to(hidden.dtype)
+        forward.decoder = decoder
 
     def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
         used = min(states.shape[-1], (end - first) * self.hidden)
@@ -85,10 +86,7 @@ class DeepStack(SideStates):
         states = states[..., :used]
         states = states if shards is None else shards.split_beside(states)
         rows = states.split(self.hidden, -1)
-        return {
-            "deepstack_visual_embeds": [*(first * [None]), *(each.flatten(0, 1) for each in rows)],
-            "visual_pos_masks": torch.ones(states.shape[:2], dtype=torch.bool, device=states.device),
-        }
+        return {"deepstack_visual_embeds": [*(first * [None]), *rows]}
 
     def from_keywords(
         self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
