@@ -212,11 +212,12 @@ def _on_ranks(step: Callable[..., tuple[float, _Parts]], models: Sequence[Multim
 
 
 def _plan(model: MultimodalModel, units: Sequence[str], degrees: Mapping[str, int]) -> Plan:
-    """Return a plan of one stage per unit: of `units` on all ranks, of others on the first."""
+    """Return a plan of one stage per unit: of `units` on all ranks with these degrees, of others on the first."""
     feeds: Mapping[str, tuple[str, ...]] = model.graph.feeds
-    shared = {name: {"ranks": tuple(range(RANKS)), **degrees} for name in units}
     stages = {
-        name: Stage(0, len(unit.layers), **shared.get(name, {"ranks": (0,)}))  # type: ignore[arg-type]
+        name: Stage(0, len(unit.layers), tuple(range(RANKS)), **degrees)
+        if name in units
+        else Stage(0, len(unit.layers), (0,))
         for name, unit in model.units.items()
     }
     return Plan(tuple(UnitPlan(name, (Replica((stage,)),), feeds[name]) for name, stage in stages.items()))
