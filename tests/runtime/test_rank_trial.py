@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from cases.generic_steps import pretrained
 from dilatant.config.errors import UserError
 from dilatant.models.families.media_proof import drawn, samples_with_media
+from dilatant.models.language.extension import ContextParallel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.models.row_attention import attend_by_default
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime import rank_trial
-from dilatant.runtime.layouts import require_trainable
-from dilatant.runtime.rank_trial import Trial, compare_ranks, divide_where_proven, trial_of
+from dilatant.runtime.layouts import context_problems, require_trainable
+from dilatant.runtime.rank_trial import Trial, compare_ranks, divide_as_planned, divide_where_proven, trial_of
 
 
 def test_two_ranks_compute_what_one_does() -> None:
@@ -47,7 +51,40 @@ def test_ranks_with_other_weights_are_found() -> None:
         built.append(model)
         return model
 
-    problem = compare_ranks(build, samples_with_media(small), ("language",))
+    problem = compare_ranks(build, samples_with_media(small), ("language",), tp=2)
+    assert problem is not None
+    assert "changes" in problem
+
+
+def test_rows_are_not_split_where_that_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MultimodalModel({}, pretrained("vipllava"), device="meta")
+    attend_by_default(model)
+    own = trial_of(model)
+    assert own.context is None
+    assert context_problems(model.language) == []
+    monkeypatch.setattr(rank_trial, "trial_of", lambda model: replace(own, context="on two ranks, the loss changes"))
+    count = len(model.language.layers)
+    divide_as_planned(model, Plan((UnitPlan("language", (Replica((Stage(0, count, (0, 1), cp=2),)),)),)))
+    (problem,) = context_problems(model.language)
+    assert "on two ranks, the loss changes); give it cp: 1" in problem
+
+
+def test_ranks_that_split_rows_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = pretrained("vipllava")
+
+    def build() -> MultimodalModel:
+        torch.manual_seed(0)
+        return drawn(small, attend_by_default)
+
+    assert compare_ranks(build, samples_with_media(small), ("language",), cp=2) is None
+    gather = ContextParallel.begin
+
+    def begin(self: ContextParallel, forward: Any) -> None:
+        gather(self, forward)
+        forward.row = replace(forward.row, position_ids=forward.row.position_ids * 0)
+
+    monkeypatch.setattr(ContextParallel, "begin", begin)
+    problem = compare_ranks(build, samples_with_media(small), ("language",), cp=2)
     assert problem is not None
     assert "changes" in problem
 
@@ -59,7 +96,7 @@ def test_the_error_of_a_rank_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rank_trial, "Runtime", fails)
     small = pretrained("vipllava")
     with pytest.raises(UserError, match="this rank fails"):
-        compare_ranks(lambda: drawn(small, attend_by_default), samples_with_media(small), ("language",))
+        compare_ranks(lambda: drawn(small, attend_by_default), samples_with_media(small), ("language",), tp=2)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from dilatant.models.families.training_proof import loss_of
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_by_default, choose_attention
 from dilatant.models.sources import errors_alone, load_language_model, without_bars
-from dilatant.runtime.rank_trial import trial_of
+from dilatant.runtime.rank_trial import Trial, trial_of
 
 LARGEST_DIFFERENCE = 1e-4
 """Largest difference of logits, relative to the largest, that passes as fp32 rounding; a wrong weight changes parts."""
@@ -93,8 +93,9 @@ def _check(config: Any, where: str) -> ModelCheck:
         refusals.setdefault(2, of_text or "samples of a packed row would reach each other")
     if language.uncut is not None:
         refusals.setdefault(3, language.uncut)
-    plans = YES if language.row_attention is not None else f"no: {language.without_plans}"
-    proven |= {"tp": _shared_by_ranks(model), "cp": plans}
+    trial = trial_of(model)
+    refused = language.without_plans if language.row_attention is None else trial.context
+    proven |= {"tp": _shared_by_ranks(trial), "cp": YES if refused is None else f"no: {refused}"}
     return ModelCheck(config.model_type, found, min((3, *(rung - 1 for rung in refusals))), refusals, proven)
 
 
@@ -119,9 +120,8 @@ def _found(whole: PretrainedModel, clips: str | None) -> dict[str, str]:
     return found
 
 
-def _shared_by_ranks(model: MultimodalModel) -> str:
+def _shared_by_ranks(trial: Trial) -> str:
     """Return the units whose layers two ranks have shared without changing the loss or a gradient."""
-    trial = trial_of(model)
     found = f"{YES}, in {', '.join(trial.units)}" if trial.units else "no unit"
     return "; ".join([found, *(f"{name}: {why}" for name, why in trial.problems.items())])
 

@@ -58,6 +58,8 @@ def context_problems(unit: Unit) -> list[str]:
     if unit.row_attention is None:
         reason = unit.without_plans or why_not(unit.model) or "nobody asked for them (`choose_attention`)"
         problems.append(f"{unit.unit}: context parallelism needs attention over block tables: {reason}; {remedy}")
+    elif unit.unsplit is not None:
+        problems.append(f"{unit.unit}: context parallelism would train another model ({unit.unsplit}); {remedy}")
     if unit.before_language_model is not None:
         problems.append(f"{unit.unit}: before_language_model is given whole rows, which no rank has; {remedy}")
     return problems

@@ -1,4 +1,5 @@
-"""Rank trial: two ranks share the layers of a model's small copy, and must compute what one rank computes.
+"""Rank trial: two ranks share the layers of a model's small copy, or the tokens of its rows, and must compute what one
+rank computes.
 
 Ranks are threads of this process, each with its own model, communicator and runtime: a trial starts no process and
 leaves GPUs alone, so a planner can run it too. Trials are cached like proofs (see `training_proof`).
@@ -56,23 +57,27 @@ SECONDS = 120.0
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Result of a trial. units: those whose layers two ranks share without changing the loss or a gradient. problems:
-    other unit → why not."""
+    other unit → why not. context: why two ranks cannot share the tokens of the language model's rows; None if they
+    can."""
 
     units: tuple[str, ...] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
+    context: str | None = None
 
 
 def divide_as_planned(model: MultimodalModel, plan: Plan) -> None:
-    """Prove what `plan` asks for (see `divide_where_proven`), if it has tensor parallelism."""
-    if any(placed.stage.tp > 1 for placed in plan.stages()):
+    """Prove what `plan` asks for (see `divide_where_proven`), if it has tensor or context parallelism."""
+    if any(placed.stage.tp > 1 or placed.stage.cp > 1 for placed in plan.stages()):
         divide_where_proven(model)
 
 
 def divide_where_proven(model: MultimodalModel) -> None:
-    """Let ranks share the units of a model whose family is not listed where a trial proves it, and no others."""
+    """Let ranks share the units and the rows of a model whose family is not listed where a trial proves it, and no
+    others."""
     if model.whole is None or not model.whole.family.narrow:
         return
     by_plan, trial = shared_units(model), trial_of(model)
+    model.language.unsplit = trial.context
     for name in by_plan:
         why = trial.problems.get(name, "two ranks cannot share the small copy that would prove it")
         model.units[name].undivided = None if name in trial.units else why
@@ -83,7 +88,7 @@ def trial_of(model: MultimodalModel) -> Trial:
     text, whole = model.language.model.config, model.whole
     small: Any = type(text).from_dict(shrink(text, has_encoders=False)) if whole is None else small_copy(whole)
     settings = (small if whole is None else small.config).to_dict()
-    path = proof_path(["ranks", RANKS, json.dumps(settings, sort_keys=True, default=str)])
+    path = proof_path(["ranks and rows", RANKS, json.dumps(settings, sort_keys=True, default=str)])
     trial = read_proof(path, Trial)
     if trial is None:
         with errors_alone(), seeded(0, "ranks"), torch.enable_grad():
@@ -93,23 +98,28 @@ def trial_of(model: MultimodalModel) -> Trial:
 
 
 def _tried(small: Any) -> Trial:
-    """Try all units at once and, if that changes anything, each of them alone."""
+    """Try all units at once and, if that changes anything, each of them alone; then the rows."""
     try:
-        units, samples = shared_units(_drawn(small)), _samples_for(small)
+        model, samples = _drawn(small), _samples_for(small)
+        units = shared_units(model)
     except Exception as error:
-        return Trial(problems={LANGUAGE: reason_of(error, "its small copy does not run")})
+        why = reason_of(error, "its small copy does not run")
+        return Trial(problems={LANGUAGE: why}, context=why)
 
-    def problem_of(units: Sequence[str]) -> str | None:
+    def problem_of(units: Sequence[str], **degrees: int) -> str | None:
         try:
-            return compare_ranks(partial(_drawn, small), samples, units)
+            why = compare_ranks(partial(_drawn, small), samples, units, **degrees)
         except Exception as error:
-            return reason_of(error, "its small copy does not run")
+            why = reason_of(error, "its small copy does not run")
+        return None if why is None else f"on two ranks, {why}"
 
-    if not units or problem_of(units) is None:
-        return Trial(units)
-    found = {name: problem_of((name,)) for name in units}
-    problems = {name: f"on two ranks, {why}" for name, why in found.items() if why is not None}
-    return Trial(tuple(name for name in units if name not in problems), problems)
+    # A model that attends without plans is refused by that reason, before its trial counts.
+    split = None if model.language.row_attention is None else problem_of((LANGUAGE,), cp=RANKS)
+    if not units or problem_of(units, tp=RANKS) is None:
+        return Trial(units, context=split)
+    found = {name: problem_of((name,), tp=RANKS) for name in units}
+    problems = {name: why for name, why in found.items() if why is not None}
+    return Trial(tuple(name for name in units if name not in problems), problems, split)
 
 
 def _drawn(small: Any) -> MultimodalModel:
@@ -137,10 +147,10 @@ def shared_units(model: MultimodalModel) -> tuple[str, ...]:
 
 
 def compare_ranks(
-    build: Callable[[], MultimodalModel], samples: Sequence[EncodedSample], units: Sequence[str]
+    build: Callable[[], MultimodalModel], samples: Sequence[EncodedSample], units: Sequence[str], **degrees: int
 ) -> str | None:
-    """Compare loss and every gradient of `samples` on two ranks, which share the layers of `units`, with those on one;
-    return what differs. build: returns equal models at each call."""
+    """Compare loss and every gradient of `samples` on two ranks, which share `units`, with those on one; return what
+    differs. build: returns equal models at each call. degrees: how they share them, `tp=2` or `cp=2`."""
     models = [build() for _ in range(RANKS)]
     for model in models:
         for name in units:
@@ -150,7 +160,7 @@ def compare_ranks(
     rows = [everything] if models[0].language.packs_rows else [(number,) for number in everything]
     loss, gradients = with_gradients(loss_of(models[0].units, samples, rows, is_cut=False), trained.values())
     wanted = dict(zip(trained, gradients, strict=True))
-    outcomes = _on_ranks(partial(_step, samples=samples, units=units), models)
+    outcomes = _on_ranks(partial(_step, samples=samples, units=units, degrees=degrees), models)
     held = [entry for _, parts in outcomes for entry in parts]
     if missing := wanted.keys() - {box.name for box, _ in held}:
         return f"no rank holds {min(missing)}"
@@ -164,11 +174,13 @@ _Parts = list[tuple[Box, Tensor | None]]
 """The parts of weights that a rank holds, and their gradients."""
 
 
-def _step(rank: int, store: Store, model: MultimodalModel, samples: Any, units: Sequence[str]) -> tuple[float, _Parts]:
+def _step(
+    rank: int, store: Store, model: MultimodalModel, samples: Any, units: Sequence[str], degrees: Mapping[str, int]
+) -> tuple[float, _Parts]:
     """Run one step as a rank. Returns the loss and this rank's parts of the gradients."""
     comm = Comm(store, rank, RANKS, timeout_seconds=SECONDS)
     try:
-        runtime = Runtime(model, _plan(model, units), comm)
+        runtime = Runtime(model, _plan(model, units, degrees), comm)
         result, owned = runtime.execute(samples), runtime.owned
         parts = [(owned.boxes[key], parameter.grad) for key, parameter in owned.parameters.items()]
         runtime.close()
@@ -199,9 +211,13 @@ def _on_ranks(step: Callable[..., tuple[float, _Parts]], models: Sequence[Multim
         server.close()
 
 
-def _plan(model: MultimodalModel, units: Sequence[str]) -> Plan:
-    """Return a plan of one stage per unit: of `units` on all ranks, of others on the first."""
+def _plan(model: MultimodalModel, units: Sequence[str], degrees: Mapping[str, int]) -> Plan:
+    """Return a plan of one stage per unit: of `units` on all ranks with these degrees, of others on the first."""
     feeds: Mapping[str, tuple[str, ...]] = model.graph.feeds
-    ranks = {name: tuple(range(RANKS)) if name in units else (0,) for name in model.units}
-    stages = {name: Stage(0, len(unit.layers), ranks[name], tp=len(ranks[name])) for name, unit in model.units.items()}
+    stages = {
+        name: Stage(0, len(unit.layers), tuple(range(RANKS)), **degrees)
+        if name in units
+        else Stage(0, len(unit.layers), (0,))
+        for name, unit in model.units.items()
+    }
     return Plan(tuple(UnitPlan(name, (Replica((stage,)),), feeds[name]) for name, stage in stages.items()))

@@ -73,6 +73,7 @@ class AnyresEncoderUnit(StagedEncoderUnit):
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make a sample of several images, which have one tile each."""
         value, inputs = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
+        value = value.unflatten(0, (-1, self.geometry.encoder_tokens)) if layer else value
         side = self.geometry.height
         return value, {**inputs, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
 

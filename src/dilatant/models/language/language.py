@@ -77,6 +77,8 @@ class LanguageUnit(Unit, LanguageStage):
     """The learned queries, if they are one of `parts`."""
     without_plans: str | None = None
     """The reason why the model does not attend by attention plans, if that was decided."""
+    unsplit: str | None = None
+    """The reason why ranks cannot share the tokens of a row, found by a trial (see `runtime.rank_trial`)."""
 
     def __init__(
         self,
