@@ -266,16 +266,19 @@ def markdown() -> str:
         "and Pillow; for this table, torchvision ran without its compiled operators. *tp*: units whose layers two "
         "ranks shared. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each "
         "row guards its rung. The listed families are among them. *named*: `src` has the type of the family, or a class "
-        "whose name begins like its own; the others open without a line of code for them. Name a family to check it "
-        f"again; these rows are of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+        "whose name begins like its own; the others open without a line of code for them. Name a family to check "
+        f"it again; these rows are of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+    )
+    counted = (
+        f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
+        f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0. "
+        f"{unnamed} of the {trained} are named nowhere in `src`."
     )
     lines = [
         BEGIN,
         *textwrap.wrap(about, 120, break_on_hyphens=False),
         "",
-        f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
-        f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0. "
-        f"{unnamed} of the {trained} are named nowhere in `src`.",
+        *textwrap.wrap(counted, 120, break_on_hyphens=False),
         "",
         "| architecture | rung | named | media | LoRA | export | tp | needs | why no higher rung, or not all media |",
         "|---|---|---|---|---|---|---|---|---|",
