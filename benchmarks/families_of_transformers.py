@@ -265,7 +265,7 @@ def markdown() -> str:
         "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers "
         "and Pillow; for this table, torchvision ran without its compiled operators. *tp*: units whose layers two "
         "ranks shared. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each "
-        "row guards its rung. The listed families are among them. *named*: `src` has the type of the family, or a class "
+        "row guards its rung. The listed families are among them. *named*: `src` has the type of the family or a class "
         "whose name begins like its own; the others open without a line of code for them. Name a family to check "
         f"it again; these rows are of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     )
