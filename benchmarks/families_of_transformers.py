@@ -15,13 +15,14 @@ import multiprocessing
 import re
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+SOURCE = PAGE.parents[1] / "src"
 BEGIN = "## Other multimodal architectures of transformers\n"
 RESULTS = Path(__file__).parent / "results" / "families_of_transformers.json"
 SECONDS = 300
@@ -256,24 +257,31 @@ def markdown() -> str:
     results = json.loads(RESULTS.read_text())
     counts = [sum(each["rung"] == rung for each in results.values()) for rung in (3, 2, 1, 0)]
     trained = sum(is_trained(each) for each in results.values())
-    early = sum("checked" not in each for each in results.values())
+    dates = sorted(each["checked"] for each in results.values())
+    named = named_in_source(results, SOURCE)
+    unnamed = sum(is_trained(each) for family, each in results.items() if family not in named)
     about = (
         "Checked on a small copy of the family's default config by the proof of `dilatant check-model` "
         "([rungs](models.md#before-you-fetch-weights)); *needs*: packages that prepare its media, besides transformers "
         "and Pillow; for this table, torchvision ran without its compiled operators. *tp*: units whose layers two "
         "ranks shared. Made by `python benchmarks/families_of_transformers.py`, then `--write`; a slow test of each "
-        f"row guards its rung. The listed families are among them. {early} rows are older than "
-        "the trials of clips and tp; name a family to check it again."
+        "row guards its rung. The listed families are among them. *named*: `src` has the type of the family or a class "
+        "whose name begins like its own; the others open without a line of code for them. Name a family to check "
+        f"it again; these rows are of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+    )
+    counted = (
+        f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
+        f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0. "
+        f"{unnamed} of the {trained} are named nowhere in `src`."
     )
     lines = [
         BEGIN,
         *textwrap.wrap(about, 120, break_on_hyphens=False),
         "",
-        f"{len(results)} of {len(architectures())} architectures were checked; {trained} train and export: "
-        f"{counts[0]} reach rung 3, {counts[1]} rung 2, {counts[2]} rung 1, {counts[3]} rung 0.",
+        *textwrap.wrap(counted, 120, break_on_hyphens=False),
         "",
-        "| architecture | rung | media | LoRA | export | tp | needs | why no higher rung, or not all media |",
-        "|---|---|---|---|---|---|---|---|",
+        "| architecture | rung | named | media | LoRA | export | tp | needs | why no higher rung, or not all media |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for family, each in results.items():
         proven, rung = each["proven"], each["rung"]
@@ -286,11 +294,34 @@ def markdown() -> str:
         media = [kind for kind, part in MEDIA.items() if not each["found"].get(part, "not").startswith("not")]
         cells = [re.split("[,: ]", proven.get(name, ""))[0] for name in ("LoRA", "export")]
         shared = re.match("yes, in ([^;]+)", proven.get("tp", ""))
-        cells.append(shared[1] if shared else "no" if "checked" in each and "tp" in proven else "")
+        cells.append(shared[1] if shared else "no" if "tp" in proven else "")
         shown = "–" if rung is None else rung
-        cells = [f"`{family}`", str(shown), ", ".join(media), *cells, ", ".join(each["needs"]), why]
+        cells = [
+            f"`{family}`",
+            str(shown),
+            "yes" if family in named else "",
+            ", ".join(media),
+            *cells,
+            ", ".join(each["needs"]),
+            why,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def named_in_source(families: Iterable[str], source: Path) -> set[str]:
+    """Return the families whose type, or the beginning of whose class name, stands in a Python file below `source`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    text = "\n".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
+    named = set()
+    for family in families:
+        types = re.escape(family).replace(r"\-", "[-_]?")
+        names = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(family, ())
+        stems = [re.split("For[A-Z]|Model$", name)[0] for name in ([names] if isinstance(names, str) else names)]
+        if re.search("|".join([rf"(?<![\w-]){types}", *(rf"\b{stem}(?=[A-Z]|\b)" for stem in stems)]), text):
+            named.add(family)
+    return named
 
 
 def plain(reason: str) -> str:
