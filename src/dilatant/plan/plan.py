@@ -186,7 +186,20 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read a plan written by `to_json`. Raises ValueError, naming the place, when the document is not a plan."""
+        return cls.from_document(parse_plan(text))
+
+    @classmethod
+    def from_document(cls, document: Any) -> Plan:
+        """Read the values of a plan's JSON document. Raises ValueError, naming the place, when they are no plan."""
         try:
-            return msgspec.convert(json.loads(text), cls)
-        except (msgspec.ValidationError, json.JSONDecodeError, RecursionError) as error:
+            return msgspec.convert(document, cls)
+        except (msgspec.ValidationError, RecursionError) as error:
             raise ValueError(f"not a Dilatant plan: {error}") from error
+
+
+def parse_plan(text: str) -> Any:
+    """Return the values of a plan's JSON document. Raises ValueError if the text is not JSON."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not a Dilatant plan: {error}") from error

@@ -22,7 +22,7 @@ from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.manual import Specs, plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
-from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.plan import ParallelSpec, Plan, parse_plan
 from dilatant.plan.sharding import shard_by_unit, shard_problems
 from dilatant.plan.templates.membership import ChainCosts
 from dilatant.plan.validate import plan_problems
@@ -90,8 +90,9 @@ class TrainingPlan:
     @classmethod
     def from_json(cls, text: str) -> TrainingPlan:
         """Read a document that `to_json` or `dilatant plan` wrote. Raises ValueError for anything else."""
-        plan = Plan.from_json(text)
-        step = json.loads(text).get("step", {})
+        document = parse_plan(text)
+        plan = Plan.from_document(document)
+        step = document.get("step", {})
         if not isinstance(step, dict):
             raise ValueError("'step' is not a mapping")
         count, tokens = step.get("num_microbatches", MICROBATCHES), step.get("row_tokens")
