@@ -71,9 +71,10 @@ class Compiled:
 class CompiledBlocks:
     """The blocks of one stage, which are compiled at their first call, until `close`. where: the stage, for warnings.
 
-    A block that cannot be compiled as one piece around its attention runs as before, and a warning says why. eager: the
-    classes of such blocks, which all stages of a rank share, as they share graphs. backend: as in `torch.compile`.
-    settings: of inductor. is_warm: set once the stage has run, and its blocks are compiled.
+    A block that cannot be compiled as one piece around its attention runs as before once `settle` was called, and a
+    warning says why. eager: the classes of such blocks, which all stages of a rank share, as they share graphs.
+    backend: as in `torch.compile`. settings: of inductor. is_warm: set once the stage has run, and its blocks are
+    compiled.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class CompiledBlocks:
         self.is_warm = False
         self._where = where
         self._eager = eager
+        self._broken: set[type[nn.Module]] = set()
         self._warned: set[str] = set()
         self._blocks: dict[nn.Module, _Block] = {}
         for block in blocks:
@@ -99,7 +101,8 @@ class CompiledBlocks:
             options = settings if backend == "inductor" else None
             plain = MethodType(own.forward, block)
             compiled = torch.compile(plain, dynamic=True, backend=backend, options=options)
-            self._blocks[block] = block.__dict__[_BLOCK] = _Block(own, plain, compiled, self._give_up, eager)
+            made = _Block(own, plain, compiled, self._give_up, self._break, eager)
+            self._blocks[block] = block.__dict__[_BLOCK] = made
             block.__class__ = mixed(own, Compiled)
             recompute(block, how)
 
@@ -113,6 +116,11 @@ class CompiledBlocks:
         for block in self._blocks.values():
             self._give_up(block.kind, _first_line(error))
 
+    def settle(self) -> None:
+        """Run blocks whose graphs broke eager from now on. Call it while no backward is due: a block is recomputed as
+        its forward ran, for checkpoint counts the tensors that both save."""
+        self._eager |= self._broken
+
     def close(self) -> None:
         """Restore the blocks' own classes."""
         for module in self._blocks:
@@ -125,6 +133,10 @@ class CompiledBlocks:
 
     def _give_up(self, kind: type[nn.Module], reason: str) -> None:
         self._eager.add(kind)
+        self._warn(reason)
+
+    def _break(self, kind: type[nn.Module], reason: str) -> None:
+        self._broken.add(kind)
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
@@ -141,6 +153,7 @@ class _Block:
     plain: Callable[..., Any]
     compiled: Callable[..., Any]
     give_up: Callable[[type[nn.Module], str], None]
+    broke: Callable[[type[nn.Module], str], None]
     eager: set[type[nn.Module]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +168,7 @@ class _Block:
             return self.plain(*args, **kwargs)
         for reason, count in counters["graph_break"].items():
             if count != before.get(reason) and WHY_NOT_COMPILED not in reason:
-                self.give_up(self.kind, f"its forward is no single graph ({_first_line(reason)})")
+                self.broke(self.kind, f"its forward is no single graph ({_first_line(reason)})")
         return output
 
 

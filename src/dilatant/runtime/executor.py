@@ -194,6 +194,9 @@ class Executor:
             stage.gradients.take()
             for weight, gradient in before.items():
                 weight.grad = gradient
+        for stage in self._stages.values():
+            if stage.compiled is not None:
+                stage.compiled.settle()
 
     def _join(self, rounds: Sequence[tuple[int, ActionKind]]) -> None:
         for number, kind in rounds:

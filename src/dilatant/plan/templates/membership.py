@@ -187,7 +187,8 @@ class MembershipPlanner:
             widths = {width: seconds for width, seconds in costs.seconds.items() if width <= devices}
             planned = max(costs.num_microbatches, sum(costs.layers.values()))
             searched = {width: self._searched_seconds(width) for width in widths}
-            found = plan_templates(searched, range(1, key[1] + 1), devices, planned, costs.memory, costs.num_microbatches)
+            sizes = range(1, key[1] + 1)
+            found = plan_templates(searched, sizes, devices, planned, costs.memory, costs.num_microbatches)
 
             # The papers' T1 + T2 + T3 is too low, even negative, for fewer microbatches than stages, as in long
             # pipelines. Here a step is one microbatch through all stages, plus one bottleneck per further one.
@@ -199,8 +200,8 @@ class MembershipPlanner:
         return self._templates[key]
 
     def _searched_seconds(self, width: int) -> list[float]:
-        """Return the seconds of each layer on `width` devices for the search of templates: a layer on fewer devices than
-        in the run's own layout takes longer than any pipeline, so such a stage is found only where no other fits."""
+        """Return the seconds of each layer on `width` devices for the search of templates: a layer on fewer devices
+        than in the run's own layout takes longer than any pipeline, so it is found only where nothing else fits."""
         costs, longer = self.costs, 1.0 + 2.0 * max(map(sum, self.costs.seconds.values()))
         least = [costs.narrowest.get(name, 1) for name, count in costs.layers.items() for _ in range(count)]
         return [own + longer * (width < needed) for own, needed in zip(costs.seconds[width], least)]
