@@ -243,7 +243,11 @@ def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dila
     code, _, err = dilatant("train", config, "--set", "parallel=single", "--set", "output_dir=one")
     assert code == 0, err
     losses = [
-        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        [
+            record["loss"]
+            for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            if "loss" in record  # others are evaluations
+        ]
         for folder in (run, project / "one")
     ]
     assert len(losses[0]) == 3
@@ -388,6 +392,35 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert not project_file.exists()
     refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus H100: write it like 64xH100")
     refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of eight")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--image-size", "0x8", "--images", 1), "--image-size 0x8: an image has from 1 to"),
+        (("--image-size", "99999x99999", "--images", 1), "--image-size 99999x99999: an image has from 1 to"),
+        (("--image-size", "-1x8", "--images", 1), "write it like 1024x768"),
+        (("--image-size", "16x8"), "--image-size belongs to --images"),
+        (("--gpus", "0xH100"), "name up to eight"),
+        (("--gpus", f"{'9' * 5000}xH100"), "write it like 64xH100"),
+        (("--gpus", "800000000xH100"), "take more than 1 GiB"),
+        (("--gpus", "80000xH100", "--text", 100_000), "take more than 1 GiB"),
+    ],
+)
+def test_what_nobody_can_imagine_is_refused(dilatant: Dilatant, arguments: tuple[str, ...], says: str) -> None:
+    refused(dilatant("plan", "--model", "x", *arguments), says)
+
+
+def test_options_of_a_model_beside_a_config_are_refused(project: Path, dilatant: Dilatant) -> None:
+    answer = dilatant("plan", project / "config.yaml", *FEW, "--gpus", "64xH100", "--text", 9)
+    refused(answer, "--gpus, --text belongs to --model")
+
+
+def test_flags_are_printed_beside_json(project: Path, dilatant: Dilatant) -> None:
+    code, out, err = dilatant("plan", project / "config.yaml", *H100, *FEW, "--for", "megatron", "--json")
+    assert code == 0, err
+    PlanReport.from_json(out)
+    assert "--tensor-model-parallel-size" in err
 
 
 def test_help_needs_nothing_that_takes_long_to_import() -> None:

@@ -339,3 +339,14 @@ def _warns(piece):
 def test_what_libraries_warn_of_in_workers_is_not_shown(capfd):
     assert len(list(map_ranges(_warns, piece_bounds(20, 1), 20, str, 1))) == 20
     assert capfd.readouterr().err == ""
+
+
+def test_names_that_no_file_can_have_are_the_users_errors(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    pattern = "{" + ",".join([*"012", *["0"] * 200]) + "}.jsonl"  # as a name, longer than any file system allows
+    assert len(open_source(DataSource(path=str(tmp_path / pattern)))) == 3
+    with pytest.raises(UserError, match="File name too long"):
+        open_source(DataSource(path=str(tmp_path / ("x" * 300 + ".jsonl"))))
+    with pytest.raises(UserError, match=r"'~nobody-has-this-name/x.jsonl' names no path"):
+        open_source(DataSource(path="~nobody-has-this-name/x.jsonl"))

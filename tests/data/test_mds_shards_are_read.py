@@ -96,6 +96,15 @@ def test_shards_are_read_in_any_order_packed_or_not(tmp_path, suffix):
     assert reader.blocks is None
 
 
+def test_a_shard_that_was_unpacked_in_its_folder_is_read(tmp_path):
+    """As mosaicml-streaming leaves a data set that it has downloaded: the index names both, and one is there."""
+    folder = write_mds(tmp_path / "x", [(TEXTS, texts(0, 1)), (TEXTS, texts(2))], "zstd")
+    (folder / "shard.00000.mds").write_bytes(mds_shard(TEXTS, texts(0, 1)))
+    (folder / "shard.00000.mds.zstd").unlink()
+    reader = open_source(DataSource(path=str(folder)))
+    assert [reader[at].turns[1].content[0] for at in range(3)] == ["a0", "a1", "a2"]
+
+
 def test_large_packed_shards_are_read_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(mds_records, "CACHE_BYTES", 1000)
     write_mds(tmp_path / "x", [(TEXTS, texts(*range(at, at + 4))) for at in range(0, 20, 4)], "zstd")

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,10 @@ LONGEST = 1 << 17
 """Tokens of the longest imagined sample."""
 SAMPLES = 4
 """Samples of a step for each GPU."""
+MOST_PIXELS = 1 << 26
+"""Pixels of an imagined image."""
+MOST_BYTES = 1 << 30
+"""Bytes of the file of imagined samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,9 @@ class PlanOptions:
         typer.Option(help="Instead of a CONFIG: an id or a folder; answers in one line.", show_default=False),
     ] = None
     gpus: Annotated[str, typer.Option(metavar="NxHARDWARE", help="With --model: its devices.")] = "8xH100"
-    images: Annotated[int, typer.Option(min=0, help="With --model: images of a sample.")] = 0
+    images: Annotated[int, typer.Option(min=0, max=4096, help="With --model: images of a sample.")] = 0
     image_size: Annotated[str, typer.Option(metavar="WxH", help="With --model: their pixels.")] = "1024x768"
-    text: Annotated[int, typer.Option(min=1, help="With --model: words of a sample.")] = 512
+    text: Annotated[int, typer.Option(min=1, max=LONGEST, help="With --model: words of a sample.")] = 512
 
     @property
     def name(self) -> str:
@@ -56,12 +60,20 @@ class PlanOptions:
         """Read the config, or make that of the imagined run in a temporary folder. Raises UserError."""
         if (self.config is None) == (self.model is None):
             raise UserError("name the CONFIG of a run, or a model with --model")
+        of_model = [one for one in fields(self) if one.name in ("gpus", "images", "image_size", "text")]
+        unused = of_model if self.config else [one for one in of_model if one.name == "image_size" and not self.images]
+        written = [f"--{one.name.replace('_', '-')}" for one in unused if getattr(self, one.name) != one.default]
+        if written:
+            needs = "--model, and a CONFIG names its own" if self.config else "--images"
+            raise UserError(f"{', '.join(written)} belongs to {needs}; leave it out, or name both")
         path = self.config or self._imagine()
         return read_config(path, self.overrides, self.trust or None, loads=True)
 
     def _imagine(self) -> Path:
-        count, hardware = _pair(self.gpus, r"(\d+)x(.+)", "--gpus", "64xH100")
-        size = _pair(self.image_size, r"(\d+)x(\d+)", "--image-size", "1024x768")
+        count, hardware = _pair(self.gpus, r"(\d{1,9})x(.+)", "--gpus", "64xH100")
+        width, height = map(int, _pair(self.image_size, r"(\d{1,9})x(\d{1,9})", "--image-size", "1024x768"))
+        if not 0 < width * height <= MOST_PIXELS:
+            raise UserError(f"--image-size {self.image_size}: an image has from 1 to {MOST_PIXELS:,} pixels")
         nodes, rest = divmod(int(count), 8)
         if int(count) < 1 or (nodes and rest):
             raise UserError(f"--gpus {self.gpus}: nodes have eight; name up to eight, or a multiple of eight")
@@ -72,9 +84,14 @@ class PlanOptions:
         if self.images:
             from PIL import Image
 
-            Image.new("RGB", (int(size[0]), int(size[1]))).save(folder / "image.png")
+            Image.new("RGB", (width, height)).save(folder / "image.png")
         turns = [("user", [*asked, {"type": "text", "text": "word"}]), ("assistant", " ".join(["word"] * self.text))]
         line = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+        if samples * len(line) > MOST_BYTES:
+            raise UserError(
+                f"{samples:,} samples ({SAMPLES} for each of --gpus) of --text {self.text} and --images {self.images} "
+                f"take more than {MOST_BYTES >> 30} GiB; name less, or plan the CONFIG of a run"
+            )
         (folder / "samples.jsonl").write_text(f"{line}\n" * samples, encoding="utf-8")
         model = Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model
         tree: dict[str, Any] = {
@@ -206,8 +223,7 @@ def plan(
         as_flags = framework_flags(winner.plan, framework, language, batch, winner.num_microbatches, winner.zero)
     if as_json:
         print(report.to_json())
-        return
-    if options.config is None:
+    elif options.config is None:
         print_line(console, f"{options.model} on {options.gpus}: {short_answer(report)}", wrap=False)
     else:
         print_plan(report, console)
@@ -216,7 +232,7 @@ def plan(
         print_line(console, f"  {as_flags.command()}", wrap=False)
         for lost in as_flags.lost:
             print_line(console, f"  It cannot express {lost}")
-    if options.config is None:
+    if as_json or options.config is None:
         return
     console.print()
     show_places(

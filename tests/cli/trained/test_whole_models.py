@@ -186,7 +186,7 @@ def test_a_shared_tower_resumes_at_another_degree_and_exports(project: Path, dil
         code, _, err = dilatant("resume", project / name, "--set", "train.steps=4", *more)
         assert code == 0, err
         lines = (project / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
+        losses[name] = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
         exports[name] = type(source).from_pretrained(project / name / "export").state_dict()
     assert len(losses["two"]) == 4
     # fp32 sums in another order, which four optimizer steps amplify.
@@ -287,6 +287,6 @@ def test_shared_linear_attention_heads_train_adapters_alike(project: Path, dilat
         code, _, err = dilatant("train", write(project, tree))
         assert code == 0, err
         lines = (project / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
+        losses[name] = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
     # fp32 sums in another order, which three optimizer steps amplify.
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)

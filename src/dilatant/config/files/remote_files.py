@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, Self
 
-from dilatant.config.errors import UserError, one_line, type_and_text
+from dilatant.config.errors import UserError, as_user_error, one_line, type_and_text
 from dilatant.config.files.own_files import open_regular
 
 FIRST_BYTES = 64 << 10
@@ -189,8 +189,17 @@ class _Ranges(io.RawIOBase):
 
 
 def data_path(text: str) -> Path:
-    """Return the path that a text names: an address, or a path of this machine, in which `~` is the user's home."""
-    return RemotePath(text) if _ADDRESS.match(text) else Path(text).expanduser()
+    """Return the path that a text names: an address, or a path of this machine, in which `~` is the user's home.
+    Raises UserError for the home of an unknown user."""
+    if _ADDRESS.match(text):
+        return RemotePath(text)
+    with as_user_error(f"{text!r} names no path", RuntimeError):  # `~name` of somebody who is not known here
+        return Path(text).expanduser()
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a folder. A name that is too long, such as a pattern with many choices, is none."""
+    return path.is_dir() if isinstance(path, RemotePath) else os.path.isdir(path)
 
 
 def open_data(path: Path, end: int | None = None) -> BinaryIO:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, file_errors
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
-from dilatant.config.files.remote_files import RemotePath, data_path, open_data
+from dilatant.config.files.remote_files import RemotePath, data_path, is_folder, open_data
 from dilatant.data.cache import Cache, open_cache
 from dilatant.data.errors import SampleError
 from dilatant.data.permutation import permute
@@ -189,7 +189,7 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
     else:
         name = source.path
         folder = data_path(source.path)
-        may_be_beside = source.format == "auto" and not isinstance(folder, RemotePath) and folder.is_dir()
+        may_be_beside = source.format == "auto" and not isinstance(folder, RemotePath) and is_folder(folder)
         beside = find_beside(folder, source.split, held_out) if may_be_beside else None
         if beside is not None:
             records, home, identity, passed_over = beside, folder, beside.identity, beside.passed_over
@@ -242,7 +242,7 @@ def _catalog(source: DataSource, held_out: bool) -> Catalog | None:
     source's format needs one."""
     place = data_path(str(source.path))
     found = None
-    if place.name == INDEX or place.is_dir() or (isinstance(place, RemotePath) and place.is_web):
+    if place.name == INDEX or is_folder(place) or (isinstance(place, RemotePath) and place.is_web):
         if source.format in ("auto", "mds"):
             found = mds_catalog(place, source.split, held_out)
         if found is None and source.format in ("auto", "energon"):
@@ -280,7 +280,7 @@ def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form
                 raise UserError(f"{str(file)!r} is {FORMS[form].title}, but 'format' says {source.format!r}")
     kinds = sorted({form for form in forms if form is not None})
     titles = " and ".join(FORMS[kind].title for kind in kinds)
-    if len(kinds) > 1 and data_path(str(source.path)).is_dir():
+    if len(kinds) > 1 and is_folder(data_path(str(source.path))):
         # JSON next to other files often only describes them, but the user has to decide that.
         raise UserError(
             f"{source.path!r} holds {titles} files; name the data by a pattern, "

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError, file_errors, list_problems
-from dilatant.config.files.remote_files import RemotePath, data_path, open_data
+from dilatant.config.files.remote_files import RemotePath, data_path, is_folder, open_data
 from dilatant.data.cache import Arrays, Cache
 from dilatant.data.errors import SampleError, may_pass
 from dilatant.data.parallel_map import IndexRange, map_ranges, piece_bounds
@@ -345,7 +345,7 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
     passed_over: list[str] = []
     for pattern in expand_braces(str(data_path(path))):
         place = data_path(pattern)
-        if place.is_dir():
+        if is_folder(place):
             below = files_below(place)
             inside = [file for file in below if is_data_file(file, place)]
             unread = [file.name for file in below if file.suffix.lower() in UNREAD]
@@ -466,7 +466,7 @@ def expand_braces(pattern: str) -> list[str]:
     while waiting:
         text = waiting.pop()
         match = re.search(r"\{([^{}]*)\}", text)
-        if match is None or Path(text).exists():
+        if match is None or os.path.exists(text):  # not Path.exists, which refuses long names
             found.append(text)
             continue
         span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
