@@ -56,7 +56,7 @@ def test_megatron_gets_its_degrees_and_hears_what_it_cannot_run():
         ("megatron-bridge", "model.sequence_parallel", "true"),
         ("automodel", "--distributed.pp_size", 2),
         ("automodel", "--step_scheduler.local_batch_size", 16),
-        ("veomni", "--model.accelerator.dp_replicate_size", 8),
+        ("veomni", "--train.accelerator.dp_replicate_size", 8),
         ("torchtitan", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
         ("torchtitan", "--parallelism.data_parallel_replicate_degree", 2),
         ("torchtitan", "--training.local_batch_size", 16),

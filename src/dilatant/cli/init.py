@@ -69,7 +69,7 @@ def init(
         {
             f"dilatant data lint {quoted}": "every sample that would fail",
             f"dilatant plan {quoted}": "the best layout for your devices, and whether they hold it",
-            f"dilatant train {quoted}": "--set train.steps=10 changes one key",
+            f"dilatant train {quoted}": "--set train.steps=10 --set train.schedule.warmup_steps=2 tries it",
         },
     )
     for source in config.data.train:

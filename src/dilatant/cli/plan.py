@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -177,9 +177,11 @@ def plan(
         raise UserError("--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like")
     resolved = with_cost_file(options.read(), costs)
 
+    from dilatant.plan.errors import DoesNotFitError
     from dilatant.plan.framework_flags import FRAMEWORKS, framework_flags
     from dilatant.plan.model_spec import roles_of
     from dilatant.plan.search.why_not import parse_asked_layout
+    from dilatant.planning.fewest import fewest_devices
     from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.planned_run import (
         check_plan_folder,
@@ -188,7 +190,7 @@ def plan(
         training_plan,
         write_plan_folder,
     )
-    from dilatant.planning.planning import plan_like
+    from dilatant.planning.planning import plan_like, with_faster
     from dilatant.planning.row_length import with_long_rows
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
@@ -207,8 +209,17 @@ def plan(
             planned = with_long_rows(plan_like(problem, parse_asked_layout(like, units)))
             report = fixed_plan_report(plan_report(planned, options.name), like)
         else:
-            planned = with_long_rows(plan_resiliently(problem, fault_tolerance=fault_tolerance))
+            try:
+                found = plan_resiliently(problem, fault_tolerance=fault_tolerance)
+            except DoesNotFitError as error:
+                more = fewest_devices(problem, fits=False) if options.config is None else None
+                if more is None:
+                    raise
+                raise UserError(f"{error}; it fits on {more.devices} devices") from None
+            planned = with_faster(with_long_rows(found), asked)
             report = plan_report(planned, options.name, asked)
+            if options.config is None:
+                report = replace(report, fewest=fewest_devices(problem, fits=True))
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:

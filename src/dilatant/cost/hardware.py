@@ -50,7 +50,8 @@ class Hardware:
     efficiencies are the fractions of peak that large kernels reach; `attention`: those of its forward and backward, by
     kernel ("packed": ours). `processors`: units that each compute a tile of a product; 0: products have no tiles.
     `host_link`: bytes per second between a device and its host in one direction, while all devices of a node copy; 0:
-    they share memory, or it is unknown. `source`: origin of the numbers. `compared`: by program, how far modelled steps
+    they share memory, or it is unknown. `domain`: devices of an NVLink domain that spans nodes, which `inside` links;
+    0: none does. `source`: origin of the numbers. `compared`: by program, how far modelled steps
     of its published runs on this device are from the measured ones in the mean.
     """
 
@@ -69,6 +70,7 @@ class Hardware:
     host: float = 0.0
     processors: Annotated[int, Meta(ge=0)] = 0
     host_link: float = 0.0
+    domain: Annotated[int, Meta(ge=0)] = 0
     compared: Mapping[str, float] = field(default_factory=dict)
 
     def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
@@ -174,14 +176,14 @@ _WORDS = {
     "peak_flops": "a mapping of numbers",
     **dict.fromkeys(("inside", "between"), "a mapping with bandwidth and latency, in numbers"),
     "ports": "a whole number from 1 on",
-    "processors": "a whole number",
+    **dict.fromkeys(("processors", "domain"), "a whole number"),
     "attention": "a mapping of kernels to two numbers",
     "compared": "a mapping of names to numbers",
     "source": "a text",
 }
 
 
-_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "compared"}
+_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "domain", "compared"}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:

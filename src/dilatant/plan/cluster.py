@@ -18,12 +18,12 @@ __all__ = ["Cluster", "Link", "cluster_of", "cluster_of_groups"]
 class Cluster:
     """`nodes` of `gpus_per_node` devices; rank r is on node `r // gpus_per_node`.
 
-    `inside` is the link between two devices of a node, `between` one node's link to the others: `ports` network ports
-    of equal bandwidth, shared evenly by its devices. `bytes_per_device` is the memory that a plan may use, `reserve`
-    excluded. `parts` are the groups of a heterogeneous cluster, each with its `name` and `device` type; the first
-    group has the lowest ranks and nodes. For such a cluster `gpus_per_node` is that of the largest node, and memory
-    and links are the smallest of any group; `memory_bandwidth` is a device's, in bytes per second; use `at` for the
-    group of one rank and `link` for the link between two ranks.
+    `inside` is the link between two devices of a node, and of one of its NVLink domains of `domain` devices, if set;
+    `between` one node's link to the others: `ports` network ports of equal bandwidth, shared evenly by its devices.
+    `bytes_per_device` is the memory that a plan may use, `reserve` excluded. `parts` are the groups of a heterogeneous
+    cluster, each with its `name` and `device` type; the first group has the lowest ranks and nodes. For such a cluster
+    `gpus_per_node` is that of the largest node, and memory and links are the smallest of any group; `memory_bandwidth`
+    is a device's, in bytes per second; use `at` for the group of one rank and `link` for the link between two ranks.
     """
 
     nodes: int
@@ -37,6 +37,12 @@ class Cluster:
     device: str = ""
     parts: tuple[Cluster, ...] = ()
     memory_bandwidth: float = float("inf")
+    domain: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Devices that `inside` links to each other: those of a node, or of the whole nodes of an NVLink domain."""
+        return max(1, self.domain // self.gpus_per_node) * self.gpus_per_node
 
     @property
     def groups(self) -> tuple[Cluster, ...]:
@@ -74,15 +80,17 @@ class Cluster:
         return self.parts[self.group_of(rank)] if self.parts else self
 
     def node_of(self, rank: int) -> int:
-        """Return the node of `rank`."""
+        """Return the node of `rank`, or its NVLink domain where these span nodes."""
         return self.place_of(rank)[0]
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return the node of `rank` and the network port of that node through which it sends."""
+        """Return the node or NVLink domain of `rank` (`node_of`) and the port there through which it sends."""
         number = self.group_of(rank)
         group, before = self.groups[number], self.parts[:number]
-        node, place = divmod(rank - sum(part.num_devices for part in before), group.gpus_per_node)
-        return sum(part.nodes for part in before) + node, place * group.ports // group.gpus_per_node
+        node, place = divmod(rank - sum(part.num_devices for part in before), group.reach)
+        return sum(
+            -(-part.num_devices // part.reach) for part in before
+        ) + node, place * group.ports // group.gpus_per_node
 
     @property
     def port(self) -> Link:
@@ -113,7 +121,7 @@ def cluster_of(
     links = hardware.inside, hardware.between, hardware.ports
     memory = hardware.memory - reserve.total
     device, speed = hardware.name if name else "", hardware.bandwidth * hardware.memory_efficiency
-    return Cluster(nodes, gpus_per_node, memory, *links, reserve, name, device, memory_bandwidth=speed)
+    return Cluster(nodes, gpus_per_node, memory, *links, reserve, name, device, (), speed, hardware.domain)
 
 
 def cluster_of_groups(groups: Sequence[Cluster]) -> Cluster:

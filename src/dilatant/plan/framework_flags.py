@@ -21,7 +21,7 @@ _CORE = {
     "recompute-method": "method",
     "recompute-num-layers": "each",
 }
-_TITAN, _AUTO, _VEOMNI = "--parallelism.", "--distributed.", "--model.accelerator."
+_TITAN, _AUTO, _VEOMNI = "--parallelism.", "--distributed.", "--train.accelerator."
 _FLAGS = {
     "megatron": {f"--{flag}": name for flag, name in _CORE.items()},
     "megatron-bridge": {
@@ -30,7 +30,8 @@ _FLAGS = {
         if name != "chunks"
     }
     | {"model.virtual_pipeline_model_parallel_size": "chunks"},
-    "ms-swift": {f"--{flag.replace('-', '_')}": name for flag, name in _CORE.items()},
+    "ms-swift": {f"--{flag.replace('-', '_')}": name for flag, name in _CORE.items() if name != "chunks"}
+    | {"--virtual_pipeline_model_parallel_size": "chunks"},
     "torchtitan": {
         f"{_TITAN}tensor_parallel_degree": "tp",
         f"{_TITAN}pipeline_parallel_degree": "pp",
@@ -60,7 +61,7 @@ _FLAGS = {
         f"{_VEOMNI}ep_size": "ep",
         f"{_VEOMNI}dp_shard_size": "shard",
         f"{_VEOMNI}dp_replicate_size": "replicate",
-        f"{_VEOMNI}gradient_checkpointing.enable": "again",
+        "--train.gradient_checkpointing.enable": "again",
         "--train.micro_batch_size": "size",
         "--train.global_batch_size": "batch",
     },

@@ -144,12 +144,12 @@ def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> Grou
     following = 0
     for _, number, stage, replica in sorted(slots):
         tp, width = chains[number].degrees.tp, chains[number].degrees.ranks
-        following = _aligned(following, tp, width, cluster.gpus_per_node)
+        following = _aligned(following, tp, width, cluster.reach)
         ranks[number, replica, stage] = tuple(range(following, following + width))
         following += width
     if following > cluster.num_devices:
         raise PlanError(
-            f"the stages need {following} devices with tensor groups inside nodes of {cluster.gpus_per_node}, "
+            f"the stages need {following} devices with tensor groups inside nodes of {cluster.reach}, "
             f"there are {cluster.num_devices}"
         )
     return ranks

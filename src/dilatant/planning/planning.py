@@ -208,16 +208,28 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
         except PlanError:
             raise error from None
         notes = ("no plan with whole weights fits memory, so weights and gradients are sharded (train.shard: weights)",)
+    return _planned(problem, result, notes)
+
+
+def _planned(problem: PlanningProblem, result: SearchResult, notes: tuple[str, ...]) -> PlannedRun:
     problem = problem.sharing(result.winner.zero)
     work = _work(problem)
-    return PlannedRun(
-        problem=problem,
-        result=result,
-        typical=typical_step(problem, result.winner).timeline,
-        work=work,
-        stable=_stable_batch(problem, result.winner, work),
-        notes=notes,
-    )
+    typical = typical_step(problem, result.winner).timeline
+    return PlannedRun(problem, result, typical, work, _stable_batch(problem, result.winner, work), notes=notes)
+
+
+def with_faster(planned: PlannedRun, asked: Mapping[str, AskedLayout]) -> PlannedRun:
+    """Return the run with the fastest of the layouts that a user asks about, if it is faster than the search's plan."""
+    result = planned.result
+    for text, layout in asked.items():
+        for one in answer_why_not(planned, layout).plans[:1]:
+            if one.score.seconds < result.seconds:
+                note = f"the search had not found {text!r}, which is faster than its plan and replaces it"
+                others = (result.winner, *result.runners_up)
+                result = replace(result, winner=one, runners_up=others, seconds=one.score.seconds, proven=False,
+                                 lower_bound=min(result.lower_bound, one.score.seconds))  # fmt: skip
+                planned = replace(_planned(planned.problem, result, (*planned.notes, note)), rows=planned.rows)
+    return planned
 
 
 def answer_why_not(planned: PlannedRun, asked: AskedLayout) -> WhyNot:

@@ -26,6 +26,14 @@ class UnitFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class FewestDevices:
+    """The smallest number of `devices` on which the run was found to fit, and its seconds of a step there."""
+
+    devices: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class SizeDistribution:
     """Tokens per sample in one unit: `counts[i]` samples have `edges[i] <= tokens < edges[i + 1]`.
 
@@ -142,7 +150,7 @@ class PlanReport:
     `cost_source`: origin of the times ("measured on ...", "analytic: ..."). `lower_bound_seconds`: a step time that no
     searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
     counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state, `shard`: unit →
-    what else is sharded. `reasons` for this plan,
+    what else is sharded. `fewest`: the smallest cluster that was asked for. `reasons` for this plan,
     `advice` and `warnings` are sentences from the planner, shown unchanged.
     """
 
@@ -174,6 +182,7 @@ class PlanReport:
     device_groups: tuple[DeviceGroup, ...] = ()
     zero: str = ""
     shard: dict[str, str] = field(default_factory=dict)
+    fewest: FewestDevices | None = None
 
     @property
     def step_seconds(self) -> float:

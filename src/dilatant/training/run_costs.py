@@ -117,7 +117,7 @@ def local_costs(
         costs = cached_costs(described, target, degrees, config.data.max_length)
     if costs is None:
         costs = analytic_costs(
-            layer_shapes(described, guess=True), target.hardware, degrees, target.dtype, target.cluster.gpus_per_node
+            layer_shapes(described, guess=True), target.hardware, degrees, target.dtype, target.cluster.reach
         )
         note += f"; {_how_to_measure(config, target)}"
     in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)

@@ -206,8 +206,9 @@ def least_sync(holders: int, tp: int, cluster: Cluster, rules: ParameterBytes) -
     """Return (rounds, bytes per second), whose quotient is a lower bound of the sync seconds per byte of gradients.
     It applies to sums that overlap the backward, for `holders` holders in stages of `tp` ranks, over any nodes."""
     rounds = 2 if rules.zero == "none" else 1
-    link = cluster.between if holders * tp > cluster.gpus_per_node else cluster.inside
-    return rounds * (holders - 1) / holders, link.bandwidth
+    ports = cluster.between.bandwidth * cluster.reach / cluster.gpus_per_node
+    bandwidth = ports if holders * tp > cluster.reach else cluster.inside.bandwidth
+    return rounds * (holders - 1) / holders, bandwidth
 
 
 def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[tuple[float, Sequence[int]]]:

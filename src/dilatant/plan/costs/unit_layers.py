@@ -107,7 +107,8 @@ class MeanCosts:
 class UnitLayers:
     """Layer costs of a model's units per number of samples in a microbatch; each is computed once.
 
-    batch: the samples of a global batch. sharing: number of neighbouring chains that shard optimizer state together.
+    reach: as in `Cluster`. batch: the samples of a global batch. sharing: number of neighbouring chains that shard
+    optimizer state together.
     by_tokens: microbatches may be cut further, which lowers the bounds. fills: no microbatch is left empty while there
     are samples, so every stage issues the operations of all microbatches, which raises the bounds.
     """
@@ -115,7 +116,7 @@ class UnitLayers:
     model: ModelSpec
     _costs: CostModel
     _workload: Workload
-    gpus_per_node: int
+    reach: int
     rules: ParameterBytes = BF16
     _batch: int = 1
     _sharing: int = 1
@@ -129,6 +130,11 @@ class UnitLayers:
         units = self.model.units
         self._free = {unit.name: unit.recompute is None for unit in units}
         self._experts = {unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in units}
+
+    @property
+    def node(self) -> int:
+        """Devices of a node, which share optimizer state under `zero: node`."""
+        return self.rules.ranks_per_node or self.reach
 
     def variant(
         self, sharing: int | None = None, by_tokens: bool | None = None, zero: Zero | None = None
@@ -157,7 +163,7 @@ class UnitLayers:
             for unit in units:
                 for layer in self.model.unit(unit).layers:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
-        return tuple(sorted(one for one in shared or () if one.tp <= self.gpus_per_node))
+        return tuple(sorted(one for one in shared or () if one.tp <= self.reach))
 
     def is_free(self, unit: str) -> bool:
         """Return True if the model lets the plan choose what is recomputed."""
@@ -172,7 +178,7 @@ class UnitLayers:
         """Return these degrees with each `ep` that may pay off for a unit. These are 1 and, inside a node and if costs
         include links, those that divide experts further than tp divides features."""
         counts = self._experts[unit]
-        if not counts or degrees.ranks > self.gpus_per_node:
+        if not counts or degrees.ranks > self.reach:
             return (degrees,)
         wide = [ep for ep in degrees.expert_degrees if ep > degrees.tp and not any(n % ep for n in counts)]
         return (degrees, *(degrees._replace(ep=ep) for ep in wide))
@@ -271,7 +277,7 @@ class UnitLayers:
         layers = self.model.unit(unit).layers
         if self.rules.zero == "none":
             return np.ones(len(layers))
-        beside = degrees.ranks if self.rules.zero == "all" else min(degrees.ranks, self.gpus_per_node)
+        beside = degrees.ranks if self.rules.zero == "all" else min(degrees.ranks, self.node)
         parts = self._sharing * beside * parts_of_a_rank(layers, degrees)
         return ranks_together(layers, degrees, *np.maximum(1.0, parts))
 

@@ -62,7 +62,7 @@ class OptionTable:
         """Return the options of `replicas` chains that shard optimizer state among each other as the rules say.
         devices: devices of one chain; inside a node only chains that fit on one node shard together. `stage_costs`
         computes the actual sharding of a plan."""
-        zero, node = self.units.rules.zero, self.units.gpus_per_node
+        zero, node = self.units.rules.zero, self.units.node
         count = 1 if zero == "none" else replicas if zero == "all" else min(replicas, node // devices)
         if count <= 1:
             return self

@@ -202,7 +202,7 @@ def open_space(problem: SearchProblem, group: Cluster) -> Space:
     most = float(tokens.reshape(-1, batch).sum(axis=1).max())
     limited = settings.row_limit is not None and most > settings.row_limit
     known = model, problem.costs.on(group.name), problem.workload
-    units = UnitLayers(*known, group.gpus_per_node, problem.rules, batch, 1, limited, settings.fills_microbatches)
+    units = UnitLayers(*known, group.reach, problem.rules, batch, 1, limited, settings.fills_microbatches)
     table = OptionTable(units, group.bytes_per_device)
     dense = bool(problem.workload.dense)
     by_tokens = OptionTable(units.variant(by_tokens=True), group.bytes_per_device) if dense else table

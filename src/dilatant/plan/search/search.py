@@ -48,6 +48,7 @@ from dilatant.plan.search.search_result import (
     none_faster,
     on_ranks_from,
 )
+from dilatant.plan.search.shapes import textbook_shapes
 
 Enumerate = Callable[[Space], list[PlanCandidate]]
 """Function that returns the only candidates of a search, lowest estimate first."""
@@ -150,6 +151,8 @@ class _Search:
         most = most_times * found[0].estimate if found and omits else math.inf
         unseen = min(most, self._simulate(finals, found, devices))
         self._simulate_kinds(finals, found, space, ceiling)
+        if self.only is None:
+            self._simulate_textbook(finals, space)
         if self.only is None and self.is_alone and devices <= LARGE_CLUSTER:
             unseen = finals.prove(found, MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, devices))
         if not finals.ranked:
@@ -194,6 +197,13 @@ class _Search:
                 if one not in finals.seconds and one.bound < finals.best:
                     finals.simulate(one)
                     break
+
+    def _simulate_textbook(self, finals: Finals, space: Space) -> None:
+        """Simulate the layouts that people choose without a search, unless their bounds or estimates are hopeless."""
+        for one in sorted(textbook_shapes(space), key=lambda one: one.estimate):
+            hopeless = one.bound >= finals.best or one.estimate >= HOPELESS_FACTOR * finals.best
+            if one.replicas >= self.settings.copies and not hopeless:
+                finals.simulate(one)
 
     def _refusal(self, found: Sequence[PlanCandidate], finals: Finals, unseen: float, space: Space) -> PlanError:
         """Return the error for a search in which no plan fits memory. unseen: least bound of the others."""

@@ -42,6 +42,30 @@ def shapes(
         yield from shape.inside(budget)
 
 
+def textbook_shapes(space: Space) -> Iterator[PlanCandidate]:
+    """Yield the layouts that people choose without a search: equal pipelines on all devices, tensor-parallel degrees
+    and numbers of stages in powers of two, and encoders in the first stage; among them data parallelism alone. Models
+    with generators have none."""
+    roles, devices = space.roles, space.cluster.num_devices
+    if roles.generators:
+        return
+    for degrees in space.table.units.all_degrees([*roles.encoders, roles.language]):
+        most = space.model.unit(roles.language).most_stages if degrees.cp == 1 and degrees.tp.bit_count() == 1 else 0
+        for stages in (1 << power for power in range(most.bit_length())):
+            replicas, rest = divmod(devices, degrees.ranks * stages)
+            for count, row_tokens in space.microbatch_counts(replicas).items() if replicas and not rest else ():
+                table = (space.table if row_tokens is None else space.by_tokens).shared_by(
+                    replicas, devices // replicas
+                )
+                samples = space.global_batch / (replicas * count)
+                shape = _Shape(space, table, replicas, samples, count, row_tokens, math.inf, {})
+                request = ChainRequest(roles.language, degrees, stages, samples, count, roles.encoders)
+                option = table.chain(request, 0)
+                if option is not None:
+                    where = EncoderPosition.IN_LANGUAGE if roles.encoders else EncoderPosition.PARALLEL
+                    yield shape.candidate(where, ParallelChains(), option, ParallelChains())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shape:
     """Generator of the candidates with one number of pipelines and samples per microbatch."""
@@ -63,7 +87,7 @@ class _Shape:
                 left = budget - after.gpus - language.gpus
                 behind = language.stages + after.stages
                 for before in self._before(encoders_at, budget, behind, left):
-                    yield self._candidate(encoders_at, before, language, after)
+                    yield self.candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on the ranks of the language model's first stage.
@@ -83,7 +107,7 @@ class _Shape:
                     request = ChainRequest(*shape, roles.encoders, whole_items=whole_items)
                     option = self.table.chain(request, after.stages)
                     if option is not None:
-                        yield self._candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
+                        yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
         """Return the options of a unit on at most `budget` devices whose memory allows `behind` stages after them."""
@@ -159,7 +183,7 @@ class _Shape:
         chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]
         return _all(self.space.joined(chains, budget))
 
-    def _candidate(
+    def candidate(
         self, encoders_at: EncoderPosition, before: ParallelChains, language: Option, after: ParallelChains
     ) -> PlanCandidate:
         options = (*before.options, language, *after.options)
@@ -302,7 +326,7 @@ def bound(before: ParallelChains, language: Option, options: Sequence[Option], t
 
 def _ring_bandwidth(cluster: Cluster, holders: int, tp: int) -> float:
     bandwidth = cluster.inside.bandwidth
-    if holders * tp > cluster.gpus_per_node:
-        on_node = min(holders, max(1, cluster.gpus_per_node // tp))
+    if holders * tp > cluster.reach:
+        on_node = min(holders, max(1, cluster.reach // tp))
         bandwidth = min(bandwidth, on_node * cluster.between.bandwidth / cluster.gpus_per_node)
     return bandwidth

@@ -70,7 +70,7 @@ def layer_costs(
     if target.is_local:
         counts, seconds = measured_tokens(config), config.plan.measure_seconds
         return measure_layers(model, target, counts, 7, say, degrees, seconds, known, again)
-    per_node = target.cluster.gpus_per_node
+    per_node = target.cluster.reach
     by_kind = degrees_by_kind(model, degrees)
     return analytic_costs(layer_shapes(model), target.hardware, by_kind, target.dtype, per_node)
 
@@ -220,7 +220,7 @@ def _on_groups(
     for kind, shares in measured.layers.items():
         whole = None if kind in divided else next(iter(shares.values()))
         for own in degrees[kind]:
-            links = target.hardware.group_links(own, target.cluster.gpus_per_node)
+            links = target.hardware.group_links(own, target.cluster.reach)
             if (share := shares.get(Degrees(own.tp), whole)) is not None:
                 cost = group_cost(share, shapes[kind], links, target.dtype, own)
                 layers.setdefault(kind, {})[own] = cost

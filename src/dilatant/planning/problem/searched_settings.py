@@ -28,11 +28,16 @@ from dilatant.planning.problem.describe_model import ModelDescription
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.layouts import context_problems
 
+WIDEST = 16
+"""Largest degree that is tried without being asked for across the nodes of an NVLink domain."""
+
 
 def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degrees]:
     """Return the degrees that the config names, else, on GPUs, the powers of two that fit a node and that training can
     do for some unit of the model. Processes of a CPU share its memory: there all are 1."""
     node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
+    if node < target.cluster.reach:
+        node = min(target.cluster.reach, WIDEST)
     powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
     splits = not any(context_problems(unit) for unit in {entry.unit: None for entry in model.types})
     takes = {"tp": lambda tp: _divides(model, tp), "cp": lambda cp: splits or cp == 1}

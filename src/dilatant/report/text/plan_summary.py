@@ -8,7 +8,16 @@ from dilatant.plan.search.why_not import WhyNot
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.search_report import compared_plan
 from dilatant.report.text.gantt_summary import NOTABLE, losses, measurement, pace
-from dilatant.report.text.wording import bytes_text, count_text, counted, listed, lost_to, percent_text, seconds_text
+from dilatant.report.text.wording import (
+    bytes_text,
+    count_text,
+    counted,
+    listed,
+    lost_to,
+    percent_text,
+    seconds_text,
+    three_digits,
+)
 
 _REMEDY = {
     "warm-up": "more microbatches in a step, or fewer stages, would shorten the filling of the pipeline",
@@ -31,8 +40,8 @@ def summarize(report: PlanReport) -> tuple[str, ...]:
 
 
 def short_answer(report: PlanReport) -> str:
-    """Return speed, memory and shape of the plan in one line."""
-    return " ".join([_speed(report), *_memory(report), *report.reasons[:1]])
+    """Return speed, memory, the smallest number of devices and the shape of the plan in one line."""
+    return " ".join([_speed(report), *_memory(report), *_fewest(report), *report.reasons[:1]])
 
 
 def suggest(report: PlanReport) -> tuple[str, ...]:
@@ -96,6 +105,16 @@ def _memory(report: PlanReport) -> list[str]:
     reserve = fullest.bytes_by_use.get("reserve", 0)
     free = f", {bytes_text(reserve)} of it a reserve (cluster.reserve)" if reserve else ""
     return [f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)}){free}."]
+
+
+def _fewest(report: PlanReport) -> list[str]:
+    if report.fewest is None:
+        return []
+    devices, faster = report.fewest.devices, report.fewest.step_seconds / report.step_seconds
+    return [
+        f"It fits from {counted(devices, 'device')} on, where a step takes {seconds_text(report.fewest.step_seconds)}: "
+        f"these are {three_digits(faster)} times as fast."
+    ]
 
 
 def _data(report: PlanReport) -> list[str]:
