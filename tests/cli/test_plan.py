@@ -387,6 +387,13 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert code == 0, err
     (line,) = out.splitlines()
     assert re.match(".*tiny on 2xH100: One step should take .* for 8 samples.* Memory fits: .* pipelines?,", line)
+    assert "It fits from 1 device on, where a step takes" in line
+    code, out, err = dilatant(*asked, "--images", 1, "--image-size", "16x8", "--text", 4, "--json")
+    assert code == 0, err
+    fewest, found = json.loads(out)["fewest"], json.loads(out)
+    assert fewest["devices"] == 1
+    assert fewest["step_seconds"] > 0.0
+    assert len(found["plan"]["units"]) == 2
     refused(dilatant("plan"), "name the CONFIG")
     refused(dilatant("plan", project_file := tmp_path / "none.yaml", "--model", "x"), "or a model with --model")
     assert not project_file.exists()

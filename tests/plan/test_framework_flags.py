@@ -75,3 +75,36 @@ def test_overrides_are_joined_by_equals_signs():
 def test_veomni_hears_that_it_has_no_pipelines():
     found = framework_flags(pipelines(), "veomni", "language", 32, 8)
     assert any("pipelines" in lost for lost in found.lost)
+
+
+FACTS = {
+    "ms-swift": "--tensor_model_parallel_size --pipeline_model_parallel_size --context_parallel_size "
+    "--expert_model_parallel_size --micro_batch_size --global_batch_size --virtual_pipeline_model_parallel_size "
+    "--sequence_parallel --use_distributed_optimizer --recompute_granularity --recompute_method "
+    "--recompute_num_layers",
+    "megatron-bridge": "model.tensor_model_parallel_size model.pipeline_model_parallel_size "
+    "model.virtual_pipeline_model_parallel_size model.sequence_parallel model.context_parallel_size "
+    "model.expert_model_parallel_size model.recompute_granularity model.recompute_method model.recompute_num_layers "
+    "train.micro_batch_size train.global_batch_size ddp.use_distributed_optimizer",
+    "torchtitan": "--training.local_batch_size --training.global_batch_size "
+    "--parallelism.data_parallel_replicate_degree --parallelism.data_parallel_shard_degree "
+    "--parallelism.tensor_parallel_degree --parallelism.pipeline_parallel_degree "
+    "--parallelism.pipeline_parallel_schedule --parallelism.pipeline_parallel_microbatch_size "
+    "--parallelism.context_parallel_degree --parallelism.expert_parallel_degree",
+    "veomni": "--train.accelerator.dp_replicate_size --train.accelerator.dp_shard_size --train.accelerator.ep_size "
+    "--train.accelerator.ulysses_size --train.gradient_checkpointing.enable --train.micro_batch_size "
+    "--train.global_batch_size",
+}
+"""Arguments as fields of the config classes in the wheels of ms-swift 4.6.0, megatron-bridge 0.3.1 with megatron-core
+0.16.1, torchtitan 0.3.0 and veomni 0.1.12, read on 2026-11-27."""
+
+
+@pytest.mark.parametrize("framework", FACTS)
+def test_flags_are_fields_of_the_frameworks_configs(framework):
+    found = framework_flags(pipelines(("block",) * 8), framework, "language", 32, 8, "all")
+    assert {*found.flags} <= {*FACTS[framework].split()}
+
+
+def test_torchtitan_hears_where_recomputation_is_chosen():
+    found = framework_flags(pipelines(("block",) * 8), "torchtitan", "language", 32, 8)
+    assert any("activation_checkpoint" in lost for lost in found.lost)

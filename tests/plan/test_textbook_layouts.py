@@ -37,7 +37,7 @@ def found_on(machine, scorer, layers=16, degrees=((1, 1), (2, 1), (4, 1), (8, 1)
     return search(spec, costs, machine, workload, BATCH, scorer, (1, 2), RULES, 6)
 
 
-@pytest.mark.parametrize("fast", [(64, 4, 1), (32, 8, 1), (256, 1, 1)])
+@pytest.mark.parametrize("fast", [(64, 4, 1), (32, 8, 1)])
 def test_a_textbook_layout_replaces_what_was_estimated_better(fast):
     machine = cluster(32, 8)
     assert shape(found_on(machine, planted(fast)).winner.plan) == fast

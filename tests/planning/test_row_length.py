@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from cases.planning.planned_project import BATCH, config, write_samples
 from dilatant.config import Config, PlanConfig
+from dilatant.plan.search.why_not import AskedLayout
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.planned_run import plan_report, training_plan
-from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of, time_plan
+from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of, time_plan, with_faster
 from dilatant.planning.problem import planned_hardware
 from dilatant.planning.row_length import row_length, with_long_rows
 from dilatant.training.prepare import prepare
@@ -116,3 +118,17 @@ def test_a_run_in_one_process_chooses_as_its_plan_would(tmp_path: Path, monkeypa
     by_hand = _config(tmp_path, train={**train, "row_tokens": 300})
     assert not prepare(by_hand).rows
     assert prepare(by_hand).planned.microbatching(by_hand).row_tokens == 300
+
+
+def test_a_faster_layout_that_a_user_asks_about_replaces_the_plan(tmp_path: Path) -> None:
+    planned = plan_run(_problem(tmp_path, cluster={"gpus_per_node": 2, "memory_gib": 80}))
+    result = planned.result
+    slow = max(result.runners_up, key=lambda one: one.score.seconds)
+    known = replace(planned, result=replace(result, winner=slow, runners_up=(), seconds=slow.score.seconds))
+    replicas = len(result.winner.plan.unit("language").replicas)
+    asked = {"language: one": AskedLayout({"language": {"replicas": replicas}}, zero=result.winner.zero)}
+    found = with_faster(known, asked)
+    assert found.result.seconds == found.result.winner.score.seconds < slow.score.seconds
+    assert found.result.runners_up == (slow,)
+    assert "replaces it" in found.notes[-1]
+    assert with_faster(planned, asked).result is result

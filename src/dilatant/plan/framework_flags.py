@@ -43,7 +43,6 @@ _FLAGS = {
         f"{_TITAN}data_parallel_replicate_degree": "replicate",
         "--training.local_batch_size": "local",
         "--training.global_batch_size": "batch",
-        "--activation_checkpoint.mode": "mode",
     },
     "automodel": {
         f"{_AUTO}tp_size": "tp",
@@ -108,6 +107,10 @@ def framework_flags(
     of_core = framework in ("megatron", "megatron-bridge", "ms-swift")
     if of_core and kinds and "block" not in kinds:
         lost.append("keeping attention alone: its selective recomputation keeps the rest")
+    if framework == "torchtitan" and kinds:
+        lost.append(
+            "recomputation by a flag: name FullAC or SelectiveAC as activation_checkpoint in the config function"
+        )
     if framework == "veomni" and (others_of := degrees.tp * groups) > 1:
         lost.append(f"tensor parallelism and pipelines: {others_of} times as many ranks share the batch")
         replicas, names = replicas * others_of, {*names, "tp"}
@@ -130,7 +133,6 @@ def framework_flags(
         "replicate": 1 if shared else replicas,
         "local": size if groups == 1 else batch // replicas,
         "in_pipeline": size if groups > 1 else None,
-        "mode": "full" if "block" in kinds else "selective" if kinds else "none",
         "again": "true" if kinds else "false",
     }
     flags = {flag: values[name] for flag, name in _FLAGS[framework].items()}

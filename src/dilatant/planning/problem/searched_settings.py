@@ -36,7 +36,7 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
     """Return the degrees that the config names, else, on GPUs, the powers of two that fit a node and that training can
     do for some unit of the model. Processes of a CPU share its memory: there all are 1."""
     node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
-    if node < target.cluster.reach:
+    if target.cluster.reach > target.cluster.gpus_per_node:
         node = min(target.cluster.reach, WIDEST)
     powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
     splits = not any(context_problems(unit) for unit in {entry.unit: None for entry in model.types})
