@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -110,7 +111,7 @@ def try_change(place: Place, folder: Path, tests: Sequence[str], seconds: float)
     Raises RuntimeError where a test fails without the change, too, or none can be run."""
     file = folder / "src" / "dilatant" / place.file
     before = file.read_text(encoding="utf-8")
-    file.write_text(place.changed(before), encoding="utf-8")
+    write_source(file, place.changed(before))
     # Numba does not see that a function has changed which a compiled one of another file calls.
     kernels = tempfile.TemporaryDirectory(dir=folder) if "njit" in before else nullcontext(folder / "kernels")
     began = time.monotonic()
@@ -125,12 +126,18 @@ def try_change(place: Place, folder: Path, tests: Sequence[str], seconds: float)
                 if failed != "":
                     break
     finally:
-        file.write_text(before, encoding="utf-8")
+        write_source(file, before)
     spent = round(time.monotonic() - began, 1)
     if failed and _first_failure(folder, [failed], seconds, folder / "kernels") != "":
         raise RuntimeError(f"{place.name}: {failed} does not pass without the change")
     verdict = UNFINISHED if failed is None else NOTICED if failed else SURVIVED
     return Result(verdict, failed or "", spent, time.strftime("%Y-%m-%d"), " ".join(tests))
+
+
+def write_source(file: Path, text: str) -> None:
+    """Write a source file, and remove its compiled one, which Python trusts if length and second of writing agree."""
+    file.write_text(text, encoding="utf-8")
+    Path(cache_from_source(str(file))).unlink(missing_ok=True)
 
 
 def _first_failure(folder: Path, tests: Sequence[str], seconds: float, kernels: str | Path) -> str | None:

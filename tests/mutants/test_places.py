@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import py_compile
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def test_a_place_that_does_not_fit_is_named(tree: Path, changes: dict[str, str],
     (found,) = check([replace(PLACE, **changes)], tree / "src" / "dilatant")
     assert found.startswith("off by one: ")
     assert problem in found
+
+
+def test_a_changed_file_is_compiled_again(tree: Path) -> None:
+    """Python would use the old bytecode where a change of equal length is written within the same second."""
+    file = tree / "src" / "dilatant" / "one.py"
+    compiled = Path(py_compile.compile(str(file), doraise=True) or "")
+    assert compiled.is_file()
+    run.write_source(file, PLACE.changed(file.read_text()))
+    assert "n + 2" in file.read_text()
+    assert not compiled.exists()
 
 
 @pytest.mark.slow

@@ -66,6 +66,13 @@ def test_flags_are_the_frameworks_own(framework, flag, value):
     assert framework_flags(pipelines(), framework, "language", 32, 8).flags[flag] == value
 
 
+@pytest.mark.parametrize(("zero", "degrees"), [("none", (1, 2)), ("all", (2, 1))])
+def test_two_replicas_hold_copies_or_shards(zero, degrees):
+    flags = framework_flags(pipelines(), "torchtitan", "language", 32, 8, zero).flags
+    kinds = ("shard", "replicate")
+    assert tuple(flags[f"--parallelism.data_parallel_{kind}_degree"] for kind in kinds) == degrees
+
+
 def test_overrides_are_joined_by_equals_signs():
     found = framework_flags(pipelines(), "megatron-bridge", "language", 32, 8, "all")
     assert "model.pipeline_model_parallel_size=2" in found.command().split()
