@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, NoReturn, TypedDict, get_args
@@ -21,10 +21,11 @@ PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 
 
 class Parts(TypedDict, total=False):
-    """Keyword arguments of `dilatant.train`, which docs/python.md describes. model: an id, a folder or what `model:` in
-    a YAML file holds."""
+    """Keyword arguments of `dilatant.train`, which docs/python.md describes. model: an id, a folder, what `model:` in a
+    YAML file holds, or a model that transformers has opened; processor: of such a model, or its tokenizer."""
 
-    model: str | Path | Mapping[str, Any]
+    model: Any
+    processor: Any
     train_data: Any
     eval_data: Any
     loss: Callable[..., Any]

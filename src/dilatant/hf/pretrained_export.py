@@ -45,12 +45,17 @@ def write_pretrained(model: MultimodalModel, folder: Path, source: str | None) -
     assert whole is not None
     if whole.lora is None or whole.lora.merge:
         _write_model(model, whole, folder, source)
-    for name in _BESIDE if source is not None else ():
-        file = _file(str(source), name)
-        if file is not None:
-            shutil.copyfile(file, folder / name)
+    if source is not None:
+        copy_settings(source, folder)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(str(folder))
+
+
+def copy_settings(source: str, folder: Path) -> None:
+    """Copy the settings of processors, template and generation that an id or folder has beside a model's config."""
+    for name in _BESIDE:
+        if (file := _file(source, name)) is not None:
+            shutil.copyfile(file, folder / name)
 
 
 def copy_companion_files(source: str, model: PreTrainedModel, folder: Path) -> None:

@@ -29,7 +29,7 @@ def train(
 
     config: also a YAML file, or a mapping of its sections. overwrite: start anew in an output_dir that holds a run.
     show: where progress is shown. parts: the user's own data sets, loss, optimizer, schedule, callbacks and metrics,
-    see `Parts` and docs/python.md. Starts the ranks of the layout, or is one of them under torchrun, Slurm or
+    or model, see `Parts` and docs/python.md. Starts the ranks of the layout, or is one of them under torchrun, Slurm or
     Kubernetes. With `resilience.enabled` a launcher starts one process per machine instead: the first is the leader,
     the others are agents. Raises UserError for a mistake in config, parts, data or folder, WorkerFailed when a rank
     fails (with `resilience.enabled`: when no rank can continue), RunStopped when a signal ends a run before it trains;
@@ -39,7 +39,7 @@ def train(
     if parts or not isinstance(config, Config) or config.python:
         from dilatant.training.own_parts import config_with_parts
 
-        config = config_with_parts(config, parts)
+        config = config_with_parts(config, parts, overwrite)
     if place_from() is None and (config.parallel.is_laid_out or config.parallel.auto):
         warm_up()
 

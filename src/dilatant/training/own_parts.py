@@ -9,28 +9,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from rich.console import Console
+from transformers import PreTrainedModel
+
 from dilatant.config import Config, OptimizerConfig, RateSchedule, UserError, load_config
 from dilatant.config.config import parse_config
+from dilatant.config.environment import place_from
 from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
 from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes
 from dilatant.config.train import LOSS
 from dilatant.data.sample import EncodedSample
+from dilatant.hf.opened_model import check_opened, write_opened
 from dilatant.models.core.loss import smoothed_cross_entropy
+from dilatant.models.families.generic import opens_whole
 from dilatant.models.language.token_loss import TokenLoss
+from dilatant.report.run_folder import RunFolder
 from dilatant.training.callbacks import CallbackList
+from dilatant.training.checkpoints.starting_point import find_start
+
+OPENED = "opened in Python"
+"""Id of a model that the user opened, until the run folder that it is written to is known."""
 
 
-def config_with_parts(config: Config | Mapping[str, Any] | str | Path, parts: Parts) -> Config:
-    """Return the config with these parts in place of its own. Raises UserError for an unknown part, and for one that is
-    not what its place needs."""
-    if unknown := sorted(parts.keys() - {*PART_NAMES, "model"}):
-        raise UserError(f"dilatant.train takes no {unknown[0]!r}; there are model, {', '.join(PART_NAMES)}")
-    own = {name: value for name, value in parts.items() if value is not None and name != "model"}
+def config_with_parts(config: Config | Mapping[str, Any] | str | Path, parts: Parts, overwrite: bool = False) -> Config:
+    """Return the config with these parts in place of its own. A model that the user opened is written into the run
+    folder. Raises UserError for an unknown part, and for one that is not what its place needs."""
+    of_model = ("model", "processor")
+    if unknown := sorted(parts.keys() - {*PART_NAMES, *of_model}):
+        raise UserError(f"dilatant.train takes no {unknown[0]!r}; there are {', '.join((*of_model, *PART_NAMES))}")
+    own = {name: value for name, value in parts.items() if value is not None and name not in of_model}
+    model, processor = parts.get("model"), parts.get("processor")
+    if processor is not None and not isinstance(model, PreTrainedModel):
+        raise UserError("processor goes with a model that transformers opened; else name it in the config's 'model'")
     if isinstance(config, Config) and not parts and not config.python:
         return config
     if "callbacks" in own:
         own["callbacks"] = CallbackList(cast(Any, own["callbacks"]))
-    fill = partial(_fill, own, parts.get("model"))
+    fill = partial(_fill, own, model)
     if isinstance(config, str | Path):
         filled = load_config(config, prepare=fill)
     else:
@@ -38,6 +53,8 @@ def config_with_parts(config: Config | Mapping[str, Any] | str | Path, parts: Pa
         fill(tree)
         filled = parse_config(tree, Path.cwd())
     _check(filled, own)
+    if isinstance(model, PreTrainedModel):
+        filled = _with_written_model(filled, model, processor, overwrite)
     return filled.with_own_parts(cast(Any, own))
 
 
@@ -51,15 +68,51 @@ def _fill(own: Mapping[str, Any], model: Any, tree: dict[str, Any]) -> None:
     for name, key in (("train_data", "train"), ("eval_data", "eval")):
         if name in own and tree["data"].pop(key, None):
             warnings.warn(f"{name} takes the place of data.{key}, which is not used", stacklevel=5)
-    if isinstance(model, str | Path):
+    if isinstance(model, PreTrainedModel):
+        model = _with_opened_model(dict(tree.get("model") or {}), model)
+    elif isinstance(model, str | Path):
         model = {**(tree.get("model") or {}), "id": str(model)}
     if model is not None:
         if not isinstance(model, Mapping):
             raise UserError(
-                f"model is a {type(model).__name__}; give an id, a folder or a mapping as in the YAML file: every rank "
-                "builds its own layers (a model made in Python trains with dilatant.parallelize)"
+                f"model is a {type(model).__name__}; give a model of transformers, an id, a folder or a mapping as in "
+                "the YAML file (a dilatant.MultimodalModel trains with dilatant.parallelize)"
             )
         tree["model"] = dict(model)
+
+
+def _with_opened_model(section: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """Return the config's `model` with the opened model as a whole model or as the language model; its folder is not
+    known yet."""
+    place = section
+    if section.get("language_model") or not opens_whole(model.config):
+        section |= {"id": None, "config": None, "language_model": dict(section.get("language_model") or {})}
+        place = section["language_model"]
+    place |= {"id": OPENED, "config": None}
+    return section
+
+
+def _with_written_model(config: Config, model: PreTrainedModel, processor: Any, overwrite: bool) -> Config:
+    """Write a model into the run folder, and return the config with its folder as the id. Raises UserError, also for a
+    folder in which the run would not begin."""
+    check_opened(model)
+    if (place := place_from()) is not None:
+        raise UserError(
+            f"{place.launcher} started {place.size} processes, each with a model of its own; save one "
+            "(save_pretrained) and pass its folder as model"
+        )
+    run = RunFolder(config.output_dir)
+    folder = run.path / "model"
+    try:
+        run.lock()
+        find_start(config, run, overwrite, Console(quiet=True))
+        write_opened(model, processor, config.model.text.tokenizer, folder, config.train.resume != "never")
+    finally:
+        run.close()
+    source = {"id": str(folder)}
+    if config.model.language_model is not None:
+        source = {"language_model": config.model.language_model.model_copy(update=source)}
+    return config.model_copy(update={"model": config.model.model_copy(update=source)})
 
 
 def _check(config: Config, own: Mapping[str, Any]) -> None:
