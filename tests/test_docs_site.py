@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -52,6 +53,15 @@ def test_the_navigation_has_every_page_once(made: dict[str, str]) -> None:
     files = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
     every = {page for page in files | made.keys() if not page.startswith(FILLED)}
     assert sorted(nav) == sorted(every | {"decisions/index.md"})
+
+
+def test_pictures_are_those_that_their_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "website")
+    pictures = importlib.import_module("concept_pictures").PICTURES
+    for name, draw in pictures.items():
+        assert (ROOT / "docs/images" / f"{name}.svg").read_text(encoding="utf-8") == draw(), name
+        assert f"](images/{name}.svg)" in (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert len(pictures) == 9
 
 
 def test_links_of_every_page_lead_somewhere(pages: ModuleType) -> None:

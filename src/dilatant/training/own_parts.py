@@ -109,7 +109,7 @@ def _with_written_model(config: Config, model: PreTrainedModel, processor: Any, 
         write_opened(model, processor, config.model.text.tokenizer, folder, config.train.resume != "never")
     finally:
         run.close()
-    source = {"id": str(folder)}
+    source: dict[str, Any] = {"id": str(folder)}
     if config.model.language_model is not None:
         source = {"language_model": config.model.language_model.model_copy(update=source)}
     return config.model_copy(update={"model": config.model.model_copy(update=source)})

@@ -91,7 +91,12 @@ def test_opened_model_resumes_only_with_its_weights(project: dict[str, Any], tmp
 
 
 def test_opened_language_model_takes_its_place(project: dict[str, Any], tmp_path: Path) -> None:
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=300, **size))
     parts = {**tiny_config()["model"], "language_model": {"media_attention": "embedded"}}
     tree = {**project, "model": parts, "output_dir": str(tmp_path / "run")}
