@@ -1,13 +1,18 @@
-"""File systems of fsspec for tests: one that counts what is read, a server of HTTP, and a stand-in for S3."""
+"""File systems of fsspec for tests: one that counts what is read, and servers of HTTP and of Google Cloud Storage."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
@@ -51,7 +56,7 @@ class _Ranged(BaseHTTPRequestHandler):
         self._answer(True)
 
     def _answer(self, with_body: bool) -> None:
-        file = self.root / self.path.lstrip("/").partition("?")[0]
+        file = self.root / unquote(self.path.lstrip("/").partition("?")[0])
         if not file.is_file():
             self.send_error(404)
             return
@@ -72,10 +77,58 @@ class _Ranged(BaseHTTPRequestHandler):
         pass
 
 
+class _Bucket(_Ranged):
+    """The reading half of the JSON interface of Google Cloud Storage: one bucket, whose objects are files."""
+
+    def _answer(self, with_body: bool) -> None:
+        address = urlsplit(self.path)
+        query = parse_qs(address.query)
+        asked = re.fullmatch(r"(/download)?/storage/v1/b/bucket(/o)?(/.+)?", address.path)
+        key = unquote((asked and asked[3]) or "")
+        if asked and asked[1]:
+            self.path = quote(key)
+            super()._answer(with_body)
+        elif asked and key and (self.root / key[1:]).is_file():
+            self._say(200, self._about(self.root / key[1:]))
+        elif asked and asked[2] and not key:
+            self._say(200, self._listed(query.get("prefix", [""])[0], query.get("delimiter", [""])[0]))
+        else:
+            self._say(404, {"error": {"code": 404, "message": "Not Found"}})
+
+    def _listed(self, prefix: str, delimiter: str) -> dict[str, Any]:
+        files = sorted(file for file in self.root.rglob("*") if file.is_file())
+        objects, folders = [], set()
+        for file in files:
+            name = file.relative_to(self.root).as_posix()
+            rest = name.removeprefix(prefix)
+            if not name.startswith(prefix):
+                continue
+            if delimiter and delimiter in rest:
+                folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
+            else:
+                objects.append(self._about(file))
+        return {"kind": "storage#objects", "items": objects, "prefixes": sorted(folders)}
+
+    def _about(self, file: Path) -> dict[str, Any]:
+        digest = base64.b64encode(hashlib.md5(file.read_bytes()).digest()).decode()
+        name = file.relative_to(self.root).as_posix()
+        return {"kind": "storage#object", "bucket": "bucket", "name": name, "size": str(file.stat().st_size),
+                "md5Hash": digest, "generation": "1"}  # fmt: skip
+
+    def _say(self, code: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
 @contextmanager
-def http_server(root: Path, ranged: bool = True) -> Iterator[str]:
-    """Serve the files of a folder on loopback; `ranged`: with requests for ranges of bytes."""
-    handler = type("Handler", (_Ranged,), {"root": root, "ranged": ranged})
+def http_server(root: Path, ranged: bool = True, bucket: bool = False) -> Iterator[str]:
+    """Serve the files of a folder on loopback; `ranged`: with requests for ranges of bytes; `bucket`: as the bucket
+    `bucket` of Google Cloud Storage."""
+    handler = type("Handler", (_Bucket if bucket else _Ranged,), {"root": root, "ranged": ranged})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -311,3 +311,25 @@ def test_buckets_of_s3_are_read(folder, monkeypatch):
             open_source(DataSource(path="s3://no-such-bucket/x.tar"))
     finally:
         server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="no gcsfs: Google Cloud Storage is not checked")
+def test_buckets_of_google_are_read(folder, monkeypatch):
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else it asks by gRPC what kind a bucket is
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    fsspec.get_filesystem_class("gs").clear_instance_cache()
+    with http_server(folder, bucket=True) as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        for form in FORMS:
+            reader = open_source(DataSource(path=f"gs://bucket/{form}"))
+            check(pickle.loads(pickle.dumps(reader)), open_source(DataSource(path=str(folder / form))))
+        source = DataSource(path="gs://bucket/tar")
+        before = open_source(source).fingerprint
+        write_tar(folder / "tar" / "x-0.tar", tar_members((0, 1, 9)))
+        fsspec.filesystem("gs").invalidate_cache()
+        assert open_source(source).fingerprint != before
+        with pytest.raises(FileNotFoundError):
+            open_data(data_path("gs://bucket/tar/gone"))
+        with pytest.raises(UserError, match="does not exist"):
+            open_source(DataSource(path="gs://no-such-bucket/x.tar"))
