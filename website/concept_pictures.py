@@ -184,7 +184,7 @@ def flow(steps: Sequence[tuple[str, ...]], fills: Sequence[str], width: int = 13
 
 
 def planning() -> str:
-    inputs = (
+    inputs: Sequence[tuple[str, ...]] = (
         ("token counts", "from file headers"),
         ("layer costs", "measured, modelled"),
         ("devices", "memory, links"),

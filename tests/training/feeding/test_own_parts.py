@@ -87,7 +87,7 @@ def test_what_python_replaces_is_named(file: Path, tmp_path: Path) -> None:
         train(tree, train_data=[])
     with pytest.raises(UserError, match="takes no 'lost'"):
         train(tree, lost=1)
-    with pytest.raises(UserError, match="model is a int; give an id"):
+    with pytest.raises(UserError, match="model is a int; give a model of transformers, an id"):
         train(tree, model=3)
     with pytest.raises(UserError, match="is missing; name files or a data set"):
         train(without_data(tree))
