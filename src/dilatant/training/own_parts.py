@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from dilatant.config import Config, OptimizerConfig, RateSchedule, UserError, load_config
@@ -24,6 +23,7 @@ from dilatant.models.core.loss import smoothed_cross_entropy
 from dilatant.models.families.generic import opens_whole
 from dilatant.models.language.token_loss import TokenLoss
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import open_console
 from dilatant.training.callbacks import CallbackList
 from dilatant.training.checkpoints.starting_point import find_start
 
@@ -105,7 +105,7 @@ def _with_written_model(config: Config, model: PreTrainedModel, processor: Any, 
     folder = run.path / "model"
     try:
         run.lock()
-        find_start(config, run, overwrite, Console(quiet=True))
+        find_start(config, run, overwrite, open_console(quiet=True))
         write_opened(model, processor, config.model.text.tokenizer, folder, config.train.resume != "never")
     finally:
         run.close()
