@@ -304,8 +304,7 @@ def _from_pretrained(
 
 def check_loaded(model: PreTrainedModel, place: str) -> None:
     """Raise UserError for weights of a loaded model that are not finite, or that are unlike although the config ties
-    them: transformers trains both, and whoever opens the export reads one. place: beginning of
-    the error."""
+    them, of which transformers keeps both and ranks that read by name would keep one. place: beginning of the error."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     require_finite(weights.items(), place)
     for key, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
