@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dilatant.models import Generator, MultimodalModel
 from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.materialize import materialize
 from dilatant.models.generators.denoiser_source import read_source, scheduler_settings
-from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser
+from dilatant.models.generators.denoisers import build_diffusion, inspect_denoiser, pretrained_weights
 from dilatant.models.generators.diffusion import Diffusion, SamplingSettings, add_noise, alphas, draw, draw_noise
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
@@ -259,6 +260,14 @@ def test_unsupported_generators_are_refused_before_allocation(settings: Any, vae
         inspect_denoiser(read_source("model.generators.image", None, settings, vae), "model.generators.image")
     assert str(error.value).startswith("model.generators.image")
     assert said in str(error.value)
+
+
+def test_a_net_with_nan_is_refused(tmp_path: Path) -> None:
+    net = diffusers.SD3Transformer2DModel(**{key: value for key, value in SD3.items() if key != "_class_name"})
+    next(net.parameters()).data.view(-1)[0] = float("nan")
+    net.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"^net: '{tmp_path}': '.*' holds NaN or infinity"):
+        pretrained_weights(read_source("net", str(tmp_path), None, None), "net")
 
 
 def test_without_diffusers_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

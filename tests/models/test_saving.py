@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, SiglipImageProcessor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -135,6 +136,9 @@ def test_a_folder_that_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
     vision_language().save_pretrained(tmp_path)
     (tmp_path / "projectors/vision.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="does not hold the projector's weights"):
+        MultimodalModel.from_pretrained(tmp_path)
+    save_file({"weight": torch.tensor([float("nan")])}, tmp_path / "projectors/vision.safetensors")
+    with pytest.raises(UserError, match=r"vision\.safetensors': 'weight' holds NaN or infinity"):
         MultimodalModel.from_pretrained(tmp_path)
     manifest = json.loads((tmp_path / "multimodal.json").read_text())
     (tmp_path / "multimodal.json").write_text(json.dumps({**manifest, "format": 99}))

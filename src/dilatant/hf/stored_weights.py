@@ -7,7 +7,6 @@ Transformers reads their units whole, and what this rank does not hold is droppe
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,19 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from dilatant.config import Config, ModelConfig
 from dilatant.config.errors import UserError
-from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
 from dilatant.config.model import EncoderConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
 from dilatant.hf.dcp_files import METADATA, DcpTensors, is_dcp
 from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key, tied_keys
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
+from dilatant.models.core.weight_files import INDEX, SINGLE, open_safetensors, read_index, require_finite, unlike_tie
 from dilatant.models.encoders.projector import misfit, stored_projector
 from dilatant.models.families.pretrained import load_pretrained_weights, stored_keys
 from dilatant.models.generators.denoiser_source import source_of_entry
@@ -39,8 +37,6 @@ from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.plan.boxes import Box
 from dilatant.runtime.state.holders import slice_of
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -79,15 +75,16 @@ class Layout:
 
     def read(self, held: Mapping[str, Box]) -> dict[str, Tensor]:
         """Read the boxes of all stored weights in `held`. Raises UserError, also for a quantized one, whose scales are
-        apart."""
+        apart, and for one with NaN or infinity."""
         found = dict(self.tensors(held, held))
         for name, tensor in found.items():
+            key = self.keys[name]
             if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
-                key = self.keys[name]
                 raise UserError(
                     f"{str(self.files[key])!r}: {key!r} is quantized ({tensor.dtype}); name the model with its weights "
                     "in bf16 or fp32"
                 )
+            require_finite([(key, tensor)], repr(str(self.files[key])))
         return found
 
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -115,11 +112,7 @@ class Layout:
                 continue
             with open_tensors(self.files[key]) as one, open_tensors(self.files[other]) as two:
                 if not torch.equal(_read(one, key, held[first]).float(), _read(two, other, held[first]).float()):
-                    raise UserError(
-                        f"{str(source or self.files[key].parent)!r}: config.json ties {key!r} to {other!r}, but the "
-                        "files hold unlike weights for them; write tie_word_embeddings: false there (also in its "
-                        f"text_config) to train both, or remove {key!r} from the files"
-                    )
+                    raise unlike_tie(repr(str(source or self.files[key].parent)), key, other)
 
 
 def first_weights(model: MultimodalModel, config: Config, held: Mapping[str, Box], zeros: bool) -> dict[str, Tensor]:
@@ -316,7 +309,7 @@ def pretrained_files(source: str) -> Mapping[str, Path] | None:
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     index = cached_file(source, INDEX, **options)
     if index is not None:
-        return _LazyShards(source, _shards(Path(index)))
+        return _LazyShards(source, read_index(Path(index)))
     single = cached_file(source, SINGLE, **options)
     return None if single is None else _keys(Path(single))
 
@@ -349,19 +342,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Return stored key → file of a model in the Hugging Face layout, in one file or sharded. Raises UserError."""
     index = folder / INDEX
     if index.is_file():
-        return {key: folder / file for key, file in _shards(index).items()}
+        return {key: folder / file for key, file in read_index(index).items()}
     return _keys(folder / SINGLE)
-
-
-def _shards(index: Path) -> dict[str, str]:
-    """Return stored key → name of its file. Raises UserError."""
-    try:
-        shards = json.loads(index.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) for name in shards.values()):
-            raise TypeError
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{str(index)!r} does not say which file has which weight; fetch it again") from None
-    return shards
 
 
 def _keys(file: Path) -> dict[str, Path]:
@@ -385,17 +367,8 @@ def _read(tensors: Any, stored: str, box: Box | None) -> Tensor:
 
 def open_tensors(file: Path) -> AbstractContextManager[Any]:
     """Open a safetensors file, or a checkpoint of torch by its metadata. Raises UserError."""
-    if not file.is_file():
-        raise UserError(f"weights cannot be read from {str(file)!r}: there is no such file")
-    if file.name == METADATA:
-        return nullcontext(DcpTensors(file))
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        with file.open("rb") as stream:
-            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise UserError(f"{str(file)!r} {FETCH_LFS}") from None
-        raise UserError(f"weights cannot be read from {str(file)!r}: {' '.join(str(error).split())}") from None
+    is_metadata = file.name == METADATA and file.is_file()
+    return nullcontext(DcpTensors(file)) if is_metadata else open_safetensors(file)
 
 
 def _by_model_key(keys: Iterable[str], stored: Iterable[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from dilatant.models.core.dtype import dtype_of_config, four_bit_names, require_
 from dilatant.models.core.freeze import select, thaw
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
 from dilatant.models.core.materialize import seeded
+from dilatant.models.core.weight_files import require_finite
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.encoders.projector import kind_of_projector, misfit, stored_projector
 from dilatant.models.families.media_proof import in_proven_units
@@ -128,7 +129,9 @@ def _load_stored_projector(projector: nn.Module, name: str, entry: EncoderConfig
         return
     warnings.warn(f"{where}: it goes on from {str(file)!r}", stacklevel=3)
     if reads:
-        projector.load_state_dict(load_file(file))
+        weights = load_file(file)
+        require_finite(weights.items(), f"{where}: {str(file)!r}")
+        projector.load_state_dict(weights)
 
 
 def _mark_four_bit(mllm: MultimodalModel, lora: LoraConfig | None) -> None:

@@ -32,6 +32,7 @@ from dilatant.config.errors import UserError, as_user_error, list_problems
 from dilatant.config.files.exports import MANIFEST, is_export_of_parts, read_object, write_object
 from dilatant.config.model import MediaMask
 from dilatant.models.adapters.lora import save_plain
+from dilatant.models.core.weight_files import require_finite
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.generators.denoiser_source import read_source, scheduler_settings
@@ -296,7 +297,9 @@ def _check_code(
 def _read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     """Read a file with the weights of a projector or connector. Raises UserError."""
     with as_user_error(f"{str(path)!r} does not hold the {what}'s weights", OSError, SafetensorError):
-        return load_file(path)
+        tensors = load_file(path)
+    require_finite(tensors.items(), repr(str(path)))
+    return tensors
 
 
 def _write_tensors(state: Mapping[str, Tensor], path: Path) -> None:

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 import warnings
@@ -21,14 +22,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from dilatant.config.errors import UserError, as_user_error, list_problems, one_line
+from dilatant.config.errors import UserError, as_user_error, file_errors, list_problems, one_line
+from dilatant.config.files.own_files import read_text
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
 from dilatant.models.core.structure import DEPTH_KEYS, on_meta
+from dilatant.models.core.weight_files import named_if_damaged, require_finite, unlike_tie
 from dilatant.models.families.families import FAMILIES
 
 HUB_TIMEOUT_SECONDS = 10.0
 MOST_BLOCKS = 1_000
 """Limit against mistakes and traps: allocating more blocks alone would take minutes."""
+MOST_CONFIG = 16 << 20
+"""Maximum bytes of a config.json; transformers takes half a minute for 200 MB."""
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
 _WIDTHS = ("hidden_size", "vocab_size")
 _UNLISTED = {
@@ -87,8 +92,11 @@ def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
 
 
 def _plain_config(path: Path, where: str) -> Any:
-    with as_user_error(f"{where}: {str(path)!r} cannot be read", OSError, ValueError, RecursionError):
-        return json.loads(path.read_bytes())
+    what = f"{where}: {str(path)!r} cannot be read, download it again"
+    if not path.exists():
+        raise UserError(f"{what}: it is a broken link")
+    with file_errors(what), as_user_error(what, ValueError, RecursionError):
+        return json.loads(read_text(path, MOST_CONFIG))
 
 
 def _refuse_absurd(settings: Any, where: str) -> None:
@@ -212,7 +220,7 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
 
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the config of an id or folder, cache first. Raises UserError, without long retries when offline."""
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+    if Path(name).is_dir() and not os.path.lexists(Path(name) / "config.json"):
         found = ""
         if (Path(name) / "adapter_config.json").is_file():
             found = "; it is an adapter: write 'model.lora.adapter' for it, and the id of its model here"
@@ -221,6 +229,17 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
         raise UserError(f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout{found}")
     if Path(name).is_dir():
         _refuse_absurd(_plain_config(Path(name) / "config.json", where), where)
+    config = _parsed(name, where, trust_remote_code)
+    unread = [key for key in ("text_config", *_ENCODER_CONFIG_KEYS) if isinstance(getattr(config, key, None), Mapping)]
+    if unread and not trust_remote_code:
+        raise UserError(
+            f"{where}: the config.json of {name!r} has a {unread[0]}, which its model_type {config.model_type!r} does "
+            f"not read; write the model_type of the whole model there, or remove {unread[0]}"
+        )
+    return config
+
+
+def _parsed(name: str, where: str, trust_remote_code: bool) -> PreTrainedConfig:
     local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         return AutoConfig.from_pretrained(name, **local)
@@ -269,7 +288,8 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return a model, and the keys of weights that its files lack and that are random; transformers' own report of
     missing and unused weights is suppressed. Raises UserError."""
-    with as_user_error(f"{where}: the weights of {name!r} cannot be loaded"), without_bars(name), errors_alone():
+    what = f"{where}: the weights of {name!r} cannot be loaded"
+    with named_if_damaged(what, name), without_bars(name), errors_alone():
         model, found = loader.from_pretrained(
             name,
             config=config,
@@ -278,7 +298,18 @@ def _from_pretrained(
             output_loading_info=True,
             **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
         )
+    check_loaded(model, f"{where}: {name!r}")
     return model, sorted(found["missing_keys"])
+
+
+def check_loaded(model: PreTrainedModel, place: str) -> None:
+    """Raise UserError for weights of a loaded model that are not finite, or that are unlike although the config ties
+    them, of which transformers keeps both and ranks that read by name would keep one. place: beginning of the error."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    require_finite(weights.items(), place)
+    for key, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if weights.get(key) is not weights.get(other):
+            raise unlike_tie(place, key, other)
 
 
 @contextmanager

@@ -17,12 +17,13 @@ from cases.tiny_wholes import save_as_the_hub_does, whole_config
 from dilatant.config import UserError
 from dilatant.config.model import LoraConfig
 from dilatant.data.media_units.image_unit import PixelProcessor
-from dilatant.hf.stored_weights import open_tensors, tensor_files
+from dilatant.hf.stored_weights import Layout, open_tensors, tensor_files
 from dilatant.models.adapters.lora import targets
 from dilatant.models.core.materialize import materialize
 from dilatant.models.families.pretrained import PretrainedModel, load_pretrained_weights
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
+from dilatant.plan.boxes import Box
 
 TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,6 +77,60 @@ def test_a_tied_head_loads_and_a_missing_pooler_only_warns(tmp_path: Path) -> No
         load_encoder(str(tmp_path))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    file, key = tmp_path / WEIGHTS, "model.layers.0.mlp.up_proj.weight"
+    state = load_file(file)
+    state[key][3, 5] = bad
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"^here: '{tmp_path}': '{key}' holds NaN or infinity.*; download it again"):
+        load_language_model(str(tmp_path), "here")
+    layout = Layout({key: file}, {"w": key})
+    with pytest.raises(UserError, match=rf"^'{file}': '{key}' holds NaN or infinity"):
+        layout.read({"w": Box.of("w", (8, 8))})
+    others = layout.read({"w": Box("w", (8, 8), (((0, 3),), ((0, 8),)))})  # as another rank reads it
+    assert torch.equal(others["w"], state[key][:3])
+
+
+def test_a_whole_model_with_nan_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    state = load_file(folder / WEIGHTS)
+    next(iter(state.values())).view(-1)[0] = float("nan")
+    save_file(state, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(UserError, match=r"weight' holds NaN or infinity"):
+        load_pretrained_weights(PretrainedModel.of(whole_config("llava"), "model"), str(tmp_path))
+
+
+def test_a_head_unlike_the_embedding_that_ties_it(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / WEIGHTS)
+    for change, opens in ((0, True), (1, False)):
+        head = state["model.embed_tokens.weight"] + change
+        save_file({**state, "lm_head.weight": head}, tmp_path / WEIGHTS, {"format": "pt"})
+        if opens:
+            load_language_model(str(tmp_path))
+            continue
+        with pytest.raises(UserError, match=r"ties 'lm_head\.weight' to 'model\.embed_tokens\.weight', but .* unlike"):
+            load_language_model(str(tmp_path))
+
+
+def test_a_file_cut_short_or_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    file, whole = tmp_path / WEIGHTS, PretrainedModel.of(whole_config("llava"), "model")
+    os.truncate(file, file.stat().st_size - 100)
+    says = rf"'{file}' is damaged or incomplete, download it again \(.*not fully covered"
+    for read in (load_language_model, lambda source: load_pretrained_weights(whole, source)):
+        with pytest.raises(UserError, match=says):
+            read(str(tmp_path))
+    with pytest.raises(UserError, match=says):
+        open_tensors(file)
+    file.unlink()
+    (tmp_path / INDEX).write_text('{"metadata": {}, "weight_map": {"model.norm.weight": "model-2.safetensors"}}')
+    with pytest.raises(UserError, match=rf"'{tmp_path / 'model-2.safetensors'}': there is no such file; download it"):
+        load_language_model(str(tmp_path))
+
+
 def test_a_folder_without_weights_or_of_an_adapter_says_so(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     whole = PretrainedModel.of(load_pretrained_config(str(folder), "model"), "model")
@@ -125,6 +180,30 @@ def test_a_config_that_cannot_be(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=says):
         PretrainedModel.of(load_pretrained_config(str(tmp_path), "model"), "model")
+
+
+@pytest.mark.parametrize("key", ["text_config", "vision_config"])
+def test_a_part_that_the_model_type_does_not_read(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **TINY, key: {"hidden_size": 8}}))
+    with pytest.raises(UserError, match=rf"has a {key}, which its model_type 'llama' does not read; write the model_t"):
+        load_pretrained_config(str(tmp_path), "model")
+
+
+def test_a_config_that_is_no_readable_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+
+    def refused(why: str) -> None:
+        with pytest.raises(UserError, match=rf"^model: '{file}' cannot be read, download it again: {why}"):
+            load_pretrained_config(str(tmp_path), "model")
+
+    for target in ("config.json", "nowhere"):
+        file.symlink_to(target)
+        refused("it is a broken link")
+        file.unlink()
+    file.write_text("{")
+    refused("Expecting property name")
+    os.truncate(file, (16 << 20) + 1)
+    refused("it is longer than 16 MiB")
 
 
 def test_a_whole_model_as_language_model_points_to_its_setting(folder: Path) -> None:

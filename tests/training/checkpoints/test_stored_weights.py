@@ -17,6 +17,7 @@ from dilatant.config import ModelConfig, UserError
 from dilatant.hf import stored_weights
 from dilatant.hf.stored_weights import read_pretrained
 from dilatant.models.build import build_model as build_model_from
+from dilatant.models.core import weight_files
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -64,7 +65,7 @@ def test_only_what_was_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Mon
         def get_slice(self, key: str) -> View:
             return View(key, self._file.get_slice(key))
 
-    monkeypatch.setattr(stored_weights, "safe_open", Spy)
+    monkeypatch.setattr(weight_files, "safe_open", Spy)
     name, stored = "language.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
     model = build_model(CASE, "meta")
     config = _pretrained_config(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cases.engine_case import CASE
 from cases.engine_case import build_model as build_case
@@ -93,6 +93,18 @@ def test_a_projector_that_does_not_fit_is_said_or_refused(export: Path) -> None:
         begins_with(section(base, tree))
     with pytest.raises(UserError, match="must be 'linear', 'mlp' or 'identity', or a path"):
         section(base, parts(projector="mpl"))
+
+
+def test_a_projector_with_nan_is_refused(export: Path) -> None:
+    file = export / "projectors/vision.safetensors"
+    save_file({key: tensor * float("nan") for key, tensor in load_file(file).items()}, file)
+    config = section(export.parent.parent, parts(projector="s1/export"))
+    for begin in (begins_with, build_model):
+        with (
+            pytest.warns(UserWarning, match="goes on from"),
+            pytest.raises(UserError, match=rf"'{file}': '\w+' holds NaN"),
+        ):
+            begin(config)
 
 
 def test_what_no_export_of_parts_can_say_is_refused(export: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dilatant.config.errors import UserError
 from dilatant.config.files.exports import PROJECTOR_FOLDER, is_export_of_parts
 from dilatant.config.model import EncoderConfig
+from dilatant.models.core.weight_files import open_safetensors
 
 _KINDS = {
     frozenset[str](): "identity",
@@ -80,8 +80,5 @@ def misfit(file: Path, projector: nn.Module) -> str | None:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{str(file)!r} does not hold a projector's weights: {error}") from None
+    with open_safetensors(file) as tensors:
+        return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118

@@ -27,6 +27,7 @@ from dilatant.models.core.cross_attention import accept_cross_rows
 from dilatant.models.core.materialize import allocate_meta_tensors, excluded_from_init, models_of, seeded
 from dilatant.models.core.structure import on_meta
 from dilatant.models.core.unit import Unit
+from dilatant.models.core.weight_files import named_if_damaged
 from dilatant.models.core.weights import Weight
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.encoder_spec import Encoder
@@ -39,7 +40,7 @@ from dilatant.models.language.cross_attention import CrossAttention
 from dilatant.models.language.extension import Extension
 from dilatant.models.language.packed_row import Positions, spatial_positions
 from dilatant.models.language.side_states import DeepStack, PerLayer
-from dilatant.models.sources import without_bars
+from dilatant.models.sources import check_loaded, without_bars
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ def weights_of(
 
 def load_pretrained_weights(whole: PretrainedModel, source: str) -> dict[str, Tensor]:
     """Load all weights of a pretrained model by its own keys, as transformers reads them. Raises UserError."""
-    with as_user_error(f"the weights of {source!r} cannot be loaded"), without_bars(source):
+    with named_if_damaged(f"the weights of {source!r} cannot be loaded", source), without_bars(source):
         loader: Any = type(whole.composite())
         model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
@@ -263,6 +264,7 @@ def load_pretrained_weights(whole: PretrainedModel, source: str) -> dict[str, Te
             f"{source!r} lacks {missing[0]!r}{more} of the weights of its model; fetch it again, or begin with random "
             "weights (model.config)"
         )
+    check_loaded(model, repr(source))
     return model.state_dict()
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dilatant.config.errors import UserError, as_user_error, list_problems
 from dilatant.models.core.slicing import shell_of
 from dilatant.models.core.structure import on_meta
+from dilatant.models.core.weight_files import require_finite
 from dilatant.models.generators.denoiser_families import (
     AUTOENCODERS,
     BLOCKS,
@@ -209,7 +210,9 @@ def _pretrained(
     if Path(place).is_dir():  # diffusers would prefer weights in the parent folder
         place, below = str(Path(place, below)), ""
     with as_user_error(f"{where}: the weights of {folder[0]!r} cannot be loaded"):
-        return kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
+        model: nn.Module = kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
+    require_finite(model.named_parameters(), f"{where}: {folder[0]!r}")
+    return model
 
 
 def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> Any:
