@@ -19,9 +19,13 @@ from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.model import save_costs
+from dilatant.plan.templates.copies import copies_on_nodes
+from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.memberships import plan_resiliently
+from dilatant.planning.planning import planning_problem
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.runtime.state.holders import trainable_layers
@@ -162,3 +166,22 @@ def test_a_layout_brings_the_costs_of_the_memberships_that_follow_it(tmp_path: P
     assert read.chain == chain
     assert prepare(project_config(tmp_path, resilience={"enabled": True}), read).planned.chain == chain
     assert prepare(project_config(tmp_path, parallel=layout)).planned.chain is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "note"),
+    [
+        (1, None),
+        (3, "3 lost at once cannot be survived: the smallest pipeline takes 1 node of 2 devices, so 4 are needed; "),
+    ],
+)
+def test_a_plan_that_survives_fewer_losses_says_so(tmp_path: Path, wanted: int, note: str | None) -> None:
+    """Two nodes hold at most two copies, so the loss of one can be survived."""
+    write_samples(tmp_path, 32)
+    cluster = {"hardware": "H100", "nodes": 2, "gpus_per_node": 2}
+    tree = {"cluster": cluster, "resilience": {"enabled": True, "fault_tolerance": wanted}}
+    asked = project_config(tmp_path, **tree)
+    run = plan_resiliently(planning_problem(asked, assemble_samples(asked)))
+    assert run.notes == ((note + "this plan survives 1",) if note else ())
+    copies = copies_on_nodes(run.result.winner.plan, 2)
+    assert set(copies.values()) == {2}
