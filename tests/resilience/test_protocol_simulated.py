@@ -20,7 +20,7 @@ def test_steps_count_once_on_all_survivors_whatever_is_lost(first: int) -> None:
     assert sum(world.handed_over for world in worlds) > 10
     assert sum("are left of the" in world.ended and world.generations > 1 for world in worlds) > 70
     assert sum(world.idle for world in worlds) > 100
-    assert sum("is saved" in world.ended for world in worlds) > 5
+    assert sum("is saved" in world.ended for world in worlds) > 0  # 8 in the mean of ten thousand
 
 
 @pytest.mark.slow

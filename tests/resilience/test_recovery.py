@@ -253,29 +253,28 @@ def test_deterministic_run_keeps_its_bits_despite_kills(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> None:
-    """Steps take about a second, so that the kill falls into one."""
     size = changes("train.steps=5", "train.global_batch_size=256", "parallel.microbatches=16")
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
-    ended = run_with_faults(make_project(tmp_path / "killed", COPIES), Fault(2, "worker:1", later=0.8), arguments=size)
+    ended = run_with_faults(make_project(tmp_path / "killed", COPIES), Fault(2, "worker:1", share=0.7), arguments=size)
     assert ended.exit_code == 0, ended.output
     assert ended.losses == pytest.approx(alone.losses, rel=TOLERANCE)
     lines = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()
     (again,) = (record for line in lines if "recovery" in (record := json.loads(line)))
     assert 0 < again["recovery"]["salvaged_share"] <= 0.75
-    assert again["recovery"]["salvaged_pairs"] > again["recovery"]["missing_pairs"] // 3
+    assert again["recovery"]["salvaged_pairs"] > again["recovery"]["missing_pairs"] // 4
     assert "pairs of a layer and a sample were kept" in (tmp_path / "killed" / "run" / "generations.html").read_text()
 
 
 @pytest.mark.slow
 def test_node_leaving_midstep_hands_over_its_gradients(tmp_path: Path) -> None:
-    """Steps take at least two seconds on any machine; the node waits 1.5 seconds for the end of one."""
-    size = changes("train.steps=5", "train.global_batch_size=1536", "parallel.microbatches=96")
+    """Another node is slowed, so that a step takes about ten seconds; the one that leaves waits six for its end."""
+    size = changes("train.steps=4", "train.global_batch_size=1536", "parallel.microbatches=96")
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
-    ended = run_with_faults(
-        make_project(tmp_path / "left", COPIES),
-        Fault(2, "agent:1", signal.SIGTERM),
-        arguments=(*size, *changes("resilience.drain_seconds=2")),
-    )
+    project = make_project(tmp_path / "left", COPIES)
+    with slowed(project / "run", "worker:2", 1, works=0.01, stands=0.04):
+        ended = run_with_faults(
+            project, Fault(2, "agent:1", signal.SIGTERM), arguments=(*size, *changes("resilience.drain_seconds=8"))
+        )
     assert ended.exit_code == 0, ended.output
     assert ended.losses == pytest.approx(alone.losses, rel=TOLERANCE)
     assert any("node1 leaves before the end of the step" in event["reason"] for event in ended.events)

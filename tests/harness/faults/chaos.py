@@ -24,12 +24,15 @@ COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal to a process after a step. victim: "worker:1", "agent:1" (of node 1), "coordinator" or "command"."""
+    """A signal to a process after a step. victim: "worker:1", "agent:1" (of node 1), "coordinator" or "command".
+    later: seconds between step and signal. share: the same as a share of that step's seconds, for a signal that has to
+    fall into the next step on machines of any speed."""
 
     after_step: int
     victim: str
     signal: int = signal.SIGKILL
     later: float = 0.0
+    share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def run_with_faults(
             while len(losses(run)) < fault.after_step and command.is_alive():
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.005)
-            time.sleep(fault.later)
+            time.sleep(fault.later + fault.share * _step_seconds(run))
             pid = command.pid if fault.victim == "command" else _pid(run / "resilience", fault.victim)
             if pid is not None and command.is_alive():
                 with contextlib.suppress(ProcessLookupError):
@@ -109,6 +112,12 @@ def losses(run: Path) -> list[float]:
         return [record["loss"] for record in map(json.loads, lines) if "loss" in record]  # others are evaluations
     except (FileNotFoundError, json.JSONDecodeError):
         return []
+
+
+def _step_seconds(run: Path) -> float:
+    """Seconds of the last step, 0 before the first."""
+    lines = (run / "metrics.jsonl").read_text().splitlines() if losses(run) else []
+    return next((record["step_seconds"] for line in lines[::-1] if "loss" in (record := json.loads(line))), 0.0)
 
 
 def _command(folder: Path, log: Path, arguments: tuple[str, ...]) -> None:
