@@ -36,7 +36,7 @@ PREFERENCE = {
 }
 """Order of the automatic choice by device where nothing was measured; as on a CPU for other devices and for rows that
 are one dense batch. On an H100 our kernels run packed causal rows in 0.74 to 1.0 of the time of flash attention 2
-(`benchmarks/attention.py`)."""
+(`benchmarks/attention/attention.py`)."""
 
 KERNELS = ("triton", "blockwise")
 
