@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,11 +66,6 @@ def read_exported_gradients(folder: Path, generation: int, step: int, rank: int,
             if metadata["hash"] == _hash(gradients):
                 found.append(PartialGradients(AccumulationReport.from_json(metadata["finished"]), gradients))
     return found
-
-
-def delete_exported_gradients(folder: Path) -> None:
-    """Delete all exported gradients."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hash(gradients: Mapping[str, Tensor]) -> str:
