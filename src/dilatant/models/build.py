@@ -207,8 +207,8 @@ def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) 
 
 
 def open_pretrained(config: ModelConfig, **options: Any) -> PretrainedModel:
-    """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone, in the units and with
-    the media of which it is proven that they train as in transformers. Raises UserError."""
+    """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone. Its units and media are
+    those of which it is proven that they train as in transformers. Raises UserError."""
     where = "model.id" if config.id is not None else "model.config"
     own = None if config.attn_implementation == "dilatant" else config.attn_implementation
     found = parse_config(config.config or {}, where) if config.id is None else load_pretrained_config(config.id, where)

@@ -218,8 +218,8 @@ class Runtime:
         return {index: stage.module for index, stage in self._stages.items()}
 
     def stays(self, plan: Plan, rank: int) -> bool:
-        """Return True if a new `Runtime` for `rank` under `plan` can reuse this one: the rank holds the same layers as
-        here, all in stages of one rank."""
+        """Return True if a new `Runtime` for `rank` under `plan` can reuse this one. The rank must hold the same layers
+        as here, all in stages of one rank."""
         there = [placed for placed in plan.stages() if rank in placed.stage.ranks]
         here = [stage.placed for stage in self._stages.values()]
         return all(len(placed.stage.ranks) == 1 for placed in (*here, *there)) and [

@@ -64,8 +64,8 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class MachineCapabilities:
-    """Capabilities of the machine: compute `capability` of the GPU (None without one), the optional `packages` that can
-    be imported, whether Triton's interpreter mode (kernels run on the CPU) is on, and what was `measured` on it."""
+    """Capabilities of the machine. They are the compute `capability` of the GPU (None without one), the optional
+    `packages`, whether Triton's interpreter mode (kernels run on the CPU) is on, and what was `measured` on it."""
 
     packages: frozenset[str] = frozenset()
     capability: tuple[int, int] | None = None
