@@ -64,7 +64,7 @@ mutants: install
 # What only a GPU can tell, section by section; DATA is the folder of chartqa_mini. Without a GPU each section says what it
 # would need.
 gpu: install
-	$(BIN)/python benchmarks/gpu_day.py $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m benchmarks.gpu_day $(if $(DATA),--data $(DATA))
 
 # Strictly: a page that the navigation lacks, or a link or an anchor that leads nowhere, is an error.
 docs: $(VENV)/.docs

@@ -1,7 +1,7 @@
 """Benchmarks that need a GPU, in sections that run by themselves: correctness, rates, speed, prediction, recovery.
 
-    python benchmarks/gpu_day.py --data chartqa_mini          # or: make gpu DATA=chartqa_mini
-    python benchmarks/gpu_day.py --sections kernels families --json gpu.json
+    python -m benchmarks.gpu_day --data chartqa_mini          # or: make gpu DATA=chartqa_mini
+    python -m benchmarks.gpu_day --sections kernels families --json gpu.json
 
 Every section is a command with its own limit in seconds. Its output goes to a log, and the JSON grows after each
 section, so results survive if the machine is taken away. The last lines are a table. Nothing is downloaded. Without a
@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine
 
-HERE = Path(__file__).resolve().parent
-TRAINER = ("benchmarks/one_device_trainer.py", "--case", "as they are", "--size", "1b", "--precision", "bf16")
+from benchmarks import ROOT
+from benchmarks.machine import machine
+
+TRAINER = ("-m", "benchmarks.models.one_device_trainer", "--case", "as they are", "--size", "1b", "--precision", "bf16")
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,19 @@ def _tests(*files: str) -> tuple[str, ...]:
 
 
 SECTIONS = {
-    "machine": Section("copies and matrix products", 60, ("benchmarks/gpu_day.py", "--machine"), 16),
+    "machine": Section("copies and matrix products", 60, ("-m", "benchmarks.gpu_day", "--machine"), 16),
     "kernels": Section("Triton kernels, varlen, FlexAttention against definitions", 400, _tests("tests/attention")),
     "runtime": Section("a step against a CPU's; NCCL where there are two GPUs", 200, _tests("tests/runtime")),
     "families": Section("whole models against a CPU", 200, _tests("tests/models")),
     "attention": Section(
         "rates of attention by backend", 400,
-        ("benchmarks/attention.py", "--sections", "rates", "--tokens", "8192", "32768", "--repeats", "5",
+        ("-m", "benchmarks.attention.attention", "--sections", "rates", "--tokens", "8192", "32768", "--repeats", "5",
          "--out", "{out}/attention-gpu.json"),
         40,
     ),
     "towers": Section(
         "a vision tower on packed images against the family's own calls", 200,
-        ("benchmarks/towers.py", "--out", "{out}/towers-gpu.json"),
+        ("-m", "benchmarks.attention.towers", "--out", "{out}/towers-gpu.json"),
         30,
     ),
     "training": Section(
@@ -111,17 +112,17 @@ SECTIONS = {
     ),
     "backends": Section(
         "attention backends by mask class, timed as by `dilatant profile`", 300,
-        ("benchmarks/attention.py", "--sections", "backends", "--out", "{out}/backends-gpu.json"),
+        ("-m", "benchmarks.attention.attention", "--sections", "backends", "--out", "{out}/backends-gpu.json"),
         16,
     ),
     "prediction": Section(
         "time and peak memory of a step of 0.8 B parameters, predicted and measured", 400,
-        ("benchmarks/gpu_prediction.py", "--json", "{out}/gpu_prediction.json"),
+        ("-m", "benchmarks.models.gpu_prediction", "--json", "{out}/gpu_prediction.json"),
         40,
     ),
     "recovery": Section(
         "one of four ranks is killed at a time", 300,
-        ("benchmarks/recovery.py", "--device", "auto", "--kills", "5", "--restarts", "0",
+        ("-m", "benchmarks.recovery.recovery", "--device", "auto", "--kills", "5", "--restarts", "0",
          "--json", "{out}/recovery-gpu.json"),
         gpus=4,
     ),
@@ -159,7 +160,7 @@ def run(section: Section, data: Path | None, out: Path, log: Path) -> dict[str, 
     with log.open("w", encoding="utf-8") as file:
         try:
             done = subprocess.run(
-                [sys.executable, *command], cwd=HERE.parent, stdout=file, stderr=subprocess.STDOUT,
+                [sys.executable, *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
                 timeout=section.seconds,
             )  # fmt: skip
             status: int | str = done.returncode

@@ -10,6 +10,8 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.papers.models import PaperUnit, cost_model, model_spec
+from benchmarks.papers.searches import Mode, candidates_of
 from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Recompute
 from dilatant.cost.hardware import Hardware
@@ -21,8 +23,6 @@ from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
 from dilatant.plan.search.search import search
 from dilatant.schedule.assignment.assign import Policy
 from dilatant.schedule.plan_scorer import PlanSimulator, families_for
-from papers.models import PaperUnit, cost_model, model_spec
-from papers.searches import Mode, candidates_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

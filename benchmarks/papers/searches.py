@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from benchmarks.papers.disttrain.search import disaggregated
 from dilatant.plan.costs.partition import partition_layers, partition_layers_in_memory
 from dilatant.plan.costs.stable_batch import feasible_allocations
 from dilatant.plan.costs.unit_layers import UnitLayers
@@ -21,7 +22,6 @@ from dilatant.plan.model_spec import EncoderPosition, ModelSpec
 from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.search import Enumerate
 from dilatant.plan.search.shapes import bound, chain_times
-from papers.disttrain_search import disaggregated
 
 
 class Mode(StrEnum):

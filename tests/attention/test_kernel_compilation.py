@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels were not compiled")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from attention_suite.compiled_kernels import KERNELS, compile_kernel
-
+from benchmarks.attention.compiled_kernels import KERNELS, compile_kernel
 from dilatant.attention.kernels.triton_tuning import tuning_for
 
 HOPPER_SHARED_BYTES = 227 * 1024

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from attention_suite import contenders, kernels, shares
-from attention_suite.rows import KINDS, build, count_visible_pairs, draw_row
-
-import attention
+from benchmarks.attention import attention, contenders, kernels, shares
+from benchmarks.attention.rows import KINDS, build, count_visible_pairs, draw_row
 from oracles.dense_mask import word_matrix
 
 SHAPE = kernels.Shape(2, 1, 8, torch.float32)

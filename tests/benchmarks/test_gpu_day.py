@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import gpu_day
-import gpu_prediction
-from one_device_trainer import SIZES, save_model
+from benchmarks import gpu_day
+from benchmarks.models import gpu_prediction
+from benchmarks.models.one_device_trainer import SIZES, save_model
 
 
 def test_every_section_says_in_one_line_what_it_needs(

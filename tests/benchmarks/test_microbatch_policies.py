@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.disttrain.order import disttrain, inter_reorder, order_search
 from dilatant.schedule.assignment.assign import assign_microbatches
-from dilatant.schedule.assignment.joint_search import step_model
-from dilatant.schedule.assignment.pipeline_shape import PipelineShape, default_shape, shape_seconds
-from dilatant.schedule.families import interleaved
-from oracles import microbatches as oracle
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from papers.disttrain_order import disttrain, inter_reorder, order_search
-
 from dilatant.schedule.assignment.entrain import (
     closest_sums,
     effective_microbatches,
@@ -29,6 +18,10 @@ from dilatant.schedule.assignment.entrain import (
     pairs_within,
     reachable_sums,
 )
+from dilatant.schedule.assignment.joint_search import step_model
+from dilatant.schedule.assignment.pipeline_shape import PipelineShape, default_shape, shape_seconds
+from dilatant.schedule.families import interleaved
+from oracles import microbatches as oracle
 
 SMALL = st.integers(0, 2**32 - 1)
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.disttrain.orchestrate import ModuleCost, orchestrate
 from dilatant.plan import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 from oracles.orchestrate import best_orchestration
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from papers.orchestrate import ModuleCost, orchestrate
 
 
 def random_module(draw, name):

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.papers.entrain.algorithm_2 import trial_batch
+from benchmarks.papers.searches import Mode, candidates_of
 from cases.model_cases import cluster, cost_model, model, unit
 from cases.planning.drawn_searches import ROUNDING, drawn
 from cases.search_cases import RULES, find
 from dilatant.plan import PlanError, SearchProblem, SearchSettings, Workload
 from dilatant.plan.validate import validate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from papers.algorithm_2 import trial_batch
-from papers.searches import Mode, candidates_of
 
 VLM = model(unit("vision", 4, ("language",)), unit("language", 8))
 COSTS = cost_model({"vision": 1.0, "language": 1.0})

@@ -7,25 +7,25 @@ import itertools
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import results_page
+from benchmarks.papers import models
+from benchmarks.papers.cornstarch import partition as cornstarch_partition
+from benchmarks.papers.corpus import models as corpus_models
+from benchmarks.papers.entrain import stability as entrain_stability
+from benchmarks.papers.oobleck import failures as oobleck_failures
+from benchmarks.papers.planner import even_chain
+from benchmarks.papers.tables import in_range, judged
+from benchmarks.planning import dflop, published
+from dilatant.cost.analytic import DILATANT
+from dilatant.cost.hardware import load_hardware
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import dflop  # noqa: E402
-import published  # noqa: E402
-import results_page  # noqa: E402
-from papers import cornstarch_partition, corpus_models, entrain_stability, models, oobleck_failures  # noqa: E402
-from papers.planner import even_chain  # noqa: E402
-from papers.tables import in_range, judged  # noqa: E402
-
-from dilatant.cost.analytic import DILATANT  # noqa: E402
-from dilatant.cost.hardware import load_hardware  # noqa: E402
 
 needs_sizes = pytest.mark.skipif(
     not (SHARED / "data/workload_stats").exists(), reason="the size statistics are absent: their tables were not rerun"
@@ -182,7 +182,7 @@ def test_results_from_published_throughput_are_no_predictions():
 
 def test_the_page_of_results_holds_what_the_results_say():
     page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    assert page == results_page.page(), "run `python benchmarks/results_page.py > docs/results.md`"
+    assert page == results_page.page(), "run `python -m benchmarks.results_page > docs/results.md`"
 
 
 def test_committed_outcomes_have_matching_verdict_and_basis():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.papers.corpus.predictions import predicted_bytes, predicted_seconds
+from benchmarks.papers.corpus.rows import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
+from benchmarks.papers.planner import cuts_by_work, even_chain
+from dilatant.cost.hardware import load_hardware
+
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "data/published"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from papers.corpus import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines  # noqa: E402
-from papers.corpus_predictions import predicted_bytes, predicted_seconds  # noqa: E402
-from papers.planner import cuts_by_work, even_chain  # noqa: E402
-
-from dilatant.cost.hardware import load_hardware  # noqa: E402
 
 needs_corpus = pytest.mark.skipif(not CORPUS.exists(), reason="the measured runs are absent")
 

@@ -151,7 +151,7 @@ def plan_of_items(lengths: ArrayLike) -> AttentionPlan:
 
 
 def borders_of_items(lengths: ArrayLike) -> torch.Tensor:
-    """Return the cumulative lengths of a row's items, int32 `[items + 1]`, on the host, with their plan attached: a
+    """Return the cumulative lengths of a row's items, int32 `[items + 1]`, on the host, with their plan attached. A
     forward that passes this tensor to attention makes no host wait for a device."""
     borders = torch.from_numpy(np.cumsum([0, *np.asarray(lengths)], dtype=np.int32))
     borders.__dict__[PLAN_KEYWORD] = plan_of_items(lengths)
@@ -173,7 +173,7 @@ def attend(
     attention_plan: AttentionPlan | ContextParallelRow | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function that transformers calls in each layer: `query` is `[batch, heads, tokens, dim]`, keys and
+    """Attention function that transformers calls in each layer. `query` is `[batch, heads, tokens, dim]`, keys and
     values have KV heads only; returns `[batch, tokens, heads, dim]` and no weights. Encoders that pack items pass their
     borders as `cu_seq_lens_q`, instead of a plan.
 

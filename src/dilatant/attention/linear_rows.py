@@ -35,8 +35,8 @@ _ATTRIBUTES = (
 
 
 class State(NamedTuple):
-    """State of linear attention after the preceding tokens: `convolution`, the last inputs of its kernel,
-    [1, channels, kernel - 1]; `memory`, float32 [1, heads, key size, value size]."""
+    """State of linear attention after the preceding tokens. `convolution` has the last inputs of its kernel, [1,
+    channels, kernel - 1]; `memory` is float32 [1, heads, key size, value size]."""
 
     convolution: Tensor
     memory: Tensor

@@ -83,7 +83,7 @@ IS_PAGE = "dilatant.report.pages.page_links:is_page"
 
 
 def output_file(reader: str, *more: str) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
-    """Return a callback that checks an option's output file before the work begins: it must be writable, and an
+    """Return a callback that checks an option's output file before the work begins. The file must be writable, and an
     existing file must be empty or of the same kind, so that a typing mistake cannot overwrite a config or data.
 
     reader: MODULE:NAME of a function, imported when it is needed. It takes a text and `more`, and returns False or

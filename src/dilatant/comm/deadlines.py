@@ -67,7 +67,7 @@ class ProgressDeadline:
 
 
 class DeadlineThread:
-    """Calls `on_stall` once, from its own thread, when awaited work has stalled for the timeout or has failed, when
+    """Thread that calls `on_stall` once when awaited work has stalled for the timeout or has failed. It also does when
     `error` returns an error, or when these checks do not return. exits: end the process after three timeouts without
     checks: a driver may block with Python's lock held, and then no thread of Python runs."""
 

@@ -2,7 +2,7 @@
 
 Ranks exchange with those 1, 2, ..., 7 places further, then forward all collected values with strides of 8, 64, ...: up
 to eight ranks need one hop, a thousand need four (Bruck et al., 1997, with radix 8). Gloo's own collectives use a ring,
-with as many hops as ranks; `benchmarks/agreement.py` measures both.
+with as many hops as ranks; `benchmarks/ranks/agreement.py` measures both.
 """
 
 from __future__ import annotations

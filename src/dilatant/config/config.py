@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -252,10 +254,27 @@ def load_config(
 
 def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> Config:
     """Build a config from a tree of plain values; relative paths start from `base`. Raises UserError."""
-    try:
+    with _listed_problems(name):
         config = Config.model_validate(tree)
+    config = with_absolute_paths(config, base)
+    return config.model_copy(update={"model": with_parts(config.model)})
+
+
+def data_section(keys: Mapping[str, Any], name: str) -> DataConfig:
+    """Build the section `data` of keys that `name` got as keywords; relative paths start from the working folder.
+    Raises UserError."""
+    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in keys.items()}
+    with _listed_problems(name, ("data",)):
+        return with_absolute_paths(DataConfig.model_validate(plain), Path.cwd())
+
+
+@contextmanager
+def _listed_problems(name: str, section: tuple[str, ...] = ()) -> Iterator[None]:
+    """Turn an error of pydantic about `name` into a UserError that lists every problem; `section`: what it read."""
+    try:
+        yield
     except ValidationError as error:
-        problems = error.errors()
+        problems: list[Any] = [{**problem, "loc": (*section, *problem["loc"])} for problem in error.errors()]
         places = [problem["loc"] for problem in problems]
         # pydantic also reports a list as too short if one of its items is wrong.
         telling = [
@@ -266,8 +285,6 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
         ]
         telling = [problem for problem in telling if not _is_of_another_form(problem)]
         raise list_problems(f"{name} has a mistake:", [_explain(problem) for problem in telling]) from None
-    config = with_absolute_paths(config, base)
-    return config.model_copy(update={"model": with_parts(config.model)})
 
 
 def apply_override(tree: dict[str, Any], override: str, base: Path | None = None) -> None:

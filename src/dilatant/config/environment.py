@@ -239,10 +239,10 @@ def gloo_interfaces() -> str | None:
 
 
 def prepare_torch() -> None:
-    """Set torch's and CUDA's variables before they are read, but none that the user has set: each directed edge has its
-    own stream, and a waiting receive must not block a send in the same hardware queue; cuBLAS repeats its sums only
-    with fixed workspaces (these are torch's on Hopper); segments that grow are not fragmented by rows of unlike length;
-    compiled code is loaded from the user's own cache, while torch's default folder in /tmp can be made by anybody."""
+    """Set variables of torch and CUDA that the user has not set, before they are read. Each directed edge has its own
+    stream, and a waiting receive must not block a send in the same hardware queue. cuBLAS repeats its sums only with
+    fixed workspaces (these are torch's on Hopper). Segments that grow are not fragmented by rows of unlike length.
+    Compiled code is loaded from the user's own cache, while torch's default folder in /tmp can be made by anybody."""
     default = os.path.join(tempfile.gettempdir(), "torchinductor_")  # set by an import of torch, to be read later
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default).startswith(default):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")

@@ -53,7 +53,7 @@ def starting_config(
 
 
 def seen_from(path: str, folder: Path) -> str:
-    """Return a path of the working folder as a file in `folder` has to write it; it stays if it is absolute, an address
+    """Return a path of the working folder as a file in `folder` has to write it. It stays if it is absolute, an address
     or begins with `~` or a variable."""
     if path.startswith(("/", "~", "$")) or is_address(path):
         return path

@@ -169,8 +169,8 @@ def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
 
 
 def linear_shape(inputs: int, outputs: int, *, share: float = 1.0, count: int = 1) -> LayerShape:
-    """Return the shape of a projector: `count` linear layers, the first from `inputs` to `outputs`, the others from
-    `outputs` to `outputs`; `share` output tokens per input token."""
+    """Return the shape of a projector of `count` linear layers. The first goes from `inputs` to `outputs`, the others
+    from `outputs` to `outputs`; `share` is output tokens per input token."""
     rest = (count - 1) * outputs * outputs
     first = int(inputs * outputs * share)
     return LayerShape(
@@ -320,7 +320,7 @@ def analytic_costs(
 def collective_seconds(
     shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees, backward: bool = False
 ) -> Quadratic:
-    """Return the seconds that one pass of a layer waits for collectives, as a function of a sample's tokens:
+    """Return the seconds that one pass of a layer waits for collectives, as a function of a sample's tokens. They are
     all-gathers and reduce-scatters of hidden states (tensor parallelism), and the all-gather of keys and values
     (context parallelism), whose gradients the backward sends to their ranks in fp32."""
     result = _exchanged(shape, links.tensor, dtype, degrees).scaled(2.0)
@@ -331,8 +331,8 @@ def collective_seconds(
 
 
 def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> Quadratic:
-    """Return the seconds of one pass to send all tokens of a rank to experts on other ranks of its group and back:
-    an exchange of row counts, then the rows to the experts, then the rows back."""
+    """Return the seconds of one pass to send all tokens of a rank to experts on other ranks of its group and back. It
+    exchanges row counts, then sends the rows to the experts, then the rows back."""
     if degrees.ranks == 1 or not shape.routed_width:
         return ZERO
     moved = 2 * shape.routed_width * BYTES[dtype] / degrees.ranks
@@ -362,7 +362,7 @@ def _exchanged(shape: LayerShape, link: Link, dtype: str, degrees: Degrees) -> Q
 
 def gathered_bytes(shape: LayerShape, dtype: str, degrees: Degrees) -> Quadratic:
     """Return the bytes of other ranks' keys and values of a row, and of their fp32 gradients, that attention holds
-    while it runs: those of two of four groups of heads (see `attention.context_parallel`)."""
+    while it runs. These are those of two of four groups of heads (see `attention.context_parallel`)."""
     if degrees.cp == 1:
         return ZERO
     return Quadratic(b=shape.key_value_width / degrees.tp * (BYTES[dtype] + 4) / 2)

@@ -68,7 +68,7 @@ class Clock:
 
 
 def deadlines(until: float, weights: Sequence[float]) -> Iterator[float]:
-    """Yield, when each task begins, the time at which it should end: the remaining tasks divide the time left until
+    """Yield, when each task begins, the time at which it should end. The remaining tasks divide the time left until
     `until` (a time of `now()`) in proportion to their positive `weights`."""
     for number, weight in enumerate(weights):
         began = now()

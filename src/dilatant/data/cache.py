@@ -164,8 +164,8 @@ class Cache:
     named: bool = False
 
     def known(self, name: str, key: str | None = None) -> Arrays | None:
-        """Return the arrays cached under a name and key (None accepts any key); None if they are missing, damaged, or
-        another user's in a folder that everybody may write to."""
+        """Return the arrays cached under a name and key (None accepts any key). None means that they are missing,
+        damaged, or another user's in a folder that everybody may write to."""
         path = self._path(name)
         return read_arrays(path, key) if is_trusted_cache_file(path) else None
 

@@ -59,9 +59,9 @@ def copy_settings(source: str, folder: Path) -> None:
 
 
 def copy_companion_files(source: str, model: PreTrainedModel, folder: Path) -> None:
-    """Keep in the export of a model what its source has besides: generation settings, weights that transformers leaves
-    unread (for multi-token prediction), and rotary settings under the names of transformers 4, without which readers of
-    that version take their own defaults. Raises UserError."""
+    """Copy into a model's export what its source has besides weights and config. These are generation settings, weights
+    that transformers leaves unread (for multi-token prediction), and rotary settings under the names of transformers 4,
+    without which readers of that version take their own defaults. Raises UserError."""
     before, now = _file(source, "config.json"), folder / "config.json"
     if before is not None:
         old, new = read_object(before), read_object(now)

@@ -203,7 +203,7 @@ def check_sources(model: MultimodalModel, config: ModelConfig) -> None:
 
 
 def stored_dtypes(model: MultimodalModel, config: ModelConfig) -> dict[str, torch.dtype]:
-    """Return logical name → floating dtype of the weights that the files of pretrained ids hold by name; the dtype may
+    """Return logical name → floating dtype of the weights that the files of pretrained ids hold by name. The dtype may
     differ from weight to weight (fp32 norms in a bf16 model)."""
     if config.is_whole:
         files = pretrained_files(config.id) if config.id is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,6 @@ def build_model(
     seed: int = 0,
     vocab_size: int | None = None,
     tokenizer: Any = None,
-    processors: Mapping[str, Any] | None = None,
-    attn_implementation: str | None = None,
-    dtype: torch.dtype = torch.float32,
     hollow: Collection[str] | None = None,
     reads_weights: bool = True,
 ) -> MultimodalModel:
@@ -54,19 +51,21 @@ def build_model(
     if vocab_size is None and tokenizer is not None:
         vocab_size = count_ids(tokenizer)
     if config.is_whole:
-        return _build_pretrained(config, seed, vocab_size, tokenizer, attn_implementation, dtype, hollow)
-    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
+        return _build_pretrained(config, seed, vocab_size, tokenizer, hollow)
     source = config.text
-    language_options = {**options, "trust_remote_code": source.trust_remote_code}
-    if source.attn_implementation != "dilatant":
-        language_options["attn_implementation"] = source.attn_implementation or attn_implementation
     text: Any = source.id
     if source.config is not None:
         text = {**({} if vocab_size is None else {"vocab_size": vocab_size}), **_ends_of(tokenizer), **source.config}
     # Weights that a checkpoint lacks are drawn by the seed, so that all ranks draw the same.
     with seeded(seed, LANGUAGE):
         text = _config_or_source(text, LANGUAGE, hollow, source.trust_remote_code, reads_weights)
-        language_model = load_language_model(text, "model.language_model", **language_options)
+        language_model = load_language_model(
+            text,
+            "model.language_model",
+            attn_implementation=None if source.attn_implementation == "dilatant" else source.attn_implementation,
+            dtype=torch.float32,
+            trust_remote_code=source.trust_remote_code,
+        )
     _check_vocabulary(language_model, vocab_size)
     encoders = {}
     for name, entry in config.encoders.items():
@@ -75,19 +74,13 @@ def build_model(
             model = load_encoder(
                 _config_or_source(entry.id or entry.config, name, hollow, entry.trust_remote_code, reads_weights),
                 where,
+                dtype=torch.float32,
                 trust_remote_code=entry.trust_remote_code,
-                **options,
             )
         kind = PATCH_MERGER_ENCODERS.get(model.config.model_type) or encoder_geometry(model.config).kind
         if kind != entry.kind:
             raise UserError(f"{where}: kind is {entry.kind!r}, but {model.config.model_type} reads {kind}")
-        encoders[name] = Encoder(
-            model,
-            kind_of_projector(name, entry),
-            merge=entry.merge,
-            features=entry.features,
-            processor=(processors or {}).get(name),
-        )
+        encoders[name] = Encoder(model, kind_of_projector(name, entry), merge=entry.merge, features=entry.features)
     if config.lora is not None:
         with seeded(seed, "lora"):
             inject_parts(language_model, {name: each.model for name, each in encoders.items()}, config.lora)
@@ -213,26 +206,20 @@ def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) 
     return int(ids[0])
 
 
-def open_pretrained(config: ModelConfig, attn_implementation: str | None = None, **options: Any) -> PretrainedModel:
-    """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone, in the units and with
-    the media of which it is proven that they train as in transformers. Raises UserError."""
+def open_pretrained(config: ModelConfig, **options: Any) -> PretrainedModel:
+    """Open the pretrained multimodal model of `model.id` or `model.config` by its config alone. Its units and media are
+    those of which it is proven that they train as in transformers. Raises UserError."""
     where = "model.id" if config.id is not None else "model.config"
     own = None if config.attn_implementation == "dilatant" else config.attn_implementation
     found = parse_config(config.config or {}, where) if config.id is None else load_pretrained_config(config.id, where)
-    whole = PretrainedModel.of(found, where, attn_implementation=own or attn_implementation, **options)
+    whole = PretrainedModel.of(found, where, attn_implementation=own, **options)
     return in_proven_units(whole, attend_by_default)
 
 
 def _build_pretrained(
-    config: ModelConfig,
-    seed: int,
-    vocab_size: int | None,
-    tokenizer: Any,
-    attn_implementation: str | None,
-    dtype: torch.dtype,
-    hollow: Collection[str] | None,
+    config: ModelConfig, seed: int, vocab_size: int | None, tokenizer: Any, hollow: Collection[str] | None
 ) -> MultimodalModel:
-    whole = open_pretrained(config, attn_implementation, dtype=dtype, lora=config.lora)
+    whole = open_pretrained(config, dtype=torch.float32, lora=config.lora)
     if config.config is not None:
         said = {**config.config, **config.config.get("text_config", {})}
         for name, token in _ends_of(tokenizer).items():

@@ -368,8 +368,8 @@ class MultimodalModel(nn.Module):
     def from_pretrained(
         cls, folder: str | Path, *, before_language_model: BeforeLanguageModel | None = None, **options: Any
     ) -> Self:
-        """Read a model, with all weights trainable: an export of `save_pretrained`, or a pretrained vision-language or
-        language model of transformers, as a folder or an id on the hub.
+        """Read a model, with all weights trainable. It is an export of `save_pretrained`, or a pretrained
+        vision-language or language model of transformers, as a folder or an id on the hub.
 
         options: dtype, attn_implementation and, for an export of `save_pretrained`, code and a user's own mask as
         media_attention (see `saving.load_model`). Raises UserError.

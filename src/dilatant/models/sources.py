@@ -303,8 +303,8 @@ def _from_pretrained(
 
 
 def check_loaded(model: PreTrainedModel, place: str) -> None:
-    """Raise UserError for weights of a loaded model that are not finite, or that are unlike although the config ties
-    them, of which transformers keeps both and ranks that read by name would keep one. place: beginning of the error."""
+    """Raise UserError for damaged weights of a loaded model. They are not finite, or unlike although the config ties
+    them: transformers keeps both, and ranks that read by name would keep one. place: beginning of the error."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     require_finite(weights.items(), place)
     for key, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():

@@ -1,5 +1,5 @@
-"""Holdings (which rank holds which box of every weight, and which ranks' gradients of it are summed), and gradient
-buckets: atoms that are reduced together, and their division among ranks that shard optimizer state.
+"""Holdings and gradient buckets. Holdings say which rank holds which box of every weight, and which ranks' gradients of
+it are summed. A bucket has the atoms that are reduced together, divided among ranks that shard optimizer state.
 
 A bucket is one flat vector of elements, atom after atom. Where its holders shard the state (ZeRO stage 1), the bucket
 is cut at the row borders nearest to equal shards, so that every shard consists of boxes.

@@ -26,8 +26,8 @@ def on_devices(problem: PlanningProblem, devices: int) -> FewestDevices | None:
 
 
 def fewest_devices(problem: PlanningProblem, fits: bool) -> FewestDevices | None:
-    """Return the fewest devices on which the run fits, halving those of the problem's cluster if it fits there,
-    doubling them otherwise; None if it fits no halved, or no doubled, number."""
+    """Return the fewest devices on which the run fits. The number of the problem's cluster is halved while the run
+    fits, doubled otherwise; None if it fits no halved, or no doubled, number."""
     devices, best = problem.target.cluster.num_devices, None
     if not fits:
         larger = (on_devices(problem, devices << times) for times in range(1, DOUBLINGS + 1))

@@ -125,7 +125,7 @@ def plan_memberships(
 
 HANDLED_BYTES_PER_SECOND = 6e8
 """Copied state that two ranks handle in a second besides its transfer: one packs and hashes it, then the other checks
-and unpacks it (`benchmarks/recovery_scale.py --only copies`, one core each)."""
+and unpacks it (`benchmarks/recovery/recovery_scale.py --only copies`, one core each)."""
 
 
 def chain_costs(

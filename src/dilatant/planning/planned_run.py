@@ -71,8 +71,8 @@ def _sharded(problem: PlanningProblem, plan: Plan) -> dict[str, Shard]:
 
 
 def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout] | None = None) -> PlanReport:
-    """Return the report of a planned run, with warnings about its data and its costs, what would make it faster, and
-    why the layouts in `asked`, by their texts, were not chosen."""
+    """Return the report of a planned run. It has warnings about the run's data and costs, what would make it faster,
+    and why the layouts in `asked`, by their texts, were not chosen."""
     problem, result, cluster = planned.problem, planned.result, planned.problem.target.cluster
     winner, units = result.winner, [unit.name for unit in problem.model.spec.units]
     tokens = problem.samples.first(problem.samples.available).tokens

@@ -147,8 +147,8 @@ def for_devices_here(config: Config) -> tuple[Config, list[str]]:
 
 
 def check_all_used(planned: PlannedRun, launcher: str) -> None:
-    """Raise UserError if a launcher is named, which has started one process per device, and a device stays idle that
-    does not wait for the next change of members."""
+    """Raise UserError if a launcher has started one process per device and a device stays idle. Devices that wait for
+    the next change of members are not idle."""
     devices, used = planned.problem.target.cluster.num_devices, len(planned.result.winner.plan.ranks)
     if launcher and used != devices and planned.chain is None:
         layers = ", ".join(f"{unit.name} {len(unit.layers)}" for unit in planned.problem.model.spec.units)

@@ -31,9 +31,9 @@ def is_row_length_open(config: Config, target: Target) -> bool:
 def row_length(
     problem: PlanningProblem, plan: Plan, schedule: str | None = None
 ) -> tuple[PlanningProblem, PlanScore, str] | None:
-    """Return the problem with the longest rows (`row_tokens` of its config) with which `plan` fits the memory of its
-    GPUs, the plan's score with these rows, and the reason as text. Return None for a plan with pipelines, which keeps
-    its microbatches, and if the config sets the row length (see `is_row_length_open`)."""
+    """Find the longest rows with which `plan` fits the memory of its GPUs. Return the problem with these rows
+    (`row_tokens` of its config), the plan's score with them, and the reason as text. Return None for a plan with
+    pipelines, which keeps its microbatches, and if the config sets the row length (see `is_row_length_open`)."""
     groups, replicas = {placed.stage.ranks for placed in plan.stages()}, len(plan.units[-1].replicas)
     is_one_stage = len(groups) == replicas and len(plan.stages()) == replicas * len(plan.units)
     if not is_one_stage or not is_row_length_open(problem.config, problem.target):

@@ -241,8 +241,8 @@ def is_saved_early(record: Record) -> bool:
 
 
 def stopped_error(record: Record) -> UserError | WorkerFailed:
-    """Return the error of a run that stopped early: with the exit code that tells a scheduler to retry if it was saved,
-    else the user's mistake that ended it, if there is one."""
+    """Return the error of a run that stopped early. If the run was saved, it has the exit code that tells a scheduler
+    to retry; else it is the user's mistake that ended the run, if there is one."""
     mistake = record.stopped.partition("UserError: ")[2]
     if mistake and not is_saved_early(record):
         return UserError(mistake)
@@ -251,7 +251,7 @@ def stopped_error(record: Record) -> UserError | WorkerFailed:
 
 
 def fresh_folder(config: Config) -> Path:
-    """Empty the folder of the coordinator's record, but keep the term number: agents of an earlier start that still
+    """Empty the folder of the coordinator's record, but keep the term number. Agents of an earlier start that still
     look for their coordinator connect to this one, and obey only greater terms. Raises UserError."""
     folder = RunFolder(config.output_dir).path / FOLDER
     before = known_record(folder)

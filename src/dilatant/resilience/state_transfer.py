@@ -39,11 +39,11 @@ class Copy:
     target: int
 
 
-def plan_copies(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], num_bytes: int = 4) -> tuple[Copy, ...]:
+def plan_copies(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> tuple[Copy, ...]:
     """Plan the copies that give every rank its wanted boxes; equal arguments yield the same plan on all ranks.
 
     held, wanted: by rank. A cell's source is the target itself if it holds the cell, else the holder that has sent
-    least. num_bytes: per number. Raises StateLost.
+    least. Raises StateLost.
     """
     holders: dict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
@@ -64,7 +64,7 @@ def plan_copies(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], 
             for source, cell in found:
                 copies.append(Copy(cell, source, target))
                 if source != target:
-                    sent[source] += cell.size * num_bytes
+                    sent[source] += cell.size
     if lost:
         names = list(lost)
         raise StateLost(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
@@ -119,14 +119,14 @@ def _exchange(
 
 
 def _rounds(
-    copies: Sequence[Copy], rank: int, round_bytes: int, num_bytes: int = 4
+    copies: Sequence[Copy], rank: int, round_bytes: int
 ) -> list[tuple[dict[int, list[Box]], dict[int, list[Box]]]]:
     """Divide the copies between ranks into rounds, equally on all ranks: a rank sends and receives up to `round_bytes`,
-    or one larger cell, in each. Returns those of `rank`: target → cells, source → cells. num_bytes: per number."""
+    or one larger cell, in each. Returns those of `rank`: target → cells, source → cells."""
     last, loads = Counter[int](), Counter[int]()  # by rank
     rounds: dict[int, tuple[dict[int, list[Box]], dict[int, list[Box]]]] = {}
     for copy in copies:
-        size, ends = copy.cell.size * num_bytes, (copy.source, copy.target)
+        size, ends = 4 * copy.cell.size, (copy.source, copy.target)  # numbers have at most four bytes
         if copy.source == copy.target:
             continue
         number = max(last[end] for end in ends)

@@ -341,7 +341,7 @@ class Executor:
             yield
 
     def settle(self) -> None:
-        """Clean up an interrupted step: if gradients are kept, run its outstanding weight-gradient actions, which need
+        """Clean up an interrupted step. If gradients are kept, run its outstanding weight-gradient actions, which need
         no other rank; drop everything that waits for other ranks, with its activations."""
         for (stage, _, _), piece in self._pieces.items() if self._sync.keeps else ():
             if piece.samples is not None and stage not in self._ledger.open:

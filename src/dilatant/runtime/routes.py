@@ -58,8 +58,8 @@ def boundary_of(message: Message) -> int:
 
 
 def stages_before(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Return stage → the stages that send it rows: its predecessor in the replica or, for a first stage, the last
-    stages of all replicas of the units that feed its unit."""
+    """Return stage → the stages that send it rows. They are its predecessor in the replica or, for a first stage, the
+    last stages of all replicas of the units that feed its unit."""
     stages = plan.stages()
     feeders: dict[str, list[int]] = defaultdict(list)
     for unit in plan.units:

@@ -218,8 +218,8 @@ class Runtime:
         return {index: stage.module for index, stage in self._stages.items()}
 
     def stays(self, plan: Plan, rank: int) -> bool:
-        """Return True if a new `Runtime` for `rank` under `plan` can reuse this one: the rank holds the same layers as
-        here, all in stages of one rank."""
+        """Return True if a new `Runtime` for `rank` under `plan` can reuse this one. The rank must hold the same layers
+        as here, all in stages of one rank."""
         there = [placed for placed in plan.stages() if rank in placed.stage.ranks]
         here = [stage.placed for stage in self._stages.values()]
         return all(len(placed.stage.ranks) == 1 for placed in (*here, *there)) and [
@@ -303,8 +303,7 @@ class Runtime:
             step = step or self.plan_step(samples, step_number=number)
             self.last_step = step
             self._next_step = number + 1
-            data = self._step_data(samples, number)
-            outcomes = self._run(data, step, number)
+            data, outcomes = self._run(samples, step, number)
             return self._end.agree(number, step, data, outcomes, should_stop, found)
 
     def predict(
@@ -319,9 +318,8 @@ class Runtime:
             step = step or self.plan_step(samples, forwards=True)
             if not step.forwards:
                 raise ValueError("the step has backwards; plan it with forwards=True")
-            data = self._step_data(samples, self._next_step, predicts=True)
             predicted = {}
-            for outcome in self._run(data, step, self._next_step):
+            for outcome in self._run(samples, step, self._next_step, predicts=True)[1]:
                 assert isinstance(outcome.value, Predictions)
                 counts = [int((samples[number].labels[1:] != -100).sum()) for number in outcome.samples]
                 parts = zip(outcome.value.tokens.cpu().split(counts), outcome.value.losses.cpu().split(counts))
@@ -446,9 +444,12 @@ class Runtime:
     def _number(self, step_number: int | None) -> int:
         return self._next_step if step_number is None else step_number
 
-    def _run(self, data: StepData, step: PreparedStep, number: int) -> list[ForwardOutcome]:
-        """Run this rank's part of a step; returns its losses or predictions with their samples."""
-        samples = data.samples
+    def _run(
+        self, samples: Sequence[EncodedSample], step: PreparedStep, number: int, predicts: bool = False
+    ) -> tuple[StepData, list[ForwardOutcome]]:
+        """Run this rank's part of a step; returns its data, and its losses or predictions with their samples."""
+        draws = draws_of(samples, number)
+        data = StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
         agreement = Agreement(
             self.comm,
             {
@@ -458,21 +459,21 @@ class Runtime:
                 "the seed or the samples' draws": digest(str(data.seed), *data.draws),
             },
         )
-
         owners = RowOwners(self.model.units, self._placed, self._boundaries, step.routes, data)
         if not self._transport.has_open(step.routes):
             agreement.require()
         self._transport.begin(step.routes, owners, agreement.require)
         self._recorder.begin(kept=not data.predicts)
         if data.predicts:
-            return self._executor.run(step.actions, step.routes, data, agreement, owners, joins=step.joins)
+            return data, self._executor.run(step.actions, step.routes, data, agreement, owners, joins=step.joins)
         salvaged = step.salvaged
         sources = [sample.source for sample in samples]
         ledger = self.unfinished.begin(number, step.draws, salvaged, sources)
         covered: AlreadyAccumulated = nothing_accumulated
         if salvaged is not None:
             covered = partial(self._covered, salvaged.reuse.covered())
-        return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered, step.joins)
+        run = self._executor.run
+        return data, run(step.actions, step.routes, data, agreement, owners, ledger, covered, step.joins)
 
     def _covered(
         self, by_layer: Mapping[Layer, frozenset[int]], stage: int, samples: tuple[int, ...]
@@ -480,10 +481,6 @@ class Runtime:
         """Return the weights of a stage whose gradients of these samples have been recovered."""
         names = self.unfinished.covered(stage, samples, by_layer)
         return [self.parameters[name] for name in sorted(names)]
-
-    def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
-        draws = draws_of(samples, number)
-        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
 
 
 def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts | None:

@@ -1,4 +1,4 @@
-"""Callbacks of the user: called on rank 0 at steps, evaluations, checkpoints and the end; what they decide reaches all
+"""Callbacks of the user, called on rank 0 at steps, evaluations, checkpoints and the end. What they decide reaches all
 ranks with the next exchange, so that all stop after the same step and use the same learning rate."""
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def owned_gradients(owned: OwnedWeights) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of what a rank owns, in the parts of which every node has a rank with the same (in unlike
-    pipelines, nodes may shard optimizer state differently), by key; None without a gradient."""
+    """Return the gradients of what a rank owns, by key; None without a gradient. They come in the parts of which every
+    node has a rank with the same: in unlike pipelines, nodes may shard optimizer state differently."""
     found: dict[str, torch.Tensor | None] = {}
     for key, parameter in owned.parameters.items():
         gradient, box = parameter.grad, owned.boxes[key]

@@ -165,7 +165,7 @@ def _prepare(
         )
     with show_progress(console, "proving the schedule"):
         prove_schedule(prepared.planned, prepared.model)
-    _describe(console, config, prepared)
+    _describe(console, prepared)
     return prepared
 
 
@@ -243,7 +243,7 @@ def _export(config: Config, prepared: PreparedRun, result: RunResult, folder: Ru
     export_checkpoint(checkpoint, prepared.model, config, encoding, folder.export, folder.path)
 
 
-def _describe(console: Console, config: Config, prepared: PreparedRun) -> None:
+def _describe(console: Console, prepared: PreparedRun) -> None:
     """Print the model, the data and the plan before the first step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("part")

@@ -106,7 +106,7 @@ class RunState:
 
     @torch.no_grad()
     def to_host(self, move: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
-        """Move weights, masters, moments and averages to host memory, where the next generation reads them: a device
+        """Move weights, masters, moments and averages to host memory, where the next generation reads them. A device
         may not hold them beside its part of that one. Gradients stay, and no step can follow. move: copies a tensor."""
         owned, optimizer = self.runtime.owned, self.optimizer
         owned.forget_views()

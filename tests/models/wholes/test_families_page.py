@@ -20,7 +20,7 @@ from dilatant.models.families.families import FAMILIES
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 
 BEGIN = "## Other multimodal architectures of transformers\n"
-"""From here on the page is written by `benchmarks/families_of_transformers.py`."""
+"""From here on the page is written by `benchmarks/models/families_of_transformers.py`."""
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units", "tp")
 HEAD = """# Families: packed equals alone, measured

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.oobleck.node_reactions import from_templates
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace, load_node_trace
 from dilatant.plan.replay.replay import (
@@ -31,9 +31,6 @@ from dilatant.planning.failures import compare_recovery, restart_from_checkpoint
 from oracles.stepwise_replay import stepwise_replay
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from papers.node_reactions import from_templates  # noqa: E402
 
 SHARED = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "traces"
 FREE = RecoveryCosts(reconfigure_seconds=0, restart_seconds=0, checkpoint_seconds=0)

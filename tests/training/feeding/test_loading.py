@@ -120,6 +120,28 @@ def test_records_of_a_list_are_loaded_as_those_of_a_file(config_path: Path, monk
                 assert sample.media["vision"].keys() == same.media["vision"].keys()
 
 
+def test_a_loader_takes_the_keys_of_the_data_section(config_path: Path) -> None:
+    config = load_config(config_path)
+    model = assemble_model(config, *assemble_encoding(config), hollow=True)
+    source, cache = config_path.parent / "train.jsonl", config_path.parent / "index"
+    keys = {"workers": 0, "max_samples": 3, "cache_dir": cache}
+    with make_loader(model, [source], 4, steps=2, max_length=64, **keys) as loader:
+        samples = [sample for batch in loader for sample in batch.samples]
+    longest = max(sample.sizes["language"] for sample in samples)
+    assert len({sample.id for sample in samples}) == 3
+    assert list(cache.glob("sizes-*"))
+    with make_loader(model, [source], 4, steps=2, max_length=longest - 1, truncation="right", **keys) as loader:
+        cut = [sample for batch in loader for sample in batch.samples]
+    assert max(sample.sizes["language"] for sample in cut) == longest - 1
+    for wrong, says in (
+        ({"max_lenght": 64}, "unknown key 'data.max_lenght'; did you mean 'data.max_length'"),
+        ({"workers": -1}, "data.workers: .*greater than or equal to 0"),
+        ({"val_size": 2}, "val_size: a loader reads `sources` only"),
+    ):
+        with pytest.raises(UserError, match=says):
+            make_loader(model, [source], 4, **wrong)
+
+
 def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None:
     config = load_config(config_path)
     model = assemble_model(config, *assemble_encoding(config), hollow=True)

@@ -36,7 +36,7 @@ PREFERENCE = {
 }
 """Order of the automatic choice by device where nothing was measured; as on a CPU for other devices and for rows that
 are one dense batch. On an H100 our kernels run packed causal rows in 0.74 to 1.0 of the time of flash attention 2
-(`benchmarks/attention.py`)."""
+(`benchmarks/attention/attention.py`)."""
 
 KERNELS = ("triton", "blockwise")
 
@@ -64,8 +64,8 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class MachineCapabilities:
-    """Capabilities of the machine: compute `capability` of the GPU (None without one), the optional `packages` that can
-    be imported, whether Triton's interpreter mode (kernels run on the CPU) is on, and what was `measured` on it."""
+    """Capabilities of the machine. They are the compute `capability` of the GPU (None without one), the optional
+    `packages`, whether Triton's interpreter mode (kernels run on the CPU) is on, and what was `measured` on it."""
 
     packages: frozenset[str] = frozenset()
     capability: tuple[int, int] | None = None

@@ -30,7 +30,7 @@ KEPT_PAIRS = 1 << 26
 
 
 class Chunk(NamedTuple):
-    """Keys that a block of queries visits in one step; `hidden` is a function that returns the mask of hidden pairs,
+    """Keys that a block of queries visits in one step. `hidden` is a function that returns the mask of hidden pairs,
     because the mask may be large; None if the queries see all keys."""
 
     slices: list[slice]
@@ -64,8 +64,8 @@ def forward(
     plan: AttentionPlan,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output `[tokens, query_heads, head_dim]` in the query's dtype, and the natural logarithm of each
-    softmax's sum, `[query_heads, tokens]` in the dtype of the sums; 0 and -inf where a query sees nothing."""
+    """Return the output, `[tokens, query_heads, head_dim]` in the query's dtype, and the logarithm of each softmax's
+    sum. That is `[query_heads, tokens]` in the dtype of the sums. They are 0 and -inf where a query sees nothing."""
     tokens, query_heads, _ = query.shape
     kv_heads = key.shape[1]
     dtype = accumulation_dtype(query)

@@ -357,7 +357,7 @@ def grad_key_value_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write `grad_key` and `grad_value` `[key_tokens, KV_HEADS, HEAD_DIM]`, summed over the group's query heads; units
+    """Write `grad_key` and `grad_value` `[key_tokens, KV_HEADS, HEAD_DIM]`, summed over the group's query heads. Units
     with a slot write their parts of the sums to `partial_*` `[slots, KV_HEADS, ROW_BLOCK, HEAD_DIM]` instead.
 
     Rows of the work list are blocks of keys here; its intervals are query tokens.

@@ -18,7 +18,7 @@ from dilatant.attention.masks.blocks import BlockKind, BlockTable
 
 PARTIAL_COST = 1.5
 """Cost of a masked block relative to an unmasked one. Estimated, not measured on a GPU: the mask costs about half a
-block's matrix products in integer arithmetic. `benchmarks/attention.py` prints the fitted figure."""
+block's matrix products in integer arithmetic. `benchmarks/attention/attention.py` prints the fitted figure."""
 
 UNIT_COST = 1.0
 """Fixed cost of a unit, in unmasked blocks: first loads and epilogue."""

@@ -72,7 +72,7 @@ def open_in_place(path: Path) -> BinaryIO:
 
 
 def is_trusted_cache_file(path: Path) -> bool:
-    """Return True for a cache file that no other user can have placed: it is no link, and it belongs to this user or
+    """Return True for a cache file that no other user can have placed. It is no link, and it belongs to this user or
     its folder is not writable by everybody."""
     try:
         status, folder = path.lstat(), path.parent.stat()

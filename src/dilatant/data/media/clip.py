@@ -105,8 +105,8 @@ T = TypeVar("T")
 
 
 def clip_size(media: Media) -> MediaSize:
-    """Return pixels, frames and seconds, from the header or, if the header does not suffice, from the time stamps of
-    all packets; only the first frame is decoded. Pictures without a frame rate have no seconds, as they are sampled
+    """Return pixels, frames and seconds from the header. If the header does not suffice, they come from the time stamps
+    of all packets; only the first frame is decoded. Pictures without a frame rate have no seconds, as they are sampled
     already. Raises MediaError naming the file."""
     if pictures := _pictures(media):
         size = image_size(pictures[0])

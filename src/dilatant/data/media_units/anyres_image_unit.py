@@ -1,6 +1,6 @@
-"""LLaVA-OneVision images and clips (any-resolution tiling): a downsized copy and as many tiles as the image's shape
-needs, without the padding of the last tiles and with an end token per row of patches. If a sample has several images,
-each is one tile; so is each frame of a clip, whose patches are pooled 2 x 2."""
+"""LLaVA-OneVision images and clips (any-resolution tiling). An image becomes a downsized copy and as many tiles as its
+shape needs, without the padding of the last tiles and with an end token per row of patches. If a sample has several
+images, each is one tile; so is each frame of a clip, whose patches are pooled 2 x 2."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class FrameSampling:
             )
 
     def frames(self, size: MediaSize, multiple: int = 1, to_end: bool = False) -> NDArray[np.int64]:
-        """Return the frame indices, in a number divisible by `multiple` if the clip has enough frames; to_end: spread
+        """Return the frame indices, in a number divisible by `multiple` if the clip has enough frames. to_end: spread
         from the first to the last frame, in any number."""
         total = size.frames
         if not size.seconds and total <= self.max_frames:

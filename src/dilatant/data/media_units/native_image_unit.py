@@ -26,7 +26,7 @@ LONGEST_ASPECT = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchProcessor(Fingerprinted):
-    """Qwen-VL's processing with Pillow and numpy: an image is resized so that both sides are multiples of `merge`
+    """Qwen-VL's image processing with Pillow and numpy. An image is resized so that both sides are multiples of `merge`
     patches and the area is between `min_pixels` and `max_pixels`; a still image is treated as `frames` equal frames."""
 
     channels: ClassVar[int] = 3

@@ -25,9 +25,9 @@ from dilatant.data.sample import Media, MediaMarkup, MediaSize
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceClipProcessor(Fingerprinted):
-    """A model's own processor of clips, built in the process that uses it: its video processor with saved settings, in
-    the class that writes texts for `model_type`. names: of the outputs that are read. words: token that the processor
-    may write beside those of clips, and its text. Methods raise MediaError without torchvision."""
+    """A model's own processor of clips, built in the process that uses it. It is its video processor with saved
+    settings, in the class that writes texts for `model_type`. names: of the outputs that are read. words: token that
+    the processor may write beside those of clips, and its text. Methods raise MediaError without torchvision."""
 
     settings_json: str
     model_type: str

@@ -54,8 +54,8 @@ class HuggingFaceImageProcessor(Fingerprinted):
         return {name: np.asarray(array) for name, array in read.items()}
 
     def axes(self, pixels: NDArray[np.uint8]) -> Mapping[str, int]:
-        """Return the axis along which outputs of an image are joined to those of another one, by name, if it is not
-        the first one: it is twice as long for two such images."""
+        """Return the axis, by name, along which outputs of an image are joined to those of another one, if it is not
+        the first one. That axis is twice as long for two such images."""
         one, two = self(pixels), self(pixels, pixels)
         found = {}
         for name, array in one.items():
@@ -204,8 +204,8 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
 
 
 def pretrained_settings(name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")) -> dict[str, Any]:
-    """Return the saved image and sound processor settings of a model in a folder or on the hub: as transformers, the
-    `parts` of the newer `processor_config.json` or, if it has none, `preprocessor_config.json`. Raises UserError."""
+    """Return the saved image and sound processor settings of a model in a folder or on the hub. As in transformers,
+    they are the `parts` of `processor_config.json` or, if it has none, `preprocessor_config.json`. Raises UserError."""
     saved = {} if _lacks(name, "processor_config.json") else saved_settings(name, "processor_config.json")
     nested = [saved[part] for part in parts if isinstance(saved.get(part), dict)]
     if not nested and not (saved and _lacks(name, "preprocessor_config.json")):

@@ -170,8 +170,8 @@ def _is_still(item: Any) -> bool:
 def parse_media(
     fields: Fields, kind: MediaKind, value: Any, position: int, options: Mapping[str, Any] | None = None
 ) -> Media:
-    """Parse one item: a path, bytes, a `data:` address, base64, or an object that holds one of these; a clip may also
-    be a list of its frames.
+    """Parse one media item. It is a path, bytes, a `data:` address, base64, or an object that holds one of these; a
+    clip may also be a list of its frames.
 
     options: the item's other settings. Raises SampleError for options that are not supported.
     """

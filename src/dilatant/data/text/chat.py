@@ -274,8 +274,8 @@ class ChatTokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer: the tokenizer's eos token, the last token that the template writes at
-        the end of an assistant's turn, and `ends`."""
+        """Return the ids of the tokens that end an answer. They are the tokenizer's eos token, the last token that the
+        template writes at the end of an assistant's turn, and `ends`."""
         last = [max((token for token in self.added if end.endswith(token)), key=len) for end in self._ends]
         ids = {*map(self.backend.token_to_id, last), *self.ends, self.eos_id}
         return tuple(sorted(one for one in ids if one is not None))

@@ -135,7 +135,7 @@ class ChatTemplate:
 
     def around_media(self, kind: MediaKind, marker: str) -> tuple[str, str]:
         """Return the texts before and after `marker` for a part of type `kind`, such as the tokens that open and close
-        an image; empty if the template does not write the marker."""
+        an image. They are empty if the template does not write the marker."""
         text = {"type": "text", "text": PROBE}
         try:
             with_media = self._write([{"role": "user", "content": [{"type": kind}, text]}])

@@ -83,8 +83,8 @@ class Encoding:
 
     @cached_property
     def around(self) -> dict[tuple[str, MediaKind], tuple[str, str]]:
-        """Unit and kind → the texts before and after its items, by the chat template and by the model's processor; a
-        clip's pieces include the latter themselves."""
+        """Map unit and kind → the texts before and after its items, by the chat template and by the model's processor.
+        A clip's pieces include the latter themselves."""
         found: dict[tuple[str, MediaKind], tuple[str, str]] = {}
         for unit in self.units:
             written = unit.written or MediaMarkup(unit.marker)

@@ -60,8 +60,8 @@ def warm_up() -> None:
 
 
 def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
-    """Return the number of data workers for a machine with `ranks` ranks: `asked` if given, else the cores that the
-    ranks leave free, at least one and at most eight per rank."""
+    """Return the number of data workers for a machine with `ranks` ranks. It is `asked` if that is not None, else the
+    cores that the ranks leave free, at least one and at most eight per rank."""
     if asked is not None:
         return asked
     known = hasattr(os, "sched_getaffinity")
@@ -202,8 +202,8 @@ def _end(workers: list[_RunningWorker[Any]]) -> None:
 
 
 def begin_work() -> None:
-    """Set this process up as a data worker: ignore SIGINT and SIGTERM (its owner ends it), compute in one thread, and
-    silence libraries' warnings about files, which name neither the sample nor the remedy."""
+    """Set this process up as a data worker. It ignores SIGINT and SIGTERM (its owner ends it), computes in one thread,
+    and silences libraries' warnings about files, which name neither the sample nor the remedy."""
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()

@@ -225,17 +225,15 @@ class PoolSource(QueuedSource):
             link.pid, link.decode_seconds, link.ungreeted = message.pid, message.decode_seconds, 0
             self._retry_in_doubt(link, message)
         elif message.ticket in link.entries:
-            self._finish(link.entries.pop(message.ticket), message)
-
-    def _finish(self, entry: Entry, message: wire.Encoded | wire.PoolRefused | wire.Failed) -> None:
-        if not isinstance(message, wire.Encoded) or entry.is_forgotten:
-            self.answered(entry, message, memoryview(b""))
-        elif message.inline is not None:
-            self.answered(entry, message, memoryview(message.inline))
-        else:
-            with self._arena.view(entry.slot or 0, entry.charge) as slot:
-                self.answered(entry, message, slot)
-        self._discharge(entry)
+            entry = link.entries.pop(message.ticket)
+            if not isinstance(message, wire.Encoded) or entry.is_forgotten:
+                self.answered(entry, message, memoryview(b""))
+            elif message.inline is not None:
+                self.answered(entry, message, memoryview(message.inline))
+            else:
+                with self._arena.view(entry.slot or 0, entry.charge) as slot:
+                    self.answered(entry, message, slot)
+            self._discharge(entry)
 
     def _discharge(self, entry: Entry) -> None:
         """Release a request's slot and charge: no worker holds the request, and nobody writes into the slot."""

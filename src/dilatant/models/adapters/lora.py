@@ -159,8 +159,8 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
 
 
 def read_as_experts(model: nn.Module) -> frozenset[str]:
-    """Return the paths of linear layers that peft would read as the experts of older versions of the family, because of
-    their last names (the shared expert's in DeepSeek and GLM): it would adapt all experts instead."""
+    """Return the paths of linear layers whose last names peft would read as experts of older versions of the family. It
+    would adapt all experts instead of the shared expert (DeepSeek, GLM)."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     settings = _peft().LoraConfig(target_modules=names)
     try:

@@ -69,8 +69,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 def visible_tiles(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return the tiles that each token attends to, bool [tokens, images, tiles]: those of the last image before it and
-    of images directly adjacent before that one. tiles: [images, tiles], 1 for existing tiles.
+    """Return the tiles that each token attends to, bool [tokens, images, tiles]. They are those of the last image
+    before it and of images directly adjacent before that one. tiles: [images, tiles], 1 for existing tiles.
 
     Raises ValueError if the text has more or fewer images.
     """

@@ -40,8 +40,8 @@ class FusedSwiglu(nn.Module):
 
 
 def kernel_set(how: Kernels, device: torch.device) -> KernelSet:
-    """Return the kernels that `train.kernels` asks for on this device; empty for none, and for `auto`: steps with
-    Liger have not been compared with others on a GPU yet. Raises UserError."""
+    """Return the kernels that `train.kernels` asks for on this device. There are none for `auto`: steps with Liger have
+    not been compared with others on a GPU yet. Raises UserError."""
     if how != "liger":
         return {}
     if device.type != "cuda":

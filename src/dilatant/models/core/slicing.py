@@ -43,10 +43,10 @@ class Placeholder(nn.Module):
 
 
 class ShapePlaceholder(Placeholder):
-    """Placeholder for a module before the blocks: returns zeros in the shape of the module's output, which it computes
-    without the module's weights, once for each combination of arguments that can decide it: shapes, numbers that are no
-    tensors, and, if the module reads the values of its inputs, integer tensors. Outputs that are no floats (masks,
-    lengths) have the module's values."""
+    """Placeholder for a module before the blocks: it returns zeros in the shape of the module's output. It computes the
+    shape without the module's weights, once for each combination of arguments that can decide it: shapes, numbers that
+    are no tensors, and, if the module reads the values of its inputs, integer tensors. Outputs that are no floats
+    (masks, lengths) have the module's values."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)

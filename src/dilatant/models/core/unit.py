@@ -70,9 +70,9 @@ class Unit(Stage):
         """Return the boundary after layer `end - 1` to `consumer`: this unit, or another one after the last layer."""
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        """Map each of the `rows` rows of a sample that pass between two stages of this unit, or between this unit and
-        `other`, to the token (language model) or item of this unit that the row belongs to: int64 [rows]. By default,
-        all items have equally many rows."""
+        """Map each row of a sample on an edge to the token (language model) or item of this unit that it belongs to:
+        int64 [rows]. The `rows` rows pass between two stages of this unit, or between this unit and `other`. By
+        default, all items have equally many rows."""
         items = self.items(sample.sizes)
         return np.repeat(np.arange(items), rows // max(1, items))
 
@@ -82,8 +82,8 @@ class Unit(Stage):
 
     @abstractmethod
     def reads(self, first: int, end: int) -> frozenset[str]:
-        """Return the parts of samples that the stage of these layers reads: "tokens" (ids and labels), the unit's name
-        if the stage takes its media, and `grid_part` of the name if the sizes of the items suffice."""
+        """Return the parts of samples that the stage of these layers reads. They are "tokens" (ids and labels), the
+        unit's name if the stage takes its media, and `grid_part` of the name if the sizes of the items suffice."""
 
     @property
     def row_dtype(self) -> torch.dtype:

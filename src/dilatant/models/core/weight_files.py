@@ -45,8 +45,8 @@ def read_index(index: Path) -> dict[str, str]:
 
 @contextmanager
 def named_if_damaged(what: str, source: str) -> Iterator[None]:
-    """Raise errors inside the context as a UserError: `what`, then the error's text; or, since transformers does not
-    name a damaged file, the name of such a file in the folder `source`."""
+    """Raise errors inside the context as a UserError of `what` and the error's text. If a file in the folder `source`
+    is damaged, which transformers does not name, the error names that file instead."""
     with as_user_error(what):
         try:
             yield

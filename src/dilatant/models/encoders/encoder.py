@@ -175,8 +175,8 @@ class EncoderStage(Stage):
 
 
 class EncoderUnit(Unit, EncoderStage):
-    """An encoder and its projector: layers `embedding`, `layers.<i>`, `norm` (if it has any), `projector`; or `encoder`
-    and `projector` if the encoder is neither a transformers model nor has an adapter.
+    """An encoder and its projector. The layers are `embedding`, `layers.<i>`, `norm` (if it has any) and `projector`;
+    or `encoder` and `projector` if the encoder is neither a transformers model nor has an adapter.
 
     width_out: the language model's width. skip_tokens: number of leading output tokens that are dropped.
     """

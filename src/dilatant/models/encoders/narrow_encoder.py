@@ -167,7 +167,7 @@ def taps_of(shapes: FeatureShapes, layout: Layout) -> tuple[int, ...]:
 
 
 def find_taps(model: PreTrainedModel, structure: Structure, forward: Callable[..., Tensor]) -> tuple[int, ...]:
-    """Return the blocks whose outputs are read by more than the next block: noise in such an output changes what a
+    """Return the blocks whose outputs are read by more than the next block. Noise in such an output changes what a
     later stage computes even though its input stays the same. forward(slice, input): runs the model."""
     depth = structure.num_blocks
     outputs: dict[int, Tensor] = {}
@@ -260,8 +260,8 @@ def narrow_encoder(shapes: FeatureShapes) -> tuple[PreTrainedModel, Structure | 
 def encoder_in(
     model: PreTrainedModel, holder: str, path: str, projector: tuple[str, ...], blocks: str | None
 ) -> tuple[PreTrainedModel, Structure | None]:
-    """Return the module at `holder` with its `path` and `projector` alone, and the structure of the encoder there, with
-    its list of blocks at `blocks`; None if it has none."""
+    """Return the module at `holder` with its `path` and `projector` alone, and the structure of the encoder there. The
+    structure has its list of blocks at `blocks`; None if there is none."""
     base = cast(PreTrainedModel, model.get_submodule(holder))
     encoder = base.get_submodule(path)
     if isinstance(encoder, PreTrainedModel):  # here once, for all slices

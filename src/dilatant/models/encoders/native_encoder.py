@@ -61,8 +61,8 @@ class Merger(TowerProjector):
 
 
 class PatchConvolution(nn.Conv3d):
-    """A convolution with stride = kernel, computed as a matrix product for items of one patch: many times faster in
-    bf16, for which libraries lack kernels for such convolutions."""
+    """A convolution with stride = kernel, computed as a matrix product for items of one patch. This is many times
+    faster in bf16, for which libraries lack kernels for such convolutions."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-3:] != self.weight.shape[-3:]:
@@ -223,8 +223,8 @@ class NativeEncoderUnit(PackedEncoderUnit):
 def native_encoder(
     name: str, tower: PreTrainedModel, projector: nn.Module | None = None, width_out: int = 0
 ) -> NativeEncoderUnit:
-    """Build the unit of a Qwen encoder: with its own language model, whose projector is the encoder's merger, or with
-    another one of hidden size `width_out`, whose `projector` takes merged rows."""
+    """Build the unit of a Qwen encoder. With its own language model the projector is the encoder's merger; with another
+    one, of hidden size `width_out`, `projector` takes merged rows."""
     config = cast(Any, tower).config
     side, frames, merged = config.spatial_merge_size, config.temporal_patch_size, width_of_merged(config)
     # The hidden size, whose config key differs between families.

@@ -41,8 +41,8 @@ def build_projector(kind: str, width: int, hidden_size: int, where: str = "proje
 
 
 def stored_projector(name: str, entry: EncoderConfig) -> Path | None:
-    """Return the file of stored weights for the projector of encoder `name`: the file that `projector` names, or the
-    projector file in the export that contains the encoder; None without either. Raises UserError."""
+    """Return the file of stored weights for the projector of encoder `name`. It is the file that `projector` names, or
+    the projector file in the export that contains the encoder; None without either. Raises UserError."""
     if not entry.goes_on:
         place = Path(entry.id or "")
         if entry.id is None or not is_export_of_parts(place.parent):

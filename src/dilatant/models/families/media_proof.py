@@ -58,8 +58,8 @@ whose product is the length of a sound in hundredths of a second. In a row, medi
 
 @dataclass(frozen=True, slots=True)
 class MediaProof:
-    """Store how the small copy trains under `mask`: the first problem of packed rows, of samples alone in whole units,
-    and of a stage for every layer (also why an encoder is not cut); None for no problem."""
+    """Results of training a small copy under `mask`. Each is the first problem (None for none): of packed rows, of
+    samples alone in whole units, and of a stage for every layer (also why an encoder is not cut)."""
 
     mask: MediaAttention
     packed: str | None
@@ -139,8 +139,8 @@ def _prove_one_unit(
 
 
 def in_proven_units(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> PretrainedModel:
-    """Return a pretrained model in units of its parts or, if they would train otherwise than in transformers and the
-    whole would not, in one unit; without clips if they would. Raises UserError if both would train otherwise."""
+    """Return a pretrained model in units of its parts, without clips if they would train otherwise than in
+    transformers. It is one unit if only the whole would train alike. Raises UserError if both would train otherwise."""
     if not whole.family.narrow:
         return whole
     proof = proof_of(whole, attend)
@@ -187,7 +187,7 @@ def small_copy(whole: PretrainedModel, lora: LoraConfig | None = None) -> Pretra
 
 
 def drawn(whole: Any, attend: Callable[[MultimodalModel], None]) -> MultimodalModel:
-    """Return the units of a small copy, or of a text model with a small config, with random weights of which none has a
+    """Return the units of a small copy, or of a text model with a small config, with random weights. No weight has a
     special value such as 0 or 1."""
     model = MultimodalModel({}, whole, seed=0)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def _prove(
 
 
 def samples_with_media(whole: PretrainedModel, clips: bool = False) -> list[EncodedSample]:
-    """Make the samples of `SAMPLES` for a small copy; their media are of each encoder in turn or, with `clips`, clips
+    """Make the samples of `SAMPLES` for a small copy. Their media are of each encoder in turn or, with `clips`, clips
     and images in turn (clips alone if the family's forward does not take both)."""
     units = {name: _media_unit(whole, name, tower) for name, tower in whole.family.towers.items()}
     turns = cycle(units.values())
@@ -315,7 +315,7 @@ def borders_of(whole: PretrainedModel, kind: MediaKind) -> tuple[list[int], list
 
 
 def embedded_ids(settings: Mapping[str, Any]) -> list[int]:
-    """Return the token ids that a multimodal config names itself, but that no row of an encoder replaces: a family may
+    """Return the token ids that a multimodal config names itself, but that no row of an encoder replaces. A family may
     have embeddings of its own for them."""
     found: list[int] = []
     for key, value in settings.items():

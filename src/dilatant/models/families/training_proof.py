@@ -190,8 +190,8 @@ def _of_transformers(small: LanguageUnit, samples: Sequence[EncodedSample], whol
 def loss_of(
     units: Mapping[str, Unit], samples: Sequence[EncodedSample], rows: Sequence[tuple[int, ...]], is_cut: bool
 ) -> Tensor:
-    """Compute the loss of packed `rows` of samples as in training: through whole units or, if `is_cut`, through a stage
-    for every layer of the units that may be cut."""
+    """Compute the loss of packed `rows` of samples as in training. It runs through whole units or, if `is_cut`, through
+    a stage for every layer of the units that may be cut."""
     *_, anchor = units
     data = StepData.of(samples, units[anchor].losses)
     loss = torch.zeros(())

@@ -253,8 +253,8 @@ class SamplingSettings:
 
 @torch.no_grad()
 def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: SamplingSettings) -> Tensor:
-    """Sample pictures for the conditions `rows` [items, k, width] from `noise` [items, *model.shape]: pixels, float32
-    [items, channels, height, width] in -1 to 1; for a denoiser of features, the features."""
+    """Sample pictures for the conditions `rows` [items, k, width] from `noise` [items, *model.shape]. Return pixels,
+    float32 [items, channels, height, width] in -1 to 1; for a denoiser of features, the features."""
     latents = _flow(model, rows, noise, how) if model.objective == "flow" else _ddim_steps(model, rows, noise, how)
     if model.draws_features:
         return latents.float()

@@ -334,7 +334,7 @@ def _denoiser_weights(unit: str, layers: Sequence[str], model: nn.Module, cut: D
 
 
 class TransformerConnector(nn.Module):
-    """Transformer connector, [..., width_in] to [..., width]: the rows of an item attend to each other in pre-norm
+    """Transformer connector from [..., width_in] to [..., width]. The rows of an item attend to each other in pre-norm
     blocks of the language model's width, then a linear layer projects (the order of MetaQueries: encoder, then
     projection).
 

@@ -69,8 +69,8 @@ class TensorPlan:
     def held(
         self, name: str, shape: tuple[int, ...], degrees: Degrees, place: int
     ) -> tuple[ShardIntervals | None, bool]:
-        """Return the intervals of a weight on the rank at index `place` of a stage (None for the whole weight), and
-        True if the rank's gradient is a summand rather than a copy of the other ranks' gradient."""
+        """Return the intervals of a weight on the rank at index `place` of a stage (None for the whole weight). The
+        second value is True if the rank's gradient is a summand rather than a copy of the other ranks' gradient."""
         tp, ep = degrees.tp, degrees.ep
         if ep > 1 and name in self.of_experts:
             return SplitDimension(0, (SplitPart(shape[0]),)).intervals(shape, ep, place % ep), True

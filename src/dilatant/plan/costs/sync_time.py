@@ -1,4 +1,4 @@
-"""Gradient sync time: seconds in which ranks sum gradients, overlapping their last backward or exposed; and
+"""Gradient sync time: the seconds in which ranks sum gradients, overlapping their last backward or exposed. It also has
 the number of ranks that divide each layer's optimizer state under a plan (ZeRO stage 1)."""
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
 def shard_seconds(
     plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes
 ) -> dict[int, tuple[float, ...]]:
-    """Return stage number → seconds of the collectives of its actions F, B, I and W, if its gradients or weights are
-    sharded (see `runtime.state.sharded_stage`), then the share of them by which actions take longer: the first and the
-    last are exposed, others slow what runs beside them."""
+    """Return stage number → seconds of the collectives of a stage whose gradients or weights are sharded (see
+    `runtime.state.sharded_stage`). The first four are those of its actions F, B, I and W. The last is the share of them
+    by which actions take longer: the first and the last are exposed, others slow what runs beside them."""
     found: dict[int, tuple[float, ...]] = {}
     for unit in plan.units:
         shard = rules.shard_of(unit.name)
@@ -292,8 +292,8 @@ def parts_of_a_rank(layers: Sequence[LayerSpec], degrees: Degrees) -> NDArray[np
 def ranks_together(
     layers: Sequence[LayerSpec], degrees: Degrees, beside: NDArray[np.float64], of_experts: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return [layers]: the number of ranks that would divide all of a layer's state to the same size per rank, if
-    `beside` ranks shard the state outside experts and `of_experts` ranks that of experts."""
+    """Return [layers]: the number of ranks that would divide all of a layer's state to the same size per rank. `beside`
+    ranks shard the state outside experts and `of_experts` ranks that of experts."""
     outer = np.array([layer.held_beside_experts(degrees) for layer in layers])
     inner = np.array([layer.held_of_experts(degrees) for layer in layers])
     share = outer / beside + inner / of_experts

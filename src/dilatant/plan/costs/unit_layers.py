@@ -139,8 +139,8 @@ class UnitLayers:
     def variant(
         self, sharing: int | None = None, by_tokens: bool | None = None, zero: Zero | None = None
     ) -> UnitLayers:
-        """Return these costs with another number of chains that shard optimizer state together, for steps that may have
-        more microbatches (`by_tokens`), or under another sharding of optimizer state."""
+        """Return these costs under other settings: another number of chains that shard optimizer state together, or
+        another sharding of it. With `by_tokens`, steps may have more microbatches."""
         by_tokens = self._by_tokens if by_tokens is None else by_tokens
         rules = self.rules if zero is None else replace(self.rules, zero=zero)
         return replace(

@@ -87,8 +87,8 @@ def best_of_fewer(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
 
 
 def kinds_of(found: Sequence[PlanCandidate]) -> Iterator[Sequence[PlanCandidate]]:
-    """Yield the candidates of each kind of plan, which are all represented in the simulations: estimates of different
-    kinds err differently (those with interleaved chunks ignore the split backward that the others' count)."""
+    """Yield the candidates of each kind of plan. All kinds take part in the simulations, because their estimates err
+    differently: those with interleaved chunks ignore the split backward that the others' count."""
     yield [one for one in found if len(set(one.counts)) > 1]
     yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE and len(set(one.counts)) == 1]
     yield [one for one in found if any(option.chain.chunks > 1 for option in one.options)]

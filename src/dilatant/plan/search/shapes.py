@@ -1,5 +1,5 @@
-"""Pipeline shapes: enumerate every layout of equal pipelines on a number of devices, with a closed-form estimate of the
-step and a lower bound for every schedule."""
+"""Pipeline shapes: every layout of equal pipelines on a number of devices. Each has a closed-form estimate of the step
+and a lower bound for every schedule."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def shapes(
 
 
 def textbook_shapes(space: Space) -> Iterator[PlanCandidate]:
-    """Yield the layouts that people choose without a search: equal pipelines on all devices, tensor-parallel degrees
-    and numbers of stages in powers of two, and encoders in the first stage; among them data parallelism alone. Models
-    with generators have none."""
+    """Yield the layouts that people choose without a search. They are equal pipelines on all devices, with
+    tensor-parallel degrees and numbers of stages in powers of two and encoders in the first stage; among them is data
+    parallelism alone. Models with generators have none."""
     roles, devices = space.roles, space.cluster.num_devices
     if roles.generators:
         return

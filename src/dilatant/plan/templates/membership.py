@@ -154,7 +154,7 @@ class MembershipPlanner:
 
     def below(self, plan: Plan, rank: int) -> MembershipPlanner:
         """Return a planner for which a stage as full as that of `rank` in `plan`, which ran out of memory, does not
-        fit; this planner if that is so already."""
+        fit. It is this planner if that is so already."""
         memory, held = self.costs.memory, [self._bytes(one) for one in pipelines_of(plan)]
         used = max((used for each in held for ranks, used in each.items() if rank in ranks), default=math.inf)
         if self.is_strict and memory.capacity_bytes <= used * LESS_MEMORY:

@@ -1,5 +1,5 @@
-"""Pipeline templates: for every node count, the best layout of the whole model on that many nodes; and which
-of them run side by side, with how many microbatches each."""
+"""Pipeline templates: for every node count, the best layout of the whole model on that many nodes. A composition says
+which of them run side by side, with how many microbatches each."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def store_costs(costs: CostModel, model: ModelDescription, known: CostModel | No
 
 
 def cached_costs(model: ModelDescription, target: Target, degrees: Iterable[Degrees], longest: int) -> CostModel | None:
-    """Return the costs kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows not
-    much shorter than `longest` tokens; else None."""
+    """Return the cached costs of this model's layers, on this hardware in this dtype, at all of `degrees`. They must be
+    from rows not much shorter than `longest` tokens; else None."""
     path = _path(target.hardware.name, target.dtype, model)
     if not is_trusted_cache_file(path):
         return None

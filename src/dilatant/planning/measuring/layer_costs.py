@@ -236,16 +236,16 @@ def measured_tokens(config: Config) -> tuple[int, ...]:
 
 
 def long_row(longest: int) -> tuple[int, ...]:
-    """Return the samples, each of `longest` tokens, of a row that is as long as those of training on GPUs; at most four
-    samples, and none if a sample alone is as long."""
+    """Return the samples, each of `longest` tokens, of a row as long as those of training on GPUs. There are at most
+    four samples, and none if a sample alone is as long."""
     count = min(4, LONG_ROW // longest)
     return (longest,) * count if count > 1 else ()
 
 
 def costs_in_use(costs: CostModel, model: ModelDescription, targets: float, row: int, chunk: int | None) -> CostModel:
-    """Return the costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by
-    chunks if a microbatch of up to `row` tokens has more than `chunk` of them; weight gradients are postponed only in
-    linear layers, and never in the head; and only blocks are recomputed."""
+    """Return the costs as training meets them. The head runs only on the share `targets` of tokens that carry loss, by
+    chunks if a microbatch of up to `row` tokens has more than `chunk` of them. Weight gradients are postponed only in
+    linear layers, and never in the head. Only blocks are recomputed."""
     if costs.groups:
         return costs.mapped(lambda own: costs_in_use(own, model, targets, row, chunk))
     heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
@@ -283,8 +283,8 @@ def described_costs(plan: Plan, model: ModelDescription, costs: CostModel, targe
 
 
 def delays_weight_gradients(entry: LayerType) -> bool:
-    """Return True if a split backward postpones most of a layer's weight gradients: those of linear layers and experts,
-    but not those of the head, or of an embedding that may be tied to it (see `runtime.state.weight_gradients`)."""
+    """Return True if a split backward postpones most of a layer's weight gradients. That is so in linear layers and
+    experts, but not in the head, or an embedding that may be tied to it (see `runtime.state.weight_gradients`)."""
     unit = entry.unit
     linear = {
         id(weight)

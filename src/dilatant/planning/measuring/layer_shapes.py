@@ -225,8 +225,8 @@ def _products(module: nn.Module, visited: float) -> Iterator[int]:
 
 
 def denoiser_layer_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
-    """Return the shape of a layer of a generator's net, or of the whole net if it is one layer, per row of the language
-    model: a picture's work over its rows. The autoencoder's work has no backward."""
+    """Return the shape of a layer of a generator's net, or of the whole net if it is one layer. It is per row of the
+    language model: a picture's work over its rows. The autoencoder's work has no backward."""
     hollow = _hollow(unit)
     model: Any = hollow.model
     assert isinstance(model, Diffusion)

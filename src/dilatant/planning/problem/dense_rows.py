@@ -1,5 +1,5 @@
-"""Dense attention over packed rows: the cost of rows of several samples if attention does not skip pairs of different
-samples, from measurements of blocks; the same for planners, the simulator and runs."""
+"""Cost of dense attention over packed rows: attention that does not skip pairs of different samples. It comes from
+measurements of blocks, and is the same for planners, the simulator and runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dilatant.planning.problem.describe_model import BLOCK, LayerType, ModelDesc
 
 
 def dense_tokens(model: ModelDescription, entry: LayerType, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return the row lengths at which a layer type is measured with several samples, given those of one sample: the
-    longest, its half, its quarter, and its double, since several samples make longer rows, unless the model has no such
-    positions. Empty if attention computes no more for several samples than for one."""
+    """Return the row lengths at which a layer type is measured with several samples, given those of one sample. They
+    are the longest, its half, its quarter, and its double, since several samples make longer rows, unless the model has
+    no such positions. Empty if attention computes no more for several samples than for one."""
     if entry.role != BLOCK or model.dense.get(entry.unit.unit, 1.0) <= 1.0:
         return ()
     longest = max(tokens)

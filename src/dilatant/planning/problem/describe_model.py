@@ -56,8 +56,8 @@ class LayerType:
 
     @property
     def item_tokens(self) -> int | None:
-        """Tokens of one image or clip, if items do not attend to each other: in encoders, and in a module after a
-        connector, whose tokens are rows of the language model."""
+        """Return the tokens of one image or clip where items do not attend to each other. That is so in encoders, and
+        in a module after a connector, whose tokens are rows of the language model."""
         if self.geometry is not None:
             return self.geometry.encoder_tokens
         if not isinstance(self.unit, GeneratorUnit):

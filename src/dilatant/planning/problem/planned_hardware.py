@@ -229,7 +229,7 @@ def entry_name(hardware: Hardware) -> str:
 
 
 def is_same_hardware(one: str, other: str) -> bool:
-    """Return True if a device name is the other, or an entry of the hardware file that it belongs to: "NVIDIA H100 80GB
+    """Return True if a device name is the other, or an entry of the hardware file that it belongs to. "NVIDIA H100 80GB
     HBM3" is an "H100", "CPU Xeon, 1 thread" a "CPU"."""
     return one == other or other in _words(one) or one in _words(other)
 
@@ -268,8 +268,8 @@ def _cores() -> int:
 
 
 def unlike_devices(comm: Comm, costs: StepCosts | None) -> str | None:
-    """Return one line that names ranks on other devices than planned, in a plan for groups of unlike devices; None if
-    all are as planned or the plan has no groups. Called by all ranks."""
+    """Return one line that names ranks on other devices than planned, in a plan for groups of unlike devices. None
+    means that all are as planned or the plan has no groups. Called by all ranks."""
     cluster = None if costs is None else costs.cluster
     if cluster is None or not cluster.parts:
         return None

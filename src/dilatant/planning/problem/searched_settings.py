@@ -33,8 +33,8 @@ WIDEST = 16
 
 
 def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degrees]:
-    """Return the degrees that the config names, else, on GPUs, the powers of two that fit a node and that training can
-    do for some unit of the model. Processes of a CPU share its memory: there all are 1."""
+    """Return the tensor-parallel degrees that the config names. Without them, on GPUs, they are the powers of two that
+    fit a node and that training can do for some unit of the model. Processes of a CPU share its memory: all are 1."""
     node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
     if target.cluster.reach > target.cluster.gpus_per_node:
         node = min(target.cluster.reach, WIDEST)

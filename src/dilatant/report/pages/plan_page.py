@@ -1,5 +1,5 @@
-"""Plan report as a page, one HTML file that needs no network and opens from a disk, and on a terminal; and the page of
-a measured step."""
+"""Plan report as a page, and the page of a measured step. Each is one HTML file that needs no network and opens from a
+disk; the report is also shown on a terminal."""
 
 from __future__ import annotations
 

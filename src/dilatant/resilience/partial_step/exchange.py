@@ -21,7 +21,7 @@ from dilatant.training.trainer import Trainer
 
 
 def inherit_state(trainer: Trainer, old: Trainer | None, checkpoints: Path) -> int:
-    """Transfer the last generation's state to the ranks that hold it in this one, with the evaluation and the
+    """Transfer the last generation's state to the ranks that hold it in this one. With it goes the evaluation and the
     checkpoint that it still owes; returns the bytes received. Raises StateLost on all ranks."""
     newest = list_checkpoints(checkpoints)[:1] if trainer.rank == 0 else []
     own = None if old is None else [old.state.values(), sorted(old.state.names_with_moments())]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,8 +52,8 @@ def export_gradients(folder: Path, generation: int, unfinished: UnfinishedStep) 
 
 
 def read_exported_gradients(folder: Path, generation: int, step: int, rank: int, size: int) -> list[PartialGradients]:
-    """Read the gradients that ranks of `generation` exported for a step and that `rank` of now `size` ranks must read
-    (exporting rank modulo `size`); unreadable or corrupted files are ignored."""
+    """Read the gradients that ranks of `generation` exported for a step and that `rank` must read. It reads those whose
+    exporting rank modulo `size`, the number of ranks now, is `rank`, and ignores unreadable or corrupted files."""
     found = []
     for path in sorted(folder.glob(f"{generation}-{step}-*.safetensors")):
         match = _NAME.fullmatch(path.name)
@@ -67,11 +66,6 @@ def read_exported_gradients(folder: Path, generation: int, step: int, rank: int,
             if metadata["hash"] == _hash(gradients):
                 found.append(PartialGradients(AccumulationReport.from_json(metadata["finished"]), gradients))
     return found
-
-
-def delete_exported_gradients(folder: Path) -> None:
-    """Delete all exported gradients."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hash(gradients: Mapping[str, Tensor]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import say, warn
 from dilatant.report.text.wording import listed
 from dilatant.resilience.partial_step.exchange import adopt_gradients, inherit_state
-from dilatant.resilience.partial_step.handover import delete_exported_gradients, export_gradients
+from dilatant.resilience.partial_step.handover import export_gradients
 from dilatant.resilience.processes.messages import Seat, StoreAt
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import ASKED, GOES_ON, NO_STATE
@@ -404,7 +405,7 @@ class _ResilientRank:
         """Start without existing state: as configured, or, once the run has begun, from its newest checkpoint."""
         begun = self._store.check([_BEGUN])
         if trainer.rank == 0:
-            delete_exported_gradients(self._handed_over)  # files of an earlier run
+            shutil.rmtree(self._handed_over, ignore_errors=True)  # gradients of an earlier run
         checkpoint = self._start.checkpoint
         if begun and trainer.rank == 0:
             newest, _ = newest_valid(self._folder.checkpoints)

@@ -284,7 +284,7 @@ class GradientSync:
 def pack_gradients(
     share: BucketShard, held: Mapping[str, Box], gradient_of: Callable[[str], Tensor | None], like: Tensor
 ) -> Tensor:
-    """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it: AdamW
+    """Concatenate the gradients of a bucket's cells and, for each cell, a count of the holders that used it. AdamW
     treats an unused weight differently from a zero gradient. For reduce-scatter, shards are padded to equal length, and
     the counts of all cells follow each shard.
 

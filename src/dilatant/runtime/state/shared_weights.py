@@ -54,9 +54,9 @@ class BucketedWeights:
 
     @torch.no_grad()
     def require_equal(self, state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
-        """Check that all holders of a weight have equal values, and all owners of a box equal `state` (kind → key →
-        tensor shaped like the owned weight, or absent on all ranks). Raises UserError naming the tensors that differ
-        between replicas; summing their gradients would be meaningless.
+        """Check that all holders of a weight have equal values, and all owners of a box equal `state`. `state` is kind
+        → key → tensor, shaped like the owned weight, or absent on all ranks. Raises UserError naming the tensors that
+        differ between replicas; summing their gradients would be meaningless.
 
         Compares two checksums per tensor, which differ for other random weights or files, in one message per set of
         ranks. Called by all ranks.

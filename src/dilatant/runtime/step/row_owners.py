@@ -64,8 +64,8 @@ class RowOwners:
         return self._parcels[message, link]
 
     def shares(self, message: Message, rank: int) -> tuple[Rows, ...] | None:
-        """Return, for each tensor-parallel rank that needs the same rows of a message as `rank`, the indices of the
-        rows sent to it; None if each of these ranks gets or already has all rows."""
+        """Return, by tensor-parallel rank that needs the same rows of a message as `rank`, the indices of its rows.
+        None means that each of these ranks gets or already has all rows."""
         own = self._placed[message.consumer.stage].stage
         if own.tp == 1:
             return None

@@ -186,7 +186,7 @@ def descending(key):
 
 @njit(cache=True, nogil=True)
 def balance(seconds, weight, capacity, slot_of, num_slots, even, pairs, is_placed):
-    """Place samples greedily (unless `is_placed`), largest first relative to a unit's mean slot, then even slots out
+    """Place samples greedily (unless `is_placed`), largest first relative to a unit's mean slot. Then even slots out
     until each unit's largest load is within `even` of its bound. Returns the first sample without room, or -1.
 
     `seconds [samples, units]`. If the largest first leaves no room, the heaviest are first, which fits more often."""

@@ -173,8 +173,8 @@ def _match(
 
 
 def pairs_within(after: NDArray[np.float64], own: NDArray[np.float64], limit: float) -> bool:
-    """Return whether some pairing lets every heavy microbatch last at most `limit`: by itself (`own`) or once it has
-    deferred samples to its partner (`after`: `[heavy, light]`, the longer of the two)."""
+    """Return whether some pairing lets every heavy microbatch last at most `limit`. It lasts `own` by itself, and
+    `after` once it has deferred samples to its partner (`[heavy, light]`, the longer of the two)."""
     too_long = (after > limit) & (own > limit)[:, None]
     column = least_cost_matching(too_long.astype(np.float64))
     return not too_long[np.arange(len(own)), column].any()

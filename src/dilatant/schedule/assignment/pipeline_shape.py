@@ -68,8 +68,8 @@ class PipelineShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchProblem:
-    """Samples of one pipeline to group into `num_microbatches`: forward plus backward `seconds` `[samples, units]` on
-    each stage of a unit, and `weight` `[samples]`, of which a microbatch holds at most `capacity`."""
+    """Samples of one pipeline to group into `num_microbatches`. `seconds` `[samples, units]` are forward plus backward
+    on each stage of a unit; a microbatch holds at most `capacity` of `weight` `[samples]`."""
 
     seconds: NDArray[np.float64]
     num_microbatches: int

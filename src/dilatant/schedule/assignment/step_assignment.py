@@ -57,9 +57,9 @@ class Microbatching:
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Times of a unit besides the seconds of its samples: `backward` seconds per forward second, `fixed` seconds per
-    microbatch and stage, and by replica the `paces`, seconds of a stage there relative to the unit's first replica
-    (empty: from its number of layers alone)."""
+    """Times of a unit besides the seconds of its samples. `backward` is per forward second, `fixed` per microbatch and
+    stage. `paces` has, by replica, the seconds of a stage there relative to the unit's first replica (empty: from its
+    number of layers alone)."""
 
     backward: float = 2.0
     fixed: float = 0.0
@@ -71,9 +71,9 @@ QUICK: tuple[Policy, ...] = ("random", "balanced")
 
 
 def assign_step(plan: Plan, costs: StepCosts, samples: Workload, how: Microbatching, anchor: str) -> Assignment:
-    """Return the Assignment of a global batch, balanced in the seconds of `costs` under the frozen rule (only forwards
-    for a unit without backward), with quadratic attention, fixed costs per microbatch and the token budget. Policies
-    that simulate do so under the family that runs.
+    """Return the Assignment of a global batch, balanced in the seconds of `costs`. These follow the frozen rule (only
+    forwards for a unit without backward), with quadratic attention, fixed costs per microbatch and the token budget.
+    Policies that simulate do so under the family that runs.
 
     Samples stay in their global batch. Raises UserError as `assign` does.
     """

@@ -20,8 +20,8 @@ from dilatant.schedule.simulator.graph import ScheduleGraph
 def travel(
     graph: ScheduleGraph, seconds: NDArray[np.float64], size: NDArray[np.float64], cluster: Cluster
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return when every op ends [ops] and the seconds from then to the arrival of each of its messages [messages], in a
-    step whose ops take `seconds` [ops]. `size` is each message's bytes on one rank of the stage that makes its rows.
+    """Return when every op ends [ops], and the seconds from then to the arrival of each of its messages [messages]. The
+    ops of the step take `seconds` [ops]. `size` is each message's bytes on one rank of the stage that makes its rows.
 
     Messages take no time between stages with the same ranks and degrees. Otherwise the ranks of both stages send and
     receive equal parts; tensor-parallel ranks then all-gather theirs. If the same ranks hold both stages with different

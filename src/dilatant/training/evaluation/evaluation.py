@@ -1,5 +1,5 @@
-"""Evaluation on held-out samples: the loss of their answers, and metrics of what the model writes in their place, by
-the run's own stages in any layout.
+"""Evaluation on held-out samples by the run's own stages, in any layout. It measures the loss of their answers, and
+metrics of what the model writes in their place.
 
 A greedy answer equals the expected one if and only if the likeliest token after each prefix of the expected answer is
 the expected one. So one forward pass over all answers gives their loss and tells which of them token-by-token

@@ -58,8 +58,8 @@ class PersistentPool:
 
 
 class RankSource:
-    """`SampleSource` of a rank: the worker pool of its machine, which the lowest rank there owns, or producers on a Ray
-    cluster, where rank 0 starts a local one. All ranks make it together.
+    """`SampleSource` of a rank. It is the worker pool of its machine, which the lowest rank there owns, or producers on
+    a Ray cluster, where rank 0 starts a local one. All ranks make it together.
 
     comm: None in a process alone. pool: outlives the source; None to end the pool with it. Raises UserError for a
     cluster that cannot be used.

@@ -29,8 +29,8 @@ StageChain = tuple[str, int]
 
 
 class DecodeRequirements:
-    """Decode requirements of one rank under a plan: the parts of samples that its stages read (see `Unit.reads`), and
-    the tokens of rows whose owners it must know."""
+    """Decode requirements of one rank under a plan. They are the parts of samples that its stages read (see
+    `Unit.reads`), and the tokens of rows whose owners it must know."""
 
     def __init__(self, model: MultimodalModel, plan: Plan, rank: int) -> None:
         parts: dict[StageChain, frozenset[str]] = {}

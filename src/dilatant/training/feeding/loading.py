@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from dilatant.config.data import DataSource
+from dilatant.config.config import data_section
+from dilatant.config.data import DataConfig, DataSource
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.own_parts import OwnPart
 from dilatant.data.index.sizes import blend_sizes
@@ -21,7 +22,7 @@ from dilatant.models.families.media_units import units_of_encoder, units_of_pret
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
-from dilatant.training.feeding.decoding import Decoding, RankSource
+from dilatant.training.feeding.decoding import RankSource, decoding_of
 from dilatant.training.feeding.feed import StepPrefetcher, gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.feeding.step_data import IndexedData, StreamedData, draws
@@ -34,15 +35,10 @@ def make_loader(
     *,
     tokenizer: Any = None,
     processors: Mapping[str, Any] | None = None,
-    max_length: int = 2048,
-    train_on: Literal["assistant", "all"] = "assistant",
-    chat_template: str = "auto",
     seed: int = 0,
     steps: int | None = None,
-    workers: int | None = None,
-    on_error: Literal["error", "skip"] = "error",
-    cache_dir: str | Path | None = None,
     parallel: Runtime | None = None,
+    **data: Any,
 ) -> LoadedBatches:
     """Return global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without
     `steps`.
@@ -50,28 +46,36 @@ def make_loader(
     sources: as `data.train` in a YAML file, or just paths; or a list of records, or any object with `__len__` and
     `__getitem__`, as `train_data` of `dilatant.train`. tokenizer: the model's own by default. processors: encoder →
     an id, a folder or settings; by default they follow from the encoder's shape or, in a pretrained multimodal model,
-    from its files. workers: processes on every machine that decode (None: as many as it has room for).
-    cache_dir: where the index of the data is kept (None: the user's cache).
-    parallel: if given, all of its ranks call this, and each batch holds on every rank the parts of samples that its
-    stages use (of the rest only sizes); without it, everything. The order depends on `seed` alone, so all ranks that
-    make this loader alike get the same batches. Close it, or use it in a `with`. Raises UserError.
+    from its files. data: keys of the config's `data` section, such as `max_length`, `truncation`, `on_error` and
+    `workers`, without those of held-out data. parallel: if given, all of its ranks call this, and each batch holds on
+    every rank the parts of samples that its stages use (of the rest only sizes); without it, everything. The order
+    depends on `seed` alone, so all ranks that make this loader alike get the same batches. Close it, or use it in a
+    `with`. Raises UserError.
     """
     tokenizer = tokenizer or model.tokenizer
     if tokenizer is None:
         raise UserError("the model has no tokenizer; give one: tokenizer=...")
     if model.generators:
         raise UserError("files are read for encoders only; make `EncodedSample`s for a model with generators")
+    if held_out := data.keys() & {"train", "eval", "val_size"}:
+        raise UserError(f"{min(held_out)}: a loader reads `sources` only; make another one for held-out data")
+    keys = data_section(data, "make_loader")
     units, source = _media_units(model, processors or {}, tokenizer)
-    chat = chat_tokenizer(tokenizer, chat_template, processed=bool(model.whole and units), ends=generation_ends(source))
-    encoding = Encoding(chat, units, train_on, max_length)
+    chat = chat_tokenizer(
+        tokenizer,
+        keys.chat_template,
+        day=keys.template_date,
+        processed=bool(model.whole and units),
+        ends=generation_ends(source),
+    )
+    truncates = keys.truncation == "right"
+    encoding = Encoding(chat, units, keys.train_on, keys.max_length, truncates=truncates, system=keys.system)
     if isinstance(sources, Sequence) and all(isinstance(each, str | Path | DataSource) for each in sources):
         named = [each if isinstance(each, DataSource) else DataSource(path=str(each)) for each in sources]
-        blend = open_blend(named, cache_dir=cache_dir)
+        blend = open_blend(named, cache_dir=keys.cache_dir, max_samples=keys.max_samples)
     else:
-        blend = open_own_data(OwnPart("sources", sources))
-    sampler = blend.sampler(seed, global_batch_size)
-    how = Decoding(workers)
-    return LoadedBatches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
+        blend = open_own_data(OwnPart("sources", sources), keys.max_samples)
+    return LoadedBatches(blend, encoding, blend.sampler(seed, global_batch_size), steps, keys, parallel)
 
 
 def _media_units(
@@ -107,20 +111,19 @@ class LoadedBatches:
         encoding: Encoding,
         sampler: Sampler | StreamSampler,
         steps: int | None,
-        how: Decoding,
-        skips: bool,
+        keys: DataConfig,
         parallel: Runtime | None,
-        cache_dir: str | Path | None = None,
     ) -> None:
         everything = frozenset({TOKENS, *(unit.name for unit in encoding.units)})
         self._comm = None if parallel is None else parallel.comm
+        self._skips = keys.on_error == "skip"
         data: IndexedData | StreamedData
         if isinstance(blend, Blend):
-            sizes = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=how.workers)
+            sizes = blend_sizes(blend, encoding, cache_dir=keys.cache_dir, workers=keys.workers)
             data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
-            if data.refused and not skips:
+            if data.refused and not self._skips:
                 raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
-        self._source = RankSource(self._comm, {"train": blend}, encoding, how)
+        self._source = RankSource(self._comm, {"train": blend}, encoding, decoding_of(keys))
         if isinstance(sampler, Sampler):
             order = draws(sampler, sampler.start(), 0, steps)
         else:
@@ -137,8 +140,7 @@ class LoadedBatches:
         def plan(heads: Sequence[EncodedSample], step: int) -> Sequence[EncodedSample] | PreparedStep:
             return heads if parallel is None else parallel.plan_step(heads, step_number=step)
 
-        self._skips = skips
-        self._feed: StepPrefetcher[Any] = StepPrefetcher(data, order, self._source, plan, parts, skips=skips)
+        self._feed: StepPrefetcher[Any] = StepPrefetcher(data, order, self._source, plan, parts, skips=self._skips)
 
     def __iter__(self) -> Self:
         return self

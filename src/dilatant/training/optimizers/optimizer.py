@@ -134,8 +134,8 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
 
 
 def rate_factor(schedule: RateSchedule | Callable[..., float], step: int, total_steps: int) -> float:
-    """Return the share of the peak learning rate that step `step` (0-based) of `total_steps` uses, in [0, 1] unless the
-    schedule is the user's own function of the step, or of the step and `total_steps`. Raises UserError.
+    """Return the share of the peak learning rate that step `step` (0-based) of `total_steps` uses. It is in [0, 1]
+    unless the schedule is the user's own function of the step, or of the step and `total_steps`. Raises UserError.
 
     Warm-up rises linearly and reaches 1 at the step behind it; `final_ratio` would be reached one step after the last,
     so no step is spent at a rate of zero.

@@ -1,0 +1,1 @@
+"""Cornstarch (thesis chapter 3, and the ICML text)."""

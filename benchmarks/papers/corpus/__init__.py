@@ -1,0 +1,1 @@
+"""A corpus of measured runs, and predictions of them."""

@@ -1,0 +1,206 @@
+"""Layers of the models in a corpus of measured runs (`papers.corpus.rows`): dense, with experts, with a vision tower.
+
+Experts lie on groups of `ep` ranks that are data-parallel elsewhere, as in Megatron and DeepSpeed. A rank computes as
+many expert rows as it has tokens times visited experts, whatever `ep` is; it holds the weights of its own experts, and
+sends each token to its experts and back (`sent`), once to each rank and, between nodes, once to each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.papers.models import Beside, Part, llama
+from dilatant.cost.analytic import BYTES, UNFUSED, LayerShape, Runner, block_shape, embedding_shape, head_shape
+from dilatant.cost.hardware import Hardware
+from dilatant.cost.quadratic import Quadratic
+
+NVLINK_DOMAIN = {"GB200": 72, "GB300": 72}
+"""GPUs that NVLink joins, if more than a node."""
+
+
+ALIGNED = 8
+"""Heads of a multiple of so many 16-bit numbers let batched products load 16 bytes at once, which tensor cores need."""
+
+FUSED_NORMS = ("nanotron-ultrascale",)
+"""Sources of whose blocks norms are one kernel each, but not rotary embeddings and activations."""
+
+EAGER_LOSS = ("bloom-prequel", "nanotron-ultrascale")
+"""Sources whose loss over a divided vocabulary is computed in fp32, operation by operation: a cast, the largest, a
+difference, exponentials, their sum and quotients, about 60 bytes a logit with the backward, 24 in one kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: `count` experts of width `width`, of which a token visits `visited`, and `shared` more."""
+
+    count: int
+    visited: int
+    shared: int
+    width: int
+
+    @classmethod
+    def of(cls, moe: Mapping[str, Any]) -> Experts:
+        return cls(moe["experts"], moe["top_k"], moe.get("shared") or 0, moe["ffn"])
+
+
+def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: bool) -> tuple[Part, ...]:
+    """Return the layers of a row's model. Raises ValueError if the row does not tell enough."""
+    model = row["model"]
+    if "vision" in model:
+        return _with_vision(row, hardware, runner)
+    hidden = model["hidden"]
+    heads = model.get("heads") or hidden // 128
+    if not model.get("moe"):
+        # Under autocast norms alone are in fp32: 20 bytes a number, casts included.
+        norms = (6.0 * hidden, 20.0 * hidden) if row["precision"].startswith("amp") else None
+        norms = (2.0 * hidden, 4.0 * hidden) if row.get("source_id") in FUSED_NORMS else norms
+        embedding, block, head = llama(
+            model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"],
+            gated=gated, fused=runner.fused, norms=norms,
+        )  # fmt: skip
+        if runner.attention in UNFUSED and hidden % heads == 0 and hidden // heads % ALIGNED:
+            times = hardware.flops("bfloat16") / (0.5 * hardware.peak_flops["float32"])  # without tensor cores
+            block = replace(block, shape=replace(block.shape, attention_width=round(times * hidden)))
+        if row.get("source_id") in EAGER_LOSS:
+            head = replace(head, shape=replace(head.shape, traffic=10 * model["vocab"]))
+        return embedding, block, head
+    experts, first = Experts.of(model["moe"]), model["moe"].get("dense_layers") or 0
+    visited = (experts.visited + experts.shared) * experts.width
+    size = model.get("head_dim")
+
+    def block(width: int) -> LayerShape:
+        shape = block_shape(hidden, width, heads, model.get("kv_heads") or heads, head_size=size, fused=runner.fused)
+        if "MLA" in f"{model.get('note')} {model.get('config_from')}":
+            shape = _latent(shape, hidden, heads, 1536 if "q_lora" in str(model.get("note")) else 0)
+        if "window of 128" in str(model.get("note")):  # in every other layer
+            share = shape.attended_share * (0.5 + 128 / model["seq"])
+            shape = replace(shape, attended_share=share)
+        return shape
+
+    routed, sent = _routed(block(visited), hidden, experts, row, hardware)
+    extra = 1 if "MTP unless" in str(model.get("note")) and "w/o MTP" not in model["name"] else 0
+    dense = [Part("dense block", block(model.get("ffn") or visited), first)] if first else []
+    return (
+        Part("embedding", embedding_shape(hidden, model["vocab"]), 1),
+        *dense,
+        # Multi-token prediction is one more block and head.
+        Part("block", routed, model["layers"] - first + extra, sent=sent),
+        Part("head", head_shape(hidden, model["vocab"]), 1 + extra),
+    )
+
+
+def _latent(shape: LayerShape, hidden: int, heads: int, query_rank: int) -> LayerShape:
+    """Return the block with latent attention: keys and values from 512 numbers, 64 rotary ones beside 128 of a head."""
+    query = hidden * query_rank + query_rank * heads * 192 if query_rank else hidden * heads * 192
+    latent = hidden * (512 + 64) + 512 * heads * 256 + heads * 128 * hidden
+    plain = shape.leading + hidden * shape.attention_width
+    kept = heads * (192 + 192 + 128 + 128) + 2 * (query_rank + 576)
+    return replace(
+        shape,
+        matmul=shape.matmul - plain + query + latent,
+        leading=min(query + hidden * 576, shape.matmul),
+        parameters=shape.parameters - plain + query + latent,
+        attention_width=heads * 160,  # scores over 192, values of 128
+        kept=shape.kept - 2 * shape.attention_width - shape.key_value_width + kept,
+        traffic=shape.traffic + 4 * heads * 192,
+        fused_traffic=shape.fused_traffic + 4 * heads * 192,
+    )
+
+
+def _routed(
+    shape: LayerShape, hidden: int, experts: Experts, row: Mapping[str, Any], hardware: Hardware
+) -> tuple[LayerShape, Quadratic]:
+    """Return the block with experts in place of a feed-forward of the visited width, and the seconds of one pass to
+    send a sample's tokens to their experts and back."""
+    tp, ep = row["tp"], row.get("ep") or 1
+    each = 3 * hidden * experts.width
+    # Rows gathered by rank and then by expert, read and written; as much on the way back.
+    moved = (6 * experts.visited + 2) * hidden
+    others = shape.parameters - (experts.visited + experts.shared) * each
+    held = others + experts.shared * each + hidden * experts.count + tp * -(-experts.count // ep) * each
+    routed = replace(
+        shape,
+        matmul=shape.matmul + hidden * experts.count,
+        parameters=held,
+        kept=shape.kept + 2 * experts.visited * hidden,
+        traffic=shape.traffic + moved,
+        fused_traffic=shape.fused_traffic + moved,
+        launches=2 * shape.launches,
+        operations=2 * shape.operations,
+    )
+    copy = 2 * hidden * BYTES["bfloat16"] / tp / (row.get("cp") or 1)  # there and back
+    name = next((name for name in NVLINK_DOMAIN if name in row["hardware"]), None)
+    nodes = -(-ep // NVLINK_DOMAIN.get(name or "", 8))
+    seconds = max(
+        copy * _others_visited(ep, experts.visited) / hardware.inside.bandwidth,
+        copy * _others_visited(nodes, experts.visited) / (hardware.between.bandwidth / 8),
+    )
+    return routed, Quadratic(b=seconds, c=3 * hardware.inside.latency if ep > 1 else 0.0)
+
+
+def _others_visited(places: int, visited: int) -> float:
+    """Return on how many of the other places (ranks, nodes) a token's experts are: each gets one copy of the token,
+    however many of its experts are there."""
+    return (places - 1) * (1 - (1 - 1 / places) ** visited)
+
+
+def _with_vision(row: Mapping[str, Any], hardware: Hardware, runner: Runner) -> tuple[Part, ...]:
+    """Return the layers of a model whose images a tower of the first stage reads: of four blocks of the language model
+    one attends, the others have a linear mixer."""
+    vision, language, text = row["model"]["vision"], row["model"].get("language"), str(row["model"])
+    if language is None or "linear_key_heads" not in language:
+        raise ValueError("multimodal: the work per sample is not told")
+    patches = 784 if "784 patches" in text or "max_pixels 200,704" in text else 0
+    if "mock, one image a sample" in text and "vision" in " ".join(row.get("frozen") or ()):
+        patches = 256  # the size of mock images, whose frozen tower takes less than a hundredth of the step
+    if not patches:
+        raise ValueError("multimodal: the work per sample is not told")
+    hidden, moe = language["hidden"], language.get("moe")
+    experts = Experts.of(moe) if moe else None
+    width = (experts.visited + experts.shared) * experts.width if experts else language["ffn"]
+    heads, size = language["heads"], language["head_dim"]
+    full = block_shape(hidden, width, heads, language["kv_heads"], head_size=size, fused=runner.fused)
+    gate = hidden * heads * size  # of the attention's output
+    full = replace(full, matmul=full.matmul + gate, parameters=full.parameters + gate)
+    keys, values = (language[f"linear_{kind}_heads"] * 128 for kind in ("key", "value"))
+    mixer = hidden * (2 * keys + 3 * values)
+    state = values * 128 * 3 + values * 64 * 2  # of a state of 128 x 128 a head, in chunks of 64
+    attention = full.leading + hidden * full.attention_width + gate
+    more = 6 * (keys + values)
+    linear = replace(
+        full,
+        matmul=full.matmul - attention + mixer + state,
+        leading=mixer,
+        parameters=full.parameters - attention + mixer,
+        attention_width=0,
+        traffic=full.traffic + more,
+        fused_traffic=full.fused_traffic + more,
+        operations=2 * full.operations,  # its kernels are launched from Python
+    )
+    quarter, sent = language["layers"] // language["full_attention_every"], Quadratic()
+    if experts:
+        full, sent = _routed(full, hidden, experts, row, hardware)
+        linear, _ = _routed(linear, hidden, experts, row, hardware)
+    shapes = (full, linear)
+    mean = Part("block", _mean(shapes, quarter, language["layers"]), language["layers"], sent=sent)
+    tower = block_shape(vision["hidden"], vision["ffn"], vision["heads"], gated=False, causal=False, fused=runner.fused)
+    frozen = " ".join(row.get("frozen") or ())
+    beside = Beside(tower, vision["layers"], patches / row["model"]["seq"], trains="vision" not in frozen)
+    return (
+        Part("embedding", embedding_shape(hidden, language["vocab"]), 1, beside=beside),
+        mean,
+        Part("head", head_shape(hidden, language["vocab"]), 1),
+    )
+
+
+def _mean(shapes: tuple[LayerShape, LayerShape], first: int, layers: int) -> LayerShape:
+    """Return the mean of `first` layers of the first shape and the rest of `layers` of the second one."""
+    whole, other = shapes
+    share = first / layers
+    names = ("matmul", "leading", "parameters", "kept", "weight_kept", "traffic", "fused_traffic", "operations")
+    mixed: dict[str, Any] = {
+        name: round(getattr(whole, name) * share + getattr(other, name) * (1 - share)) for name in names
+    }
+    return replace(whole, attention_width=round(whole.attention_width * share), **mixed)

@@ -1,0 +1,414 @@
+"""Published measurements from files of one JSON object a line: what was trained, on what, how, and how long a step
+took. Files and their keys are described where they lie; none of them is part of this package."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.corpus.models import NVLINK_DOMAIN, parts_of
+from benchmarks.papers.models import Part, llama, parameters
+from dilatant.config.memory_modes import Recompute, Shard
+from dilatant.cost.analytic import Runner, analytic_cost
+from dilatant.cost.hardware import Hardware, Link, load_hardware
+from dilatant.cost.memory import Zero
+
+HARDWARE = {
+    "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "GH200": "GH200", "B300": "B300", "B200": "B200",
+    "H200": "H200", "H20": "H20", "H100": "H100", "H800": "H800", "A800": "A800",
+    "A100 40": "A100 40GB", "A100-40": "A100 40GB", "a100_40": "A100 40GB", "A100": "A100", "a100": "A100",
+    "MI300X": "MI300X", "MI325X": "MI325X", "MI355X": "MI355X", "3090": "RTX 3090", "4090": "RTX 4090", "V100": "V100",
+}  # fmt: skip
+"""Words in a row's hardware → entry of the hardware file; the first that matches counts."""
+
+NETWORKS = (
+    ("4 x Omni-Path 100 Gb/s", 50e9),
+    ("4 x 100 Gb/s", 50e9),
+    ("400 Gb/s a node", 50e9),
+    ("800 Gb/s a node", 100e9),
+    ("HF cluster, EFA", 160e9),
+)
+"""Words in a row's hardware → bytes per second of a node's ports, if they differ from the hardware file's."""
+
+FILLED = 0.9
+"""Fraction of a device's memory that a run with as little recomputation as possible fills."""
+
+FOUR_LINKS = 100e9
+"""Bytes per second between two GPUs of a node of Jean Zay, which four NVLinks join (of the A100's twelve), as BLOOM's
+model card says."""
+
+REACHED = 0.75
+"""Fraction of a port's bytes per second that is reached, as in the hardware file."""
+
+DOMAIN = 64
+"""GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
+
+MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
+MEGATRON_2021 = replace(MEGATRON, name="megatron of 2021", attention="unfused", whole_rows=10.0, gradient_bytes=12)
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron of 2022", gradient_bytes=0)
+"""From 2022 on products add to sums of gradients themselves."""
+SEQUENCE_PARALLEL = replace(MEGATRON_2022, attention="unfused, recomputed", whole_rows=0.0)
+"""Megatron of 2022 with sequence parallelism and selective recomputation."""
+
+RUNNERS = {
+    "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
+    "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
+    "torchtitan": Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0),
+    "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
+    "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
+    "automodel": Runner("automodel", "library", operations=0.8),
+    "torchtune": Runner("torchtune", "library", operations=0.8),
+    "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
+    "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
+}
+"""Runner by source, and by whether it was compiled; other sources are Megatron with the newest kernels."""
+
+NANOTRON_HOST = 2.3e-3, 1.2e-3
+"""Seconds in which nanotron's host issues a pass of a block, and more for each tensor-parallel rank in pipelines over
+several nodes. Fitted to its 1B and 8B: however many tokens a microbatch has, forward and backward of a block take no
+less than 4.6 ms, and there 9.5, 14 and 23.5 ms with tp 2, 4 and 8."""
+
+CONTRADICTS = 1.6
+"""A row of nanotron that takes so many times as long as one on the same layout, bubbles aside, whose microbatches are
+as small or smaller, is reported apart: its source says that speeds of two implementations are mixed."""
+
+EAGER_EXPERTS = 1.25
+"""Operations of the host in a block with experts, as a multiple of those of `papers.corpus.models`: 350 a pass, fitted
+to Qwen3 30B, whose blocks take 9.3 ms forward and backward on H100 and on B200, however few tokens they have."""
+
+GRAPHED = "26.06"
+"""First release of Megatron Bridge's containers whose blocks with experts run as CUDA graphs: layouts that it shares
+with 26.04 take 0.6 to 0.7 of the time. Earlier ones did so only with a fixed number of tokens an expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """How a program sums gradients over replicas: `bytes` of a gradient that are sent; whether the sums run beside the
+    last backward; broadcast: seconds for each rank whose new weights all others get in a message of its own."""
+
+    bytes: float = 4.0
+    overlap: bool = True
+    broadcast: float = 0.0
+
+
+OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
+SUMS = {"internevo": Sums(bytes=2.0, broadcast=2.8e-3), "bloom-prequel": AFTERWARDS}
+"""Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, and each rank's
+weights by a broadcast (seconds fitted to its runs with 8 to 1,024 ranks); the pipelines of DeepSpeed sum afterwards."""
+
+BALANCED = ("nanotron-ultrascale",)
+"""Sources whose stages are cut by the operations of their layers, not by their number."""
+
+HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary", "nemo-24.07", "amd-primus")
+"""Sources on which no constant was fitted. Of nanotron's models, the 3B and the 80B are held out."""
+
+REASONS = (
+    "bloom-prequel (the row): one layout was timed up to three times and differs by 6 %; 112 heads are 15 % slower "
+    "than 64 or 128 on the same layout, and tp 4 with microbatches of one sample takes 148 s where two take 104 s.",
+    "nanotron-ultrascale, contradicted (the row): another row on the same layout, whose microbatches are no larger, "
+    "takes less than 1/1.6 of the time, bubbles aside, often 1/5: a block takes 45 ms and more, whatever the model and"
+    " the microbatch. The source mixes two implementations and does not say which row is whose. 64 replicas and more "
+    "(us): up to a third of a step is neither computation nor a gradient's bytes.",
+    "fms-fsdp on A100 (us): 14 % slow at 70B, whose compiled products of 2024 reach 0.87 of an A100's peak; 0.8 is "
+    "that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory.",
+    "internevo, 512 and 1,024 GPUs with one or two microbatches (us): up to a third of a second of such a step is "
+    "neither computation nor a gradient's bytes.",
+    "llm-foundry, 30B with 8,192 tokens on 8 GPUs (the row): 2.6 times as long as with 4,096, where others take 2.2.",
+    "torchtitan, scales by rows (the program): its steps take as long as those in bf16, so the kernels of that time "
+    "gained nothing; predicted at the speed of FP8. 128k and 256k tokens (us): attention in a ring is taken for one "
+    "kernel.",
+    "megatron-bridge-summary, experts (the program): Qwen3 30B on 8 GB300 with one layout took 9.1, 8.3 and 5.9 s in "
+    "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
+    "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. What "
+    "recipes recompute is not told. GPT OSS (the row): it is not told with which kernel its attention with sinks ran.",
+    "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its power explains 17 %.",
+    "bridge-cards (the row and us): GB200 rows empty the allocator's cache each step or launch from a slow host (9.9 "
+    "s for four microbatches of 4,096 tokens); rows of 8,192 tokens are packed and padded by an unknown part, and "
+    "under context parallelism gated delta blocks exchange heads, which is not modelled; their kernels have no "
+    "published speed.",
+    "Fitted on fms-fsdp alone (the rows): three quarters of its eight runs recompute an unknown part of their blocks,"
+    " and traffic is 4 % of a step, so its factors mean nothing elsewhere.",
+)
+"""Why predictions of some rows are far from their measurement: the row, the program that ran, or the model."""
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield all objects of a file of JSON lines."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open() as lines:
+        yield from map(json.loads, lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run. gpus: name of the entry in the hardware file. shard: what is sharded besides optimizer state. group:
+    what is trained, besides dense language models. recomputed: share of the blocks, if not all."""
+
+    id: str
+    source: str
+    gpus: str
+    hardware: Hardware
+    model: str
+    parts: tuple[Part, ...]
+    tokens: int
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    chunks: int
+    microbatch: int
+    batch: int
+    recompute: Recompute
+    zero: Zero
+    shard: Shard
+    seconds: float
+    runner: Runner
+    group: str = ""
+    recomputed: float = 1.0
+    sums: Sums = OVERLAPPED
+
+    @property
+    def label(self) -> str:
+        """What is trained, and in which precision, if not dense language models in 16 bits."""
+        words = [self.group, (self.runner.products or "").replace("float", "FP")]
+        return "".join(f", {word}" for word in words if word)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What it shares with runs of which only the microbatch or ZeRO differs."""
+        return self.source, self.model, self.tp, self.pp, self.dp, self.batch
+
+    def contradicts(self, other: Measured) -> bool:
+        """Return True if a run at the same place with no larger microbatches is much faster."""
+        return other.microbatch <= self.microbatch and CONTRADICTS * other.steady_seconds < self.steady_seconds
+
+    @property
+    def steady_seconds(self) -> float:
+        """Seconds of a step without the bubbles of a pipeline of equal stages."""
+        return self.seconds / (1 + (self.pp - 1) * self.dp * self.microbatch / self.batch)
+
+    @property
+    def per_node(self) -> int:
+        """GPUs that NVLink joins."""
+        return DOMAIN if self.gpus in NVLINK_DOMAIN else 8
+
+    @property
+    def held_out(self) -> bool:
+        """True if no constant was fitted to runs of its source, or of its model."""
+        if "experts" in self.group and self.model.startswith("Qwen3_30B"):
+            return False
+        return self.source in HELD_OUT or self.model in ("Llama 3B", "Llama 80B")
+
+
+def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]:
+    """Yield each row as a run, or the reason why it cannot be predicted. A row without its number of heads has that of
+    its source's other rows of as many and as wide layers, where they agree."""
+    known, heads = [*rows], dict[tuple[Any, ...], set[int]]()
+    for row in known:
+        if own := row["model"].get("heads"):
+            heads.setdefault(_shape(row), set()).add(own)
+    sweep: dict[tuple[Any, ...], list[Measured]] = {}
+    runs: list[Measured | str] = []
+    for row in known:
+        found = heads.get(_shape(row), set())
+        if not row["model"].get("heads") and len(found) == 1:
+            row = {**row, "model": {**row["model"], "heads": min(found)}}
+        try:
+            runs.append(run := _run(row))
+        except ValueError as error:
+            runs.append(str(error))
+        else:
+            if run.source == "nanotron-ultrascale":
+                sweep.setdefault(run.place, []).append(run)
+    for one in runs:
+        if isinstance(one, Measured) and any(map(one.contradicts, sweep.get(one.place, []))):
+            yield replace(one, group="contradicted")
+        else:
+            yield one
+
+
+def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["source_id"], row["model"].get("layers"), row["model"].get("hidden")
+
+
+def _run(row: Mapping[str, Any]) -> Measured:
+    model, figures = row["model"], row["measured"]
+    if row["quality"] not in ("A", "B"):
+        raise ValueError("of lower quality")
+    if row["multimodal"] and "vision" not in model:
+        raise ValueError("multimodal: the work per sample is not told")
+    if "lora" in str(row.get("task")).lower():
+        raise ValueError("adapters")
+    group, experts = "", model.get("moe") or model.get("language", {}).get("moe")
+    if "vision" in model:
+        group = "images and experts" if experts else "images"
+        model = {**model, **model["language"]}
+    elif experts:
+        group = "experts"
+    seconds = figures.get("step_seconds") or figures.get("seconds_per_step") or row.get("derived_step_seconds")
+    needed = [model.get(key) for key in ("layers", "hidden", "vocab", "seq")]
+    needed += [model.get("ffn") or experts]
+    needed += [row.get(key) for key in ("gpus", "tp", "pp", "dp", "mbs", "gbs")] + [seconds]
+    name = next((HARDWARE[word] for word in HARDWARE if word in row["hardware"]), None)
+    if not all(needed) or name is None or row["gbs"] % (row["dp"] * row["mbs"]):
+        raise ValueError("incomplete")
+    hardware = load_hardware(name)
+    if row["pp"] * (row["vpp"] or 1) > model["layers"] + 2 or model["layers"] < row["pp"]:
+        raise ValueError("more stages than layers")
+    if row["tp"] > 8:
+        raise ValueError("tensor groups across nodes")
+    for words, bandwidth in NETWORKS:
+        if words in row["hardware"]:
+            hardware = replace(hardware, between=Link(REACHED * bandwidth, hardware.between.latency))
+            break
+    if "Jean Zay" in row["hardware"]:
+        hardware = replace(hardware, inside=Link(REACHED * FOUR_LINKS, hardware.inside.latency))
+    if name in NVLINK_DOMAIN:  # as many ports as GPUs
+        port = hardware.between.bandwidth / hardware.ports
+        hardware = replace(hardware, between=Link(port * DOMAIN, hardware.between.latency), ports=DOMAIN)
+    if "500 W" in row["hardware"]:  # of 700: power grows with the cube of the clock; HBM2e
+        clock = (5 / 7) ** (1 / 3)
+        attention = {kernel: (one * clock, other * clock) for kernel, (one, other) in hardware.attention.items()}
+        efficiency = hardware.matmul_efficiency * clock
+        hardware = replace(hardware, matmul_efficiency=efficiency, attention=attention, bandwidth=2.4e12)
+    found = re.search("(fp|float)([48])", row["precision"].lower())
+    low = f"float{found[2]}" if found else None
+    if low is not None and low not in hardware.peak_flops:
+        raise ValueError(f"{name} has no products in {low}")
+    key = row["source_id"] + (" compiled" if row["source_id"] == "torchtitan" and row.get("compile") else "")
+    runner = replace(RUNNERS.get(key, MEGATRON), products=low)
+    if low or experts:  # products too short to hide the sums that they add to
+        runner = replace(runner, gradient_bytes=max(8, runner.gradient_bytes))
+    if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
+        runner = replace(runner, whole_rows=0.0)
+    if experts:
+        release = re.search(r"(\d\d\.\d\d)[.\d]* NeMo", row["source"])
+        graphed = "tokendrop" in model["name"] or (release is not None and release[1] >= GRAPHED)
+        runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
+    gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
+    parts = parts_of(row, hardware, runner, gated)
+    if row["source_id"] == "nanotron-ultrascale":
+        seconds_of_host, more = NANOTRON_HOST
+        seconds_of_host += more * row["tp"] if row["tp"] > 1 and row["pp"] > 1 and row["gpus"] > 8 else 0.0
+        runner = replace(runner, operations=seconds_of_host / (parts[1].shape.operations * hardware.host))
+    weights = sum(part.count * part.shape.matmul for part in parts)
+    peak = hardware.peak_flops[runner.products or "bfloat16"] * row["tp"] * row["pp"] * row["dp"] * (row["cp"] or 1)
+    if 6.0 * weights * row["gbs"] * model["seq"] / peak > seconds:
+        raise ValueError("faster than the peak of its devices")
+    recompute: Recompute = "none"
+    if re.match("full|gradient_check", row["recompute"] or ""):
+        recompute = "block"
+    elif "op" in str(row["recompute"]) or (row["source_id"] == "torchtitan" and "selective" in str(row["recompute"])):
+        # Attention is kept, and every second product: torchtitan's default kind of "selective".
+        recompute = "block_keep_attention"
+    sums, recomputed = SUMS.get(row["source_id"], OVERLAPPED), 1.0
+    notes = str(row["notes"]).lower()
+    if "no overlap" in notes:
+        sums = replace(sums, overlap=False)
+    if "sequence_parallel off" in notes:
+        runner = replace(runner, whole_rows=10.0)
+    if row["precision"] == "fp16":  # written, and read and added in 16 bits
+        sums, runner = replace(sums, bytes=2.0), replace(runner, gradient_bytes=min(8, runner.gradient_bytes))
+    if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
+        recompute, recomputed = "block", _least_recomputed(row, parts, hardware, runner)
+    words = str(row["zero"])
+    zero: Zero = "node" if "groups" in words or "HYBRID" in words else "none" if "ZeRO-0" in words else "all"
+    shard: Shard = "weights" if "FSDP" in words or "ZeRO-3" in words else "gradients" if "ZeRO-2" in words else "none"
+    return Measured(
+        row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
+        row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero, shard,
+        float(seconds), runner, group, recomputed, sums,
+    )  # fmt: skip
+
+
+def _least_recomputed(row: Mapping[str, Any], parts: tuple[Part, ...], hardware: Hardware, runner: Runner) -> float:
+    """Return the smallest share of blocks whose recomputation lets a run with sharded weights fit its device."""
+    _, block, head = parts
+    kept, logits = (
+        analytic_cost(part.shape, hardware, runner=runner).activation_bytes(row["model"]["seq"]) * row["mbs"]
+        for part in (block, head)
+    )
+    states = 16.0 * parameters(parts) / row["dp"] + 2 * 6.0 * block.shape.parameters  # and two gathered blocks
+    room = FILLED * hardware.memory - states - logits
+    return min(1.0, max(0.0, 1.0 - room / (block.count * kept)))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Peak of the bytes that the last rank of a run of Megatron-LM's own tests allocated, and what it trained. ahead:
+    microbatches by which a group that one chunk runs before the next one exceeds the number of stages."""
+
+    name: str
+    parts: tuple[Part, ...]
+    tokens: int
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    chunks: int
+    microbatch: int
+    microbatches: int
+    recompute: Recompute
+    zero: Zero
+    measured: float
+    ahead: int = 0
+
+
+def measured_memory(rows: Iterator[Mapping[str, Any]]) -> Iterator[MeasuredMemory | str]:
+    """Yield each test case, or the reason why it cannot be predicted. Settings without flags have Megatron's defaults:
+    GPT-2's vocabulary, a feed-forward of four times the width, dropout, tied embeddings."""
+    for row in rows:
+        try:
+            yield _memory(row)
+        except ValueError as error:
+            yield str(error)
+
+
+def _memory(row: Mapping[str, Any]) -> MeasuredMemory:
+    flags, hidden, heads, layers = row["args"], row["hidden"], row["heads"], row["layers"]
+    measured = row["mem_max_allocated_bytes"]
+    if row["family"] != "gpt" or row["experts"] or row["fsdp"]:
+        raise ValueError("not a dense GPT")
+    if not measured or any(word in row["test"] for word in ("frozen", "grpo", "rl_")):
+        raise ValueError("frozen parts, reinforcement learning, or no bytes")
+    tp, pp, cp = row["tp"] or 1, row["pp"] or 1, row["cp"] or 1
+    per_chunk = row["vp_layers"]
+    chunks = layers // pp // per_chunk if per_chunk else row["vpp"] or 1
+    dp = (row["gpus"] or 8) // (tp * pp * cp)
+    if not dp or layers % (pp * chunks) or not row["gbs"]:
+        raise ValueError("stages of unlike lengths, or no batch")
+    backend, inner = flags.get("attention-backend"), flags.get("transformer-impl")
+    if row["environment"] == "lts" and backend is None and inner != "local" and row["recompute"] != "full":
+        raise ValueError("an old image, and its kernel of attention is not told")
+    padded = 128 * tp
+    vocabulary = -(-(row["vocab"] or 50_257) // padded) * padded
+    grouped = "group-query-attention" in flags
+    gated = "swiglu" in flags
+    kv_heads = flags.get("num-query-groups", row["kv_heads"]) if grouped else heads
+    embedding, block, head = llama(
+        layers, hidden, row["ffn"] or 4 * hidden, heads, kv_heads, vocabulary, gated=gated, fused=True
+    )
+    kept = block.shape.kept
+    if flags.get("hidden-dropout", 0.1):
+        kept += hidden  # two masks of a byte
+    if backend == "unfused" or inner == "local":
+        # Of every head and pair: the softmax, and what dropout keeps, a mask of a byte and its output.
+        kept += heads * row["seq"] * (2.5 if flags.get("attention-dropout", 0.1) else 1.0)
+    if not row["sequence_parallel"]:  # norms and residual sums of all tokens on every rank
+        kept += (tp - 1) * 5 * hidden
+    group = flags.get("microbatch-group-size-per-virtual-pipeline-stage", pp)
+    tied = "untie-embeddings-and-output-weights" not in flags and pp == 1
+    parts = (
+        embedding,
+        replace(block, shape=replace(block.shape, kept=kept, weight_kept=kept)),
+        replace(head, shape=replace(head.shape, parameters=hidden)) if tied else head,
+    )
+    return MeasuredMemory(
+        f"{row['test']}, {row['environment']}, {row['hardware']}", parts, row["seq"], tp, cp, pp, dp, chunks,
+        row["mbs"], max(1, row["gbs"] // (row["mbs"] * dp)), "block" if row["recompute"] == "full" else "none",
+        "all" if row["dist_optimizer"] else "none", float(measured), group - pp,
+    )  # fmt: skip

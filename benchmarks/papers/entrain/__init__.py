@@ -1,0 +1,1 @@
+"""Entrain (thesis chapter 4)."""

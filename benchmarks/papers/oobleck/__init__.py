@@ -1,0 +1,1 @@
+"""Oobleck (thesis chapter 2)."""

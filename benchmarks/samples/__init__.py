@@ -1,0 +1,1 @@
+"""Reading, indexing and preparing samples."""
