@@ -299,13 +299,7 @@ def open_problem(config: Config, like: str | None = None, searches: bool = True)
                 stacklevel=2,
             )
     with show_progress(open_console(stderr=True), "opening the data") as show:
-        return planning_problem(
-            config,
-            assemble_samples(config),
-            say=show,
-            progress=lambda done, total: show(f"measuring samples: {done:,} of {total:,}"),
-            like=like,
-        )
+        return planning_problem(config, assemble_samples(config), show, like=like)
 
 
 def train_command(config: Path, plan_file: Path) -> str:

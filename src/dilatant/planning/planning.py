@@ -14,7 +14,6 @@ from dilatant.config import Config, UserError, list_problems
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
-from dilatant.data.parallel_map import Progress
 from dilatant.data.text.tokenizer import count_ids
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch, sample_work
@@ -136,7 +135,6 @@ def planning_problem(
     config: Config,
     samples: Samples,
     say: Callable[[str], None] = lambda text: None,
-    progress: Progress = lambda done, total: None,
     measure_again: bool = True,
     like: str | None = None,
 ) -> PlanningProblem:
@@ -148,7 +146,9 @@ def planning_problem(
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     if like is not None:
         config = with_requested_degrees(config, model, target_of_run(config), parse_asked_layout(like, [*whole.units]))
-    sampled = planned_samples(config, samples, model, progress)
+    sampled = planned_samples(
+        config, samples, model, lambda done, total: say(f"measuring samples: {done:,} of {total:,}")
+    )
     problem = model_problem(config, model, sampled, say, measure_again)
     return replace(problem, decoding=decode_cost(samples, config.seed, config.train.global_batch_size))
 
