@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from papers.node_reactions import within
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from dilatant.plan.plan import Plan
@@ -256,7 +257,7 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     trace = load_node_trace(options.trace)
-    trace = trace.within(options.start, trace.seconds)
+    trace = within(trace, options.start, trace.seconds)
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), Path(name) / "digits"
         digits = [sys.executable, str(CONFIG.parent / "digits.py"), str(data)]

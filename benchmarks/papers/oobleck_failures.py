@@ -18,7 +18,7 @@ from dilatant.plan.replay.replay import Reaction, RecoveryCosts, Replay, Running
 from dilatant.plan.templates.templates import LayerMemory, Template, compose_pipelines, plan_templates
 from dilatant.planning.failures import restart_from_checkpoint
 from papers.models import Part, gpt, seconds
-from papers.node_reactions import from_templates
+from papers.node_reactions import from_templates, mean_nodes
 from papers.tables import Outcome, PaperTable, spread, untested
 
 # Thesis Table 2.2, Oobleck's rows (samples/s), and Table 2.4's of Varuna with and without checkpoints.
@@ -256,7 +256,7 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
             grid = _scaled(restart_from_checkpoint(templates_of(model), MODELS[model].microbatches), model, batch)
             idle = replay(model, trace, grid, batch, RecoveryCosts(0.0, math.inf, 0.0, 1, 0.0, 1.0))
             rows.append(
-                (cloud, model, trace.mean_nodes, theirs.samples_per_second, ours.samples_per_second * level,
+                (cloud, model, mean_nodes(trace), theirs.samples_per_second, ours.samples_per_second * level,
                  ours.samples_per_second * level / theirs.samples_per_second,
              ours.samples_per_second / idle.samples_per_second)
             )  # fmt: skip

@@ -25,7 +25,7 @@ from dilatant.plan.replay.replay import (
     replay,
 )
 from dilatant.planning.failures import without_cost
-from papers.node_reactions import from_templates
+from papers.node_reactions import from_templates, mean_nodes
 from papers.oobleck_failures import FAULTS, MODELS, layer_bytes, templates_of
 from papers.tables import Outcome, PaperTable
 
@@ -138,7 +138,7 @@ def _row(name: str, trace: NodeTrace, model: str, pause: float) -> _Row | None:
     return _Row(
         name,
         model,
-        trace.mean_nodes,
+        mean_nodes(trace),
         most / kept.seconds,
         run(pause, COPY_BYTES_PER_SECOND, keeps=False).samples / most,
         kept.samples / most,

@@ -69,9 +69,8 @@ class Step:
 class PlanSimulator:
     """Scores plans for `plan.search` (a `PlanScorer`): the mean over the global batches in `workload`.
 
-    `workload` must hold a whole number of global batches (`Workload.batches`), one step each; otherwise PlanError is
-    raised. `row_tokens` is as in `Microbatching`. `families`: those to try, or a function that returns those for a
-    plan.
+    `workload` must hold a whole number of global batches, one step each; otherwise PlanError is raised. `row_tokens` is
+    as in `Microbatching`. `families`: those to try, or a function that returns those for a plan.
     """
 
     model: ModelSpec

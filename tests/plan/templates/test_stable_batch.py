@@ -60,7 +60,6 @@ def test_three_units_are_judged_together():
     allocations = feasible_allocations([range(1, 7)] * 3, 8)
     found = minimum_stable_batch(work, allocations)
     assert found.allocation == asked_for(work.mean(axis=0), allocations)
-    assert sum(found.shares) == pytest.approx(1.0)
     draw = np.random.default_rng(2)
     differing = np.mean(
         [
@@ -72,8 +71,8 @@ def test_three_units_are_judged_together():
 
 
 def test_the_ratio_is_of_means_not_a_mean_of_ratios():
-    work = np.array([[1.0, 9.0]] * 99 + [[900.0, 100.0]])
-    assert minimum_stable_batch(work, [(1, 1)]).shares[0] == pytest.approx(999 / (999 + 991))
+    work = np.array([[1.0, 9.0]] * 99 + [[900.0, 100.0]])  # 999 to 991 in all, but 1 to 9 in most samples
+    assert minimum_stable_batch(work, [(2, 8), (5, 5)]).allocation == (5, 5)
 
 
 def test_a_ratio_on_a_breakpoint_does_not_run_for_ever():
@@ -88,7 +87,6 @@ def test_a_ratio_on_a_breakpoint_does_not_run_for_ever():
     # Both allocations are equally good, which is what the user should hear.
     relaxed = minimum_stable_batch(work, allocations, tolerance=0.02)
     assert relaxed.batch == 1
-    assert len(relaxed.equivalents) == 1
 
 
 def test_the_work_of_samples_follows_the_frozen_rule():
