@@ -316,10 +316,10 @@ def _replay(
 
     with show_progress(open_console(stderr=True), "replaying"):
         found = replay_failures(problem, trace, fault_tolerance, run.chain)
-    setting = found.setting(problem, run.name)
+    setting = found.sentences(problem)
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
-    written = write_page(page, render_replay_page(found.replays, setting))
+    written = write_page(page, render_replay_page(found.replays, found.title(problem, run.name), setting))
     link_pages(Path(problem.config.output_dir))
     if as_json:
         print(json.dumps(replays_to_plain(found.replays, setting)))
