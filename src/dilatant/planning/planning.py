@@ -478,8 +478,6 @@ def _as_ranked(
         num_microbatches=num_microbatches,
         stage_seconds=seconds,
         idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
-        estimate=score.seconds,
-        bound=0.0,
         score=score,
         row_tokens=row_tokens,
         zero=target.rules.zero,
