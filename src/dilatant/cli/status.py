@@ -61,16 +61,13 @@ def _shown(found: RunStatus) -> Group:
 
     step = "no step yet" if found.step is None else f"step {found.step}"
     headline = Text(f"generation {found.generation}, {found.stopped or found.task}, {step}")
-    nodes = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("node", "host", "", "agent", "workers"):
-        nodes.add_column(title)
+    nodes = Table("node", "host", "", "agent", "workers", box=None, pad_edge=False, header_style="bold")
     for node in found.nodes:
         state = node.state(bool(found.stopped))
         workers = " ".join(map(str, node.workers))
         nodes.add_row(Text(node.name), Text(node.host), state, str(node.agent), workers)
-    history = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("time", "generation", "step", "members", "recovered in", "why"):
-        history.add_column(title)
+    titles = "time", "generation", "step", "members", "recovered in", "why"
+    history = Table(*titles, box=None, pad_edge=False, header_style="bold")
     for one in generations(found.events):
         history.add_row(
             time.strftime("%H:%M:%S", time.localtime(one.time)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeTrace
@@ -151,6 +152,7 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
     baseline of Oobleck: the thesis, 2.7).
     """
 
+    @cache
     def grid(nodes: int) -> tuple[float, int]:
         """Return (seconds of a step, nodes of each pipeline) of the fastest grid."""
         best = (math.inf, 0)
@@ -160,12 +162,8 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
                 best = min(best, (share_microbatches([templates[size]] * replicas, num_microbatches)[1], size))
         return best
 
-    known: dict[int, tuple[float, int]] = {}
-
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
-        if len(alive) not in known:
-            known[len(alive)] = grid(len(alive))
-        seconds, size = known[len(alive)]
+        seconds, size = grid(len(alive))
         if not size:
             return _STOPPED
         ordered = sorted(alive)

@@ -268,14 +268,14 @@ def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
 
 
 def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
-    config, zeros = problem.config, zero_variants(problem.config, problem.target, fault_tolerance)
-    problem = problem.sharing(zeros.searched[0])
+    (first, *others), rescored = zero_variants(problem.config, problem.target, fault_tolerance)
+    problem = problem.sharing(first)
     return search(
         _search_problem(problem, all_devices, fault_tolerance),
         scorer_of(problem),
-        config.debug.finalists,
-        others={zero: scorer_of(problem.sharing(zero)) for zero in zeros.searched[1:]},
-        rescored={zero: scorer_of(problem.sharing(zero)) for zero in zeros.rescored},
+        problem.config.debug.finalists,
+        others={zero: scorer_of(problem.sharing(zero)) for zero in others},
+        rescored={zero: scorer_of(problem.sharing(zero)) for zero in rescored},
     )
 
 

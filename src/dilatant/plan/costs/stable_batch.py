@@ -78,7 +78,7 @@ def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[A
     """
     needed = sum(min(own) for own in sizes)
     if needed > budget:
-        raise TooFewDevicesError(f"the units need at least {needed} devices, there are {budget}", needed)
+        raise TooFewDevicesError(f"the units need at least {needed} devices, there are {budget}")
     *first, last = [sorted(set(own)) for own in sizes]
     found = tuple((*head, budget - sum(head)) for head in itertools.product(*first) if budget - sum(head) in last)
     if not found:
