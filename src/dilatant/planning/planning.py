@@ -447,10 +447,7 @@ def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...
         }
         for unit in problem.model.spec.units
     ]
-    try:
-        return feasible_allocations([sorted(own) for own in sizes], devices) if all(sizes) else ()
-    except PlanError:
-        return ()
+    return feasible_allocations([sorted(own) for own in sizes], devices) if all(sizes) else ()
 
 
 def _as_ranked(
@@ -461,26 +458,17 @@ def _as_ranked(
     row_tokens: int | None,
     score: PlanScore,
 ) -> RankedPlan:
-    target = problem.target
-    table = stage_costs(plan, problem.model.spec, problem.costs, target.rules, target.cluster)
-    seconds: dict[str, tuple[float, ...]] = {}
-    size = problem.global_batch / (pipelines * num_microbatches)
-    samples = problem.simulated()
-    for unit in plan.units:
-        row = samples.mean_row(unit.name, size * pipelines / len(unit.replicas))
-        first = [one.index for one in plan.stages() if one.unit == unit.name and one.replica == 0]
-        seconds[unit.name] = tuple(((table.seconds[first, 0] + table.seconds[first, 1]) @ row).tolist())
     return RankedPlan(
         plan=plan,
         encoders_at=EncoderPosition.PARALLEL,
         replicas=pipelines,
-        microbatch_size=max(1, round(size)),
+        microbatch_size=max(1, round(problem.global_batch / (pipelines * num_microbatches))),
         num_microbatches=num_microbatches,
-        stage_seconds=seconds,
+        stage_seconds={},
         idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
         score=score,
         row_tokens=row_tokens,
-        zero=target.rules.zero,
+        zero=problem.target.rules.zero,
     )
 
 

@@ -15,7 +15,6 @@ from dilatant.config.degrees import ONE
 from dilatant.cost.model import CostModel
 from dilatant.plan.costs.stage_costs import layer_table
 from dilatant.plan.costs.workload import Workload
-from dilatant.plan.errors import PlanError, TooFewDevicesError
 from dilatant.plan.model_spec import ModelSpec
 
 Allocation = tuple[int, ...]
@@ -72,18 +71,9 @@ def sample_work(model: ModelSpec, costs: CostModel, workload: Workload) -> NDArr
 
 
 def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[Allocation, ...]:
-    """Return all allocations of exactly `budget` devices; unit u has one of `sizes[u]` (ranks of a stage * stages).
-
-    Raises TooFewDevicesError when the smallest sizes exceed `budget`, PlanError when no combination adds up.
-    """
-    needed = sum(min(own) for own in sizes)
-    if needed > budget:
-        raise TooFewDevicesError(f"the units need at least {needed} devices, there are {budget}")
+    """Return all allocations of exactly `budget` devices; unit u has one of `sizes[u]` (ranks of a stage * stages)."""
     *first, last = [sorted(set(own)) for own in sizes]
-    found = tuple((*head, budget - sum(head)) for head in itertools.product(*first) if budget - sum(head) in last)
-    if not found:
-        raise PlanError(f"no choice of {[sorted(set(own)) for own in sizes]} devices per unit adds up to {budget}")
-    return found
+    return tuple((*head, budget - sum(head)) for head in itertools.product(*first) if budget - sum(head) in last)
 
 
 def minimum_stable_batch(
@@ -95,8 +85,8 @@ def minimum_stable_batch(
 ) -> StableBatch:
     """Return Entrain's b_min: the smallest batch size at which random batches prefer the same allocation.
 
-    `work` is [samples, units] seconds on one device. A batch prefers the allocation whose slowest unit is fastest.
-    `allocations` must contain only those that some plan can have: tensor degree 2 excludes 9:7 devices.
+    `work` is [samples, units] seconds on one device, not all zero. A batch prefers the allocation whose slowest unit is
+    fastest. `allocations` must contain only those that some plan can have: tensor degree 2 excludes 9:7 devices.
 
     A batch of n disagrees when the mean of some linear function of its samples changes sign; by the central limit
     theorem this has probability Phi(-sqrt(n) * distance / deviation) (the delta method). The result is the smallest n,
@@ -106,19 +96,10 @@ def minimum_stable_batch(
     Allocations within `tolerance` (relative, slowest unit) of the best are treated as equal: distinguishing nearly
     equal allocations would take endless samples without benefit.
 
-    Raises PlanError for work that is negative, not finite, or all zero.
-
     Source: Entrain (the thesis, 4.4.2 and Appendix C.1-C.2); here with means of work rather than of ratios, and the
     distance by the delta method rather than by trials.
     """
-    samples = np.asarray(work, dtype=np.float64)
-    if samples.ndim != 2 or not len(samples) or not np.isfinite(samples).all() or (samples < 0).any():
-        raise PlanError("work must be [samples, units] seconds, at least one sample, finite and not negative")
-    if not samples.any():
-        raise PlanError("no unit has any work in these samples")
-    table = np.array(allocations, dtype=np.float64)
-    if not len(allocations) or table.ndim != 2 or table.shape[1] != samples.shape[1] or (table < 1).any():
-        raise PlanError(f"allocations must name at least one device for each of {samples.shape[1]} units")
+    samples, table = np.asarray(work, dtype=np.float64), np.array(allocations, dtype=np.float64)
     largest = largest or len(samples)
     mean = samples.mean(axis=0)
     chosen = int(_choose(mean[None], table)[0])
