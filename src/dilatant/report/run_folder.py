@@ -42,24 +42,15 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self.config = self.path / "config.yaml"
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):  # a unique name: all ranks of a run try at once
                 pass
         self._metrics: BinaryIO | None = None
         self._lock: BinaryIO | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
 
     def lock(self) -> None:
         """Lock the folder until `close`, or until this process ends in any way.
