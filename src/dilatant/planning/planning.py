@@ -466,6 +466,7 @@ def _as_ranked(
         num_microbatches=num_microbatches,
         stage_seconds={},
         idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
+        bound=0.0,
         score=score,
         row_tokens=row_tokens,
         zero=problem.target.rules.zero,
