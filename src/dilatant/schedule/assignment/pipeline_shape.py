@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule.families.families import eager
+from dilatant.schedule.families.families import ScheduleFamily, eager
 from dilatant.schedule.packed import BACKWARD, FORWARD
-from dilatant.schedule.schedule import Assignment, Microbatch, Schedule
+from dilatant.schedule.schedule import Assignment, Microbatch
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
 from dilatant.schedule.trainability import Trainability
 
 ByUnit = tuple[tuple[Microbatch, ...], ...]
-ScheduleFamily = Callable[[Plan, Assignment, Trainability], Schedule]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from dilatant.schedule.assignment.assign import (
     order_of,
     split_by_pattern,
 )
-from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, ScheduleFamily
-from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape
+from dilatant.schedule.families.families import ScheduleFamily, one_f_one_b
 from dilatant.schedule.schedule import Assignment, Microbatch
 
 

@@ -68,6 +68,7 @@ def half_eager_depths(plan: Plan) -> tuple[int, ...]:
 
 Depths = Sequence[int] | Callable[[Plan], Sequence[int]]
 """In-flight microbatches by stage number, or their function of the plan."""
+ScheduleFamily = Callable[[Plan, Assignment, Trainability], Schedule]
 
 
 def pipelined(
