@@ -14,7 +14,6 @@ from benchmarks.papers.disttrain.search import disaggregated
 from dilatant.plan.costs.partition import partition_layers, partition_layers_in_memory
 from dilatant.plan.costs.stable_batch import feasible_allocations
 from dilatant.plan.costs.unit_layers import UnitLayers
-from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, ParallelChains, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest, OptionTable
 from dilatant.plan.layouts.space import SearchProblem, Space
@@ -73,9 +72,8 @@ def _entrain(space: Space) -> list[PlanCandidate]:
     for (replicas, _), members in by_shape.items():
         budget = space.cluster.num_devices // replicas
         devices = [[_devices(one, part) for part in parts] for one in members]
-        try:
-            allocations = np.array(feasible_allocations([sorted(set(own)) for own in zip(*devices)], budget))
-        except PlanError:
+        allocations = np.array(feasible_allocations([sorted(set(own)) for own in zip(*devices)], budget))
+        if not len(allocations):
             continue
         distance = ((allocations / budget - work / work.sum()) ** 2).sum(axis=1)
         chosen = allocations[int(distance.argmin())].tolist()

@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks import ROOT
 from benchmarks.machine import machine
 from benchmarks.papers.datasets import Sizes, entrain_sizes
 from benchmarks.papers.entrain.stability import work
+from benchmarks.papers.entrain.systems import shallowest_depths
 from benchmarks.papers.models import PaperUnit, llama, qwen_vision
 from benchmarks.papers.planner import Case, layout_text
 from benchmarks.papers.tables import Outcome, PaperTable, spread
@@ -39,10 +41,10 @@ from dilatant.config.degrees import Degrees
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Workload
 from dilatant.plan.cluster import cluster_of
-from dilatant.plan.costs.depth import path_depths
 from dilatant.plan.rank_mapping import Chain
 from dilatant.schedule.assignment.assign import assign_microbatches
 from dilatant.schedule.assignment.pipeline_shape import PipelineShape, shape_seconds
+from dilatant.schedule.families import families
 
 STAGES, TENSOR, BACKWARD = (4, 4), 2, 2.0
 SIZES = ((1, 128, 32), (4, 512, 32))
@@ -150,7 +152,7 @@ def online(data: dict[str, Sizes], limit: float) -> PaperTable:
     rows: list[tuple[Any, ...]] = []
     solver = ""
     plain = PipelineShape(STAGES, ((1,), ()), (BACKWARD, BACKWARD), (0.0, 0.0))
-    one_f_one_b = PipelineShape(STAGES, ((1,), ()), (BACKWARD, BACKWARD), (0.0, 0.0), path_depths(plain.plan()))
+    one_f_one_b = replace(plain, family=families.one_f_one_b)
     for name, sizes in data.items():
         seconds = work(sizes, "1b", load_hardware("A40"), TENSOR) * (1.0 + BACKWARD) / np.asarray(STAGES)
         for replicas, batch, count in SIZES if name == LARGER_ON else SIZES[:1]:
@@ -170,15 +172,18 @@ def online(data: dict[str, Sizes], limit: float) -> PaperTable:
                 began = time.process_time()
                 dealt = assign_microbatches(
                     load, replicas, "balanced", weight=np.ones(batch), capacity=float(batch // replicas)
-                ).microbatches[0]
+                )[0]
                 times = []
                 for group in dealt:
                     own = load[list(group)]
                     found = assign_microbatches(own, count, policy.partition(",")[0], shape=shape)  # type: ignore[arg-type]
-                    used = shape if found.depths is None else replace(shape, depths=found.depths)
-                    times.append(shape_seconds(used, own, tuple(found.microbatches[unit] for unit in (0, 1))))
+                    used = shape
+                    if policy == "searched, eager":
+                        depths = shallowest_depths(shape, own, found)
+                        used = replace(shape, family=partial(families.eager, depths=depths))
+                    times.append(shape_seconds(used, own, found))
                     if policy == "balanced":
-                        gap = max(gap, largest_over_bound(own, [list(one) for one in found.microbatches[0]]))
+                        gap = max(gap, largest_over_bound(own, [list(one) for one in found[0]]))
                 spent[policy], steps[policy] = time.process_time() - began, max(times)
             rows.append(
                 (sizes.basis, batch, replicas * count, solved.seconds,

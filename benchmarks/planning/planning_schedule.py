@@ -110,7 +110,7 @@ def assignment_rows(runs: int, seeds: int = 5) -> Iterator[Row]:
         found = assign_microbatches(seconds, count)
         size = f"{samples} samples x {count}"
         yield Row(f"balanced, {size}", best_of(runs, assign_microbatches, seconds, count), "ms", bar)
-        largest = np.max([seconds[list(batch)].sum(axis=0) for batch in found.microbatches[0]], axis=0)
+        largest = np.max([seconds[list(batch)].sum(axis=0) for batch in found[0]], axis=0)
         gap = (largest / np.maximum(seconds.sum(axis=0) / count, seconds.max(axis=0))).max() - 1
         yield Row(f"balanced, {size}: above the bound", 100 * float(gap), "%", 0.5)
     shape = default_shape(2)
@@ -121,7 +121,7 @@ def assignment_rows(runs: int, seeds: int = 5) -> Iterator[Row]:
             steps = []
             for seed, seconds in enumerate(data):
                 found = assign_microbatches(seconds, count, policy, seed)
-                steps.append(shape_seconds(shape, seconds, found.microbatches))
+                steps.append(shape_seconds(shape, seconds, found))
             note = f"modelled; mean of {seeds} seeds, worst {max(steps):.3f}, bound {bound:.3f}"
             searched = policy == "searched"
             called = policy.__name__ if callable(policy) else policy

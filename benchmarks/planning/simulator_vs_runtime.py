@@ -47,6 +47,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.workload import Workload
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.planning.measuring.layer_costs import costs_in_use, measure_layers
 from dilatant.planning.problem.dense_rows import dense_rows
@@ -212,7 +213,7 @@ def step_of(case: Case, costs: CostModel) -> tuple[ScheduleGraph, np.ndarray]:
     plan = build_plan(case, model)
     samples, assignment = build_batch(case)
     schedule = build_schedule(case, plan, model, assignment)
-    tokens = unit_tokens(samples, list(case.cuts))
+    tokens = Workload(unit_tokens(samples, list(case.cuts)))
     graph = build(plan, assignment, schedule)
     table = stage_costs(plan, describe_model(model).spec, costs)
     message = message_bytes(graph, table, message_sums(graph, tokens))

@@ -34,6 +34,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from benchmarks import ROOT
 from benchmarks.machine import machine
+from benchmarks.papers.oobleck.node_reactions import within
 from dilatant.plan.plan import Plan
 from dilatant.plan.replay.node_trace import NodeTrace, load_node_trace
 from dilatant.plan.templates.membership import pipelines_of, ranks_of
@@ -257,7 +258,7 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     trace = load_node_trace(options.trace)
-    trace = trace.within(options.start, trace.seconds)
+    trace = within(trace, options.start, trace.seconds)
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), Path(name) / "digits"
         digits = [sys.executable, str(CONFIG.parent / "digits.py"), str(data)]

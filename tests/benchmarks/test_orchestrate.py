@@ -72,10 +72,8 @@ def test_short_pipeline_wins_when_encoders_hold_few_microbatches():
 def test_memory_that_is_too_small_names_the_module_and_the_bytes():
     gib = 2.0**30
     language = ModuleCost("language", 2, {1: 1.0}, state_bytes=10 * gib)
-    with pytest.raises(DoesNotFitError, match=r"unit 'language'.*3\.00 GiB more") as caught:
+    with pytest.raises(DoesNotFitError, match=r"unit 'language'.*3\.00 GiB more"):
         orchestrate([], language, [], 4, 8, capacity_bytes=2 * gib)
-    assert caught.value.unit == "language"
-    assert caught.value.excess_bytes == pytest.approx(3 * gib)
 
 
 def test_impossible_requests_are_refused():

@@ -10,9 +10,9 @@ import dilatant.plan.search.search as search_room
 from cases.model_cases import cluster, model, unit
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan import EncoderPosition, PlanScore, SearchProblem, SearchSettings, Workload
-from dilatant.plan.costs.depth import path_depths
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.search.enumeration import enumerate_candidates
+from dilatant.schedule.families.families import path_depths
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
 

@@ -17,7 +17,7 @@ def stepwise_replay(events, end, layouts, costs):
     for number, (_, _) in enumerate(events):
         step, moved, kept, restarted = layouts[number]
         if number and math.isfinite(step):
-            announced = not events[number][1] or costs.notice_seconds >= costs.checkpoint_seconds
+            announced = not events[number][1]
             if restarted or not kept:
                 credit = 0.0
             if restarted and announced and unsaved:

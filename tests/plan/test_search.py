@@ -212,19 +212,16 @@ def test_stages_are_cut_by_memory_where_the_even_cut_overflows():
 
 def test_memory_that_no_plan_fits_names_the_unit_and_the_bytes():
     heavy = model(unit("vision", 1, ("language",), parameters=10), unit("language", 2, parameters=10**9))
-    with pytest.raises(DoesNotFitError, match=r"unit 'language' needs about \d\.\d+ GiB more") as caught:
+    with pytest.raises(DoesNotFitError, match=r"unit 'language' needs about 1\.7\d GiB more"):
+        # A layer of a billion parameters at 4 bytes on each device, against 2 GiB.
         find(heavy, COSTS, TOKENS, 2, 4, machine=cluster(1, 2, 2.0 * 2**30))
-    assert caught.value.unit == "language"
-    # A layer of a billion parameters at 4 bytes on each device, against 2 GiB.
-    assert caught.value.excess_bytes == pytest.approx(4e9 - 2 * 2**30, rel=0.01)
 
 
 def test_too_few_devices_are_refused_with_the_needed_number():
     wide = cost_model({"vision": 1.0, "language": 1.0}, degrees=((2, 1),))
     spec = model(unit("language", 4, ("image",)), unit("image", 2, kind="vision"))
-    with pytest.raises(TooFewDevicesError, match="fewer than the 4") as caught:
+    with pytest.raises(TooFewDevicesError, match="fewer than the 4"):
         find(spec, wide, {"language": 8, "image": 4}, 3, 8)
-    assert caught.value.needed == 4
 
 
 def test_an_indivisible_batch_is_refused_with_the_nearest_size():
@@ -281,7 +278,7 @@ def test_few_finalists_leave_an_honest_gap():
     found = find(VLM, COSTS, TOKENS, 12, 24, finalists=1)
     everything = find(VLM, COSTS, TOKENS, 12, 24)
     assert found.lower_bound <= everything.seconds <= found.seconds * (1 + 1e-9)
-    assert found.proven == (found.gap == 0.0)
+    assert found.proven == (found.seconds <= found.lower_bound)
 
 
 def test_candidates_that_were_skipped_weaken_the_proof():

@@ -28,7 +28,14 @@ from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.measuring.layer_shapes import layer_shapes
 from dilatant.planning.problem import planned_hardware
 from dilatant.planning.problem.dense_rows import dense_rows, is_assumed
-from dilatant.planning.problem.describe_model import BLOCK, HEAD, ModelDescription, build_meta_model, describe_model
+from dilatant.planning.problem.describe_model import (
+    BLOCK,
+    HEAD,
+    ModelDescription,
+    build_meta_model,
+    describe_model,
+    describe_unfrozen,
+)
 from dilatant.planning.problem.planned_hardware import is_same_hardware, plan_target, rules_of
 from oracles import dense_mask as oracle
 
@@ -82,6 +89,15 @@ def test_units_feed_the_language_model_and_freezing_is_by_layer(tmp_path):
     assert spec.unit("vision").trainable == (False, False, False, False, True)
     assert spec.unit("language").trainable == (True, False, True, True, True)
     assert spec.upstream_trainable("language")
+
+
+def test_each_of_two_alike_encoders_can_be_unfrozen(tmp_path):
+    alike = {"kind": "image", "config": SIGLIP, "projector": "mlp"}
+    both = {"one": alike, "two": {**alike, "placeholder": "<two>"}}
+    found = described(config(tmp_path, freeze=("one.encoder", "two.encoder"), **both))
+    spec = describe_unfrozen(found, "two").spec
+    assert all(spec.unit("two").trainable)
+    assert spec.unit("one") == found.spec.unit("one")
 
 
 def test_equal_layers_share_a_type_and_unequal_ones_do_not(tmp_path):

@@ -126,9 +126,9 @@ def test_page_needs_nothing_from_outside():
 def test_replicas_that_divide_experts_differently_are_drawn_apart():
     replicas = [Replica((Stage(0, 1, (first, first + 1), 2, 1, ep),)) for first, ep in ((0, 2), (2, 1))]
     plan = Plan((UnitPlan("language", tuple(replicas)),))
-    (card,) = model_graph(dataclasses.replace(small_report(), plan=plan)).cards
-    assert card.layout == "2 replicas, 1 stage, tp 2, ep 1–2, 4 ranks"
-    assert [text for _, _, text in card.badges] == ["× 1", "× 1"]
+    (card,) = model_graph(dataclasses.replace(small_report(), plan=plan))["cards"]
+    assert card["layout"] == "2 replicas, 1 stage, tp 2, ep 1–2, 4 ranks"
+    assert [text for _, _, text in card["badges"]] == ["× 1", "× 1"]
 
 
 def test_page_escapes_what_users_write():

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -16,9 +17,8 @@ from dilatant.plan.plan import ParallelSpec
 from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
 from dilatant.plan.replay.replay import RecoveryCosts, replay
 from dilatant.plan.templates.templates import plan_templates
-from dilatant.planning.failures import from_planner, restart_from_checkpoint
+from dilatant.planning.failures import FailureReplay, from_planner, restart_from_checkpoint
 from dilatant.report.pages.replay_page import (
-    ReplaySetting,
     binned,
     render_replay_page,
     replay_parts,
@@ -29,20 +29,18 @@ from dilatant.report.printed_parts import print_parts
 from dilatant.report.text.gantt_tables import cause_tones
 from harness.memberships import planner_like
 
-SETTING = ReplaySetting(
-    run="mine",
-    models={"vision": "siglip", "language": "llama <1>"},
-    device="H100",
-    gpus_per_node=8,
-    nodes=9,
-    nodes_asked=4,
-    templates=(2, 3, 4, 7),
-    microbatches=24,
-    microbatch_size=2,
-    costs="analytic (not measured)",
-    fault_tolerance=1,
-    recovery=RecoveryCosts(),
+PROBLEM = SimpleNamespace(
+    model=SimpleNamespace(names={"vision": "siglip", "language": "llama <1>"}),
+    target=SimpleNamespace(hardware=SimpleNamespace(name="H100"), cluster=SimpleNamespace(num_devices=32)),
+    measured=SimpleNamespace(origin="analytic"),
+    global_batch=48,
 )
+PLANNER = SimpleNamespace(
+    costs=SimpleNamespace(devices=8, num_microbatches=24, fault_tolerance=1),
+    templates=lambda devices, most: dict.fromkeys((2, 3, 4, 7)),
+)
+FOUND = FailureReplay((), 9, PLANNER, RecoveryCosts())
+TITLE, SETTING = FOUND.title(PROBLEM, "mine"), FOUND.sentences(PROBLEM)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,7 @@ def test_json_holds_every_segment(replays):
 
 
 def test_page_draws_each_replay_to_scale_and_escapes_names(replays):
-    page = render_replay_page(replays, SETTING)
+    page = render_replay_page(replays, TITLE, SETTING)
     assert "&lt;three&gt; losses" in page
     assert "<1>" not in page
     lines = re.findall(r'polyline class="[^"]*" points="([^"]*)"', page)
@@ -110,7 +108,7 @@ def test_page_draws_each_replay_to_scale_and_escapes_names(replays):
 
 
 def test_page_names_model_plan_cluster_and_assumptions(replays):
-    page = render_replay_page(replays, SETTING)
+    page = render_replay_page(replays, TITLE, SETTING)
     heading = re.search("<h1>(.*?)</h1>", page).group(1)
     assert heading == "mine: siglip + llama &lt;1&gt; on up to 9 nodes of 8 × H100"
     assert "not the 4 of the cluster" in page
@@ -120,7 +118,7 @@ def test_page_names_model_plan_cluster_and_assumptions(replays):
 
 
 def test_causes_of_lost_time_have_colours_of_their_own(replays):
-    page = render_replay_page(replays, SETTING)
+    page = render_replay_page(replays, TITLE, SETTING)
     legend = page.rpartition('<ul class="legend">')[2].partition("</ul>")[0]
     tones = re.findall(r'class="swatch (\w+)"', legend)
     assert len(tones) == len(set(tones)) >= 3

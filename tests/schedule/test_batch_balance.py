@@ -15,7 +15,7 @@ def test_waits_are_those_of_the_groups_that_the_policy_makes():
     for found in batch_balance(("language", "vision"), batches):
         loads = []
         for seed, batch in enumerate(batches):
-            slots = assign_microbatches(batch, found.groups, found.policy, seed).microbatches[0]
+            slots = assign_microbatches(batch, found.groups, found.policy, seed)[0]
             loads.append([[sum(int(batch[s, unit]) for s in slot) for unit in range(2)] for slot in slots])
         loads = np.array(loads)
         for unit, name in enumerate(("language", "vision")):

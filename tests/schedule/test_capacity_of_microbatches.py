@@ -43,7 +43,7 @@ def test_token_budget_limits_only_language_microbatches(policy: Policy) -> None:
         weight = rng.integers(1, 100, samples).astype(np.float64)
         settings = {"shape": shape, "evaluations": 100}
         free = assign_microbatches(seconds, count, policy, seed, **settings)  # type: ignore[arg-type]
-        by_unit = [largest(free.microbatches[unit], weight) for unit in range(shape.num_units)]
+        by_unit = [largest(free[unit], weight) for unit in range(shape.num_units)]
         # Between what the language model's microbatches take and what those of another unit do, where these differ.
         other = max(by_unit, key=lambda most: abs(most - by_unit[anchor]))
         capacity = (by_unit[anchor] + other) / 2 if other != by_unit[anchor] else by_unit[anchor] - 1
@@ -53,10 +53,10 @@ def test_token_budget_limits_only_language_microbatches(policy: Policy) -> None:
             )  # fmt: skip
         except UserError:
             continue  # so many microbatches cannot hold the samples
-        assert largest(held.microbatches[anchor], weight) <= capacity
+        assert largest(held[anchor], weight) <= capacity
         fits = by_unit[anchor] <= capacity
         met["kept" if fits else "cut"] += 1
         if fits and policy != "searched":  # which knows of the budget itself
-            assert held.microbatches == free.microbatches
+            assert held == free
     assert met["cut"] > 0
     assert met["kept"] > 0 or policy is not unlike

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.step_cases import random_step
-from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.families.families import eager, zero_bubble_h1
 from dilatant.schedule.schedule import Assignment
@@ -77,7 +77,7 @@ def test_message_size_counts_producer_tokens_of_shared_samples(seed):
     step = random_step(seed)
     graph = build(step.plan, step.assignment, eager(step.plan, step.assignment, step.trainability))
     tokens = {unit.name: rng.integers(0, 50, 16) for unit in step.plan.units}
-    sums = message_sums(graph, tokens)
+    sums = message_sums(graph, Workload(tokens))
     placed = step.plan.stages()
     for number in range(graph.num_messages):
         source, target = (graph.action(int(ops[number])) for ops in (graph.edge_source, graph.edge_target))

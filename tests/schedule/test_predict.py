@@ -87,8 +87,9 @@ def test_action_seconds_sum_over_layers_and_samples(seed, family):
     schedule = FAMILIES[family](step.plan, step.assignment, trainability)
     graph = build(step.plan, step.assignment, schedule)
     tokens = {unit.name: rng.integers(0, 30, 16) for unit in step.plan.units}
+    samples = Workload(tokens)
     table = stage_costs(step.plan, model, costs)
-    found = action_seconds(graph, table, op_sums(graph, table, piece_sums(graph, tokens), tokens))
+    found = action_seconds(graph, table, op_sums(graph, table, piece_sums(graph, samples), samples))
     for op in range(graph.num_ops):
         action = graph.action(op)
         placed = step.plan.stages()[action.stage]
@@ -264,9 +265,9 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
         host_seconds=np.zeros((count, 4)),
     )
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))
-    tokens = {unit.name: rng.integers(1, 30, 16) for unit in step.plan.units}
-    sums = op_sums(graph, costs, piece_sums(graph, tokens), tokens)
-    message = message_bytes(graph, costs, message_sums(graph, tokens))
+    samples = Workload({unit.name: rng.integers(1, 30, 16) for unit in step.plan.units})
+    sums = op_sums(graph, costs, piece_sums(graph, samples), samples)
+    message = message_bytes(graph, costs, message_sums(graph, samples))
     size = step_bytes(graph, costs, sums, message)
     balance = np.zeros((count, len(graph.packed.pieces.microbatch)))
     np.add.at(balance, (graph.stage, graph.piece), size.allocate - size.release)

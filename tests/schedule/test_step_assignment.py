@@ -15,8 +15,8 @@ from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.costs.sync_time import SyncSeconds
 from dilatant.schedule.assignment import step_assignment
-from dilatant.schedule.assignment.assign import POLICIES, Microbatches, assign_microbatches
-from dilatant.schedule.assignment.pipeline_shape import PipelineShape, shape_seconds
+from dilatant.schedule.assignment.assign import POLICIES, assign_microbatches
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, shape_seconds
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import step_costs
@@ -209,9 +209,9 @@ def test_what_policies_simulate_is_the_step_that_runs(
     costs = replace(costs, stages=replace(costs.stages, seconds=table))
     seen = []
 
-    def watched(seconds: np.ndarray, *args: object, shape: PipelineShape, **options: object) -> Microbatches:
+    def watched(seconds: np.ndarray, *args: object, shape: PipelineShape, **options: object) -> ByUnit:
         found = assign_microbatches(seconds, *args, shape=shape, **options)
-        seen.append(shape_seconds(shape, seconds, found.microbatches))
+        seen.append(shape_seconds(shape, seconds, found))
         return found
 
     monkeypatch.setattr(step_assignment, "assign_microbatches", watched)

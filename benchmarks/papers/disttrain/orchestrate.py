@@ -235,9 +235,7 @@ def _nothing_fits(
         excess, name = max(problems)
         return DoesNotFitError(
             f"unit {name!r} does not fit devices of {bytes_text(capacity)}: laid out as thinly as {num_gpus} "
-            f"devices allow it needs {bytes_text(excess)} more on each",
-            name,
-            excess,
+            f"devices allow it needs {bytes_text(excess)} more on each"
         )
     return DoesNotFitError(
         f"each unit fits {num_gpus} devices of {bytes_text(capacity)}, but not all of them together; "

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.costs.depth import path_depths
 from dilatant.schedule.assignment import assign_kernels as kernels
 from dilatant.schedule.assignment.assign import random_slots
 from dilatant.schedule.assignment.joint_search import START_THRESHOLD, step_model
@@ -24,7 +23,7 @@ from dilatant.schedule.assignment.pipeline_shape import (
     shape_seconds,
     shared,
 )
-from dilatant.schedule.families.families import interleaved
+from dilatant.schedule.families.families import interleaved, one_f_one_b, path_depths
 from dilatant.schedule.packed import BACKWARD
 from dilatant.schedule.simulator.graph import ScheduleGraph
 from dilatant.schedule.simulator.simulate import op_ends
@@ -52,7 +51,7 @@ def disttrain(problem: MicrobatchProblem) -> ByUnit:
 
 def inter_reorder(shape: PipelineShape, load: NDArray[np.float64], interleave: bool = False) -> NDArray[np.int64]:
     """Return the execution order of microbatches, `[microbatches]` numbers (Alg. 3): for 1F1B with a rank per stage,
-    whatever the shape's depths; or, with `interleave`, for interleaved 1F1B on the shape's ranks.
+    whatever the shape's family; or, with `interleave`, for interleaved 1F1B on the shape's ranks.
 
     `load [units, microbatches]` are seconds per stage. The smallest microbatch is first. The last ones (p - 1 under
     1F1B), whose intervals between two backwards of the first rank no forward fills, are the next smallest. In between
@@ -62,7 +61,7 @@ def inter_reorder(shape: PipelineShape, load: NDArray[np.float64], interleave: b
     microbatches for that, the order is searched directly. Raises ValueError as `interleaved` does.
     """
     if not interleave:
-        shape = replace(shape, depths=path_depths(shape.plan()), family=None, ranks=None)
+        shape = replace(shape, family=one_f_one_b, ranks=None)
     root = next(unit for unit in range(shape.num_units) if all(unit not in feeds for feeds in shape.feeds))
     rank = _FirstRank.of(shape, root, load.shape[1])
     begun, unfilled = rank.begun(), rank.unfilled()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from benchmarks.papers.entrain.stability import language_factor, work
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.assignment.assign import assign_microbatches
 from dilatant.schedule.assignment.entrain import entrain as entrain_policy
-from dilatant.schedule.assignment.pipeline_shape import PipelineShape
-from dilatant.schedule.families.families import eager, one_f_one_b
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape, shape_seconds
+from dilatant.schedule.families.families import eager, eager_depths, one_f_one_b, path_depths
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.simulator.simulate import simulate
 from dilatant.schedule.timeline import Timeline
@@ -120,8 +121,8 @@ def plan_of(layout: tuple[int, int]) -> Plan:
     return Plan((UnitPlan("encoder", (Replica(encoder),), ("language",)), UnitPlan("language", (Replica(language),))))
 
 
-def _shape(layout: tuple[int, int], depths: tuple[int, ...] | None = None) -> PipelineShape:
-    return PipelineShape(layout, ((1,), ()), (_BACKWARD, _BACKWARD), (0.0, 0.0), depths)
+def _shape(layout: tuple[int, int]) -> PipelineShape:
+    return PipelineShape(layout, ((1,), ()), (_BACKWARD, _BACKWARD), (0.0, 0.0))
 
 
 def _per_stage(part: NDArray[np.float64], layout: tuple[int, int]) -> NDArray[np.float64]:
@@ -131,7 +132,7 @@ def _per_stage(part: NDArray[np.float64], layout: tuple[int, int]) -> NDArray[np
 def _disttrain(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, Microbatches, Microbatches]:
     """Random groups of equal count in DistTrain's order, plain 1F1B."""
     found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, disttrain, shape=_shape(layout))
-    return _shared_groups(part, layout, found.microbatches[0], eagerly=False)
+    return _shared_groups(part, layout, found[0], eagerly=False)
 
 
 def _shared_groups(
@@ -145,7 +146,7 @@ def _shared_groups(
 def entrain(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, Microbatches, Microbatches]:
     """Hierarchical assignment with pairwise deferral, backwards split by deferral, forwards eager."""
     found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, entrain_policy, shape=_shape(layout))
-    encoder, language = (tuple(one for one in found.microbatches[unit] if one) for unit in (0, 1))
+    encoder, language = (tuple(one for one in found[unit] if one) for unit in (0, 1))
     plan, assignment = plan_of(layout), Assignment({"encoder": (encoder,), "language": (language,)})
     return simulate_step(part, plan, assignment, eager(plan, assignment)), encoder, language
 
@@ -157,12 +158,28 @@ def _ours(
 
     def run(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, Microbatches, Microbatches]:
         found = assign_microbatches(_per_stage(part, layout), MICROBATCHES, policy, shape=_shape(layout))
-        encoder, language = (tuple(one for one in found.microbatches[unit] if one) for unit in (0, 1))
+        encoder, language = (tuple(one for one in found[unit] if one) for unit in (0, 1))
         plan, assignment = plan_of(layout), Assignment({"encoder": (encoder,), "language": (language,)})
-        schedule = eager(plan, assignment, depths=found.depths if own_depths else None)
+        schedule = eager(plan, assignment)
+        if own_depths and policy == "searched":
+            depths = shallowest_depths(_shape(layout), _per_stage(part, layout), found)
+            schedule = eager(plan, assignment, depths=depths)
         return simulate_step(part, plan, assignment, schedule), encoder, language
 
     return run
+
+
+def shallowest_depths(shape: PipelineShape, seconds: NDArray[np.float64], found: ByUnit) -> tuple[int, ...]:
+    """Return the smallest in-flight depths by stage, between those of 1F1B and of eager 1F1B, that cost no time."""
+    plan = shape.plan()
+    deepest, least = np.asarray(eager_depths(plan)), np.asarray(path_depths(plan))
+    best, taken = tuple(deepest.tolist()), shape_seconds(shape, seconds, found)
+    for share in (0.5, 0.0):
+        depths = tuple((least + np.floor(share * (deepest - least))).astype(int).tolist())
+        own = shape_seconds(replace(shape, family=partial(eager, depths=depths)), seconds, found)
+        if own <= taken:
+            best, taken = depths, own
+    return best
 
 
 def _dip(part: NDArray[np.float64], layout: tuple[int, int]) -> tuple[Timeline, Microbatches, Microbatches]:
@@ -202,7 +219,7 @@ def _by_encoder(batch: NDArray[np.float64]) -> list[NDArray[np.int64]]:
 
 
 def _by_both(batch: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-    groups = assign_microbatches(batch, REPLICAS, "balanced").microbatches[0]
+    groups = assign_microbatches(batch, REPLICAS, "balanced")[0]
     return [np.asarray(group) for group in groups]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.models import Part, gpt, seconds
-from benchmarks.papers.oobleck.node_reactions import from_templates
+from benchmarks.papers.oobleck.node_reactions import from_templates, mean_nodes
 from benchmarks.papers.tables import Outcome, PaperTable, spread, untested
 from dilatant.config.errors import UserError
 from dilatant.cost.hardware import load_hardware
@@ -256,7 +256,7 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
             grid = _scaled(restart_from_checkpoint(templates_of(model), MODELS[model].microbatches), model, batch)
             idle = replay(model, trace, grid, batch, RecoveryCosts(0.0, math.inf, 0.0, 1, 0.0, 1.0))
             rows.append(
-                (cloud, model, trace.mean_nodes, theirs.samples_per_second, ours.samples_per_second * level,
+                (cloud, model, mean_nodes(trace), theirs.samples_per_second, ours.samples_per_second * level,
                  ours.samples_per_second * level / theirs.samples_per_second,
              ours.samples_per_second / idle.samples_per_second)
             )  # fmt: skip

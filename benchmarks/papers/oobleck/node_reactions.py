@@ -1,15 +1,40 @@
-"""Reaction to node failures with given templates (Oobleck), in which nodes that no composition uses stay idle."""
+"""Reaction to node failures with given templates (Oobleck), in which nodes that no composition uses stay idle; and the
+nodes of a part of a trace."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from dilatant.plan.replay.node_trace import NodeEvent, NodeTrace
 from dilatant.plan.replay.replay import Reaction, RunningPipelines
 from dilatant.plan.templates.reinstantiate import LayerSpan, PipelineChooser, RunningPipeline, node_layers
 from dilatant.plan.templates.templates import Template, lines
 
 _STOPPED = RunningPipelines((), math.inf)
+
+
+def mean_nodes(trace: NodeTrace) -> float:
+    """Return the time average of the nodes alive from the first event on."""
+    counts = trace.counts()
+    ends = [*(seconds for seconds, _ in counts[1:]), trace.seconds]
+    area = sum((end - start) * alive for (start, alive), end in zip(counts, ends))
+    return area / (trace.seconds - counts[0][0]) if trace.seconds > counts[0][0] else 0.0
+
+
+def within(trace: NodeTrace, start: float, end: float) -> NodeTrace:
+    """Return the part from `start` to `end` seconds, counted from `start`; nodes alive at `start` join at 0."""
+    alive: set[int] = set()
+    events: list[NodeEvent] = []
+    for event in trace.events:
+        if event.seconds >= end:
+            break
+        if event.seconds <= start:
+            alive = (alive | set(event.joined)) - set(event.lost)
+        else:
+            events.append(NodeEvent(event.seconds - start, event.joined, event.lost))
+    first = (NodeEvent(0.0, tuple(sorted(alive)), ()),) if alive else ()
+    return NodeTrace(trace.name, (*first, *events), min(end, trace.seconds) - start, trace.unit)
 
 
 def from_templates(

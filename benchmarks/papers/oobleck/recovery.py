@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.papers.oobleck.failures import FAULTS, MODELS, layer_bytes, templates_of
-from benchmarks.papers.oobleck.node_reactions import from_templates
+from benchmarks.papers.oobleck.node_reactions import from_templates, mean_nodes
 from benchmarks.papers.tables import Outcome, PaperTable
 from dilatant.config.errors import UserError
 from dilatant.plan.replay.node_trace import NodeTrace, load_node_trace
@@ -138,7 +138,7 @@ def _row(name: str, trace: NodeTrace, model: str, pause: float) -> _Row | None:
     return _Row(
         name,
         model,
-        trace.mean_nodes,
+        mean_nodes(trace),
         most / kept.seconds,
         run(pause, COPY_BYTES_PER_SECOND, keeps=False).samples / most,
         kept.samples / most,

@@ -10,6 +10,7 @@ import typer
 
 from dilatant.cli.options import AsJson, say_loading
 from dilatant.config.errors import UserError
+from dilatant.report.say import open_console, print_facts
 
 RUNGS = {
     3: "encoders cut between blocks, packed rows",
@@ -43,15 +44,6 @@ def check_model(
         raise UserError(f"{model!r} ({check.family}) cannot be trained: {why}")
     if as_json:
         return
-    from rich.table import Table
-
-    from dilatant.report.say import open_console
-
     lines = {"family": check.family, **check.found, "rung": f"{check.rung}: {RUNGS[check.rung]}"}
     lines |= {f"not rung {rung}": why for rung, why in check.refusals.items()} | dict(check.proven)
-    table = Table(title=model, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", min_width=16)
-    table.add_column()
-    for name, value in lines.items():
-        table.add_row(name, value)
-    open_console().print(table)
+    print_facts(open_console(), model, lines)

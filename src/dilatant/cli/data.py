@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from dilatant.cli.options import IS_PAGE, AsJson, ConfigOptions, output_file, with_options
+from dilatant.report.say import open_console, say
+from dilatant.report.text.wording import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dilatant.data.index.lint import Problem
 
 app = typer.Typer(help="What the data is like, and which samples would fail.", no_args_is_help=True)
@@ -47,7 +49,6 @@ def stats(
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.stats_page import render_stats_page, stats_parts
     from dilatant.report.printed_parts import print_parts
-    from dilatant.report.say import open_console, say
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)
@@ -85,14 +86,10 @@ def lint(
 ) -> None:
     """Find every training or held-out sample that would fail in training. Exits with code 1 if there is any."""
     resolved = options.read()
-    from rich.text import Text
-
     from dilatant.data.index.lint import lint as find_problems
     from dilatant.data.index.lint import unused_by_source, unused_lines
     from dilatant.data.index.sizes import blend_sizes
     from dilatant.planning.assemble import assemble_samples
-    from dilatant.report.say import open_console, say
-    from dilatant.report.text.wording import counted
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)

@@ -10,6 +10,7 @@ import shutil
 from typing import Any
 
 from dilatant.cli.options import AsJson, say_loading
+from dilatant.report.say import open_console, print_facts
 
 _PACKAGES = ("torch", "transformers", "numpy", "numba", "datasets", "triton", "peft", "diffusers", "ray", "wandb")
 
@@ -21,18 +22,9 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    from rich.table import Table
-
-    from dilatant.report.say import open_console
-
     console = open_console()
     for title, entries in facts.items():
-        table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-        table.add_column(style="bold", min_width=16)
-        table.add_column()
-        for name, value in entries.items():
-            table.add_row(name, str(value))
-        console.print(table)
+        print_facts(console, title, entries)
         console.print()
 
 

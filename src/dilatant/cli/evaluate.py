@@ -11,6 +11,7 @@ import typer
 from dilatant.cli.asking import DrawingOptions, ExportPath
 from dilatant.cli.options import AsJson, say_loading
 from dilatant.config.errors import UserError, file_errors
+from dilatant.report.say import open_console, show_progress
 
 
 def evaluate(
@@ -36,7 +37,6 @@ def evaluate(
     from dilatant.config import DataSource
     from dilatant.data.order.blend import Blend, open_blend
     from dilatant.hf.export import load_exported
-    from dilatant.report.say import open_console, show_progress
     from dilatant.runtime.precision import pick_device
     from dilatant.training.evaluation.scored_answers import judge_answers, load_judge
 

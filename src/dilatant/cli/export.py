@@ -12,6 +12,7 @@ import typer
 from dilatant.cli.options import AsJson, RunPath, Trust, read_run, say_loading
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import require_plain
+from dilatant.report.say import open_console, say, warn
 
 
 class ExportFormat(StrEnum):
@@ -40,8 +41,6 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's newest valid checkpoint in the Hugging Face layout; its best one with `evaluation.keep_best`."""
-    from dilatant.report.say import open_console, say, warn
-
     console = open_console(stderr=as_json)
     require_plain(folder, is_run=True)
     config = read_run(folder, trust=trust, needs_data=False)

@@ -12,6 +12,7 @@ import typer
 from dilatant.cli.options import show_places, write_new
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
+from dilatant.report.say import open_console, say
 
 
 def init(
@@ -38,7 +39,6 @@ def init(
     from dilatant.config.config import parse_config
     from dilatant.config.files.yaml_text import read_yaml
     from dilatant.config.start import filled_in, recipe_texts
-    from dilatant.report.say import open_console, say
 
     recipes = recipe_texts()
     if recipe is None:

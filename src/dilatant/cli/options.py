@@ -13,13 +13,13 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
+from rich.console import Console
 
 from dilatant.config.environment import hide_gpus, place_from
 from dilatant.config.errors import UserError, file_errors
+from dilatant.report.say import print_line
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dilatant.config import Config
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
@@ -224,8 +224,6 @@ def seen_from_here(path: Path) -> Path:
 
 def show_places(console: Console, places: Mapping[Path, str] | Mapping[str, str]) -> None:
     """List files that were written, or commands to run, with a description of each."""
-    from dilatant.report.say import print_line
-
     for place, what in places.items():
         shown = place if isinstance(place, str) else seen_from_here(place)
         print_line(console, f"  {shown}  ", (what, "dim"), wrap=False)

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, show_places
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.errors import UserError
+from dilatant.report.say import open_console, print_line, show_progress
+from dilatant.report.text.wording import seconds_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dilatant.config import Config
     from dilatant.planning.planning import PlanningProblem
 
@@ -194,7 +195,6 @@ def plan(
     from dilatant.planning.row_length import with_long_rows
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
-    from dilatant.report.say import open_console, print_line, show_progress
     from dilatant.report.text.plan_summary import short_answer
 
     if framework is not None and framework not in FRAMEWORKS:
@@ -263,8 +263,6 @@ def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Conso
     """Show the step time by the number of nodes that may be lost; also write it to fault_tolerance.json."""
     from dilatant.config.files.durable import write_durably
     from dilatant.planning.memberships import seconds_by_fault_tolerance
-    from dilatant.report.say import open_console, print_line, show_progress
-    from dilatant.report.text.wording import seconds_text
 
     with show_progress(open_console(stderr=True), "searching plans that nodes may be lost of"):
         found = seconds_by_fault_tolerance(problem)
@@ -292,7 +290,6 @@ def open_problem(config: Config, like: str | None = None, searches: bool = True)
     as in `planning_problem`. searches: warn that a plan is searched for and a layout in the config is not used."""
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.planning import planning_problem
-    from dilatant.report.say import open_console, show_progress
 
     for key in ("units", "plan"):
         if searches and getattr(config.parallel, key) is not None:
@@ -302,13 +299,7 @@ def open_problem(config: Config, like: str | None = None, searches: bool = True)
                 stacklevel=2,
             )
     with show_progress(open_console(stderr=True), "opening the data") as show:
-        return planning_problem(
-            config,
-            assemble_samples(config),
-            say=show,
-            progress=lambda done, total: show(f"measuring samples: {done:,} of {total:,}"),
-            like=like,
-        )
+        return planning_problem(config, assemble_samples(config), show, like=like)
 
 
 def train_command(config: Path, plan_file: Path) -> str:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from dilatant.cli.options import AsJson, ConfigOptions, output_file
 from dilatant.config.degrees import AXES, ONE
 from dilatant.config.errors import UserError, file_errors
+from dilatant.report.say import open_console, plain_table, print_line, print_table, show_progress
+from dilatant.report.text.wording import bytes_text, count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.console import Console
 
     from dilatant.cost.model import CostModel
     from dilatant.planning.problem.describe_model import ModelDescription
@@ -83,7 +84,6 @@ def profile(
     from dilatant.planning.problem.describe_model import build_meta_model, describe_model
     from dilatant.planning.problem.planned_hardware import entry_name, plan_target, target_of_group, with_links
     from dilatant.planning.problem.searched_settings import planned_degrees
-    from dilatant.report.say import open_console, print_line, show_progress
 
     console = open_console(stderr=as_json)
     cluster, train = resolved.cluster, resolved.train
@@ -171,7 +171,6 @@ def _measure_links(target: Target) -> MeasuredLinks:
     from dilatant.comm.launch import launch
     from dilatant.config.environment import place_from
     from dilatant.planning.problem.link_probe import measure_links
-    from dilatant.report.say import open_console, show_progress
 
     if not target.is_local:
         raise UserError(
@@ -185,9 +184,6 @@ def _measure_links(target: Target) -> MeasuredLinks:
 
 
 def _show_links(found: MeasuredLinks, console: Console) -> None:
-    from dilatant.report.say import print_line
-    from dilatant.report.text.wording import percent_text, seconds_text
-
     for where, measured in (("inside a node", found.inside), ("between nodes", found.between)):
         if measured is None:
             print_line(console, f"links {where}: not measured, no two ranks are placed so")
@@ -217,9 +213,6 @@ def _at(kind: str, counts: tuple[int, ...]) -> int:
 
 
 def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
-    from dilatant.report.say import plain_table, print_line, print_table
-    from dilatant.report.text.wording import bytes_text, count_text, seconds_text
-
     print_line(console, (costs.hardware, "bold"), f", {costs.dtype}, {costs.origin}")
     if costs.origin != "measured":
         print_line(console, ("not measured: ", "yellow"), costs.note)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from dilatant.cli.options import AsJson, Overrides, Trust, read_config, say_loading, show_places
 from dilatant.cli.plan import Page, open_problem
@@ -17,10 +18,10 @@ from dilatant.config.degrees import AXES
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import read_text
 from dilatant.config.memory_modes import Shard
+from dilatant.report.say import open_console, plain_table, print_line, print_table, say, show_progress
+from dilatant.report.text.wording import bytes_text, count_text, counted, origin_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dilatant.config import Config
     from dilatant.cost.memory import Zero
     from dilatant.plan.costs.score import PlanScore
@@ -81,7 +82,6 @@ def simulate(
     from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.planning import time_plan
     from dilatant.planning.row_length import with_long_rows
-    from dilatant.report.say import open_console, say, show_progress
 
     console = open_console(stderr=as_json)
     trace = None if failures is None else load_node_trace(failures, seed=run.config.seed, unit=trace_unit)
@@ -254,7 +254,6 @@ def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Pred
     """Predict exactly the actions that were measured, instead of a typical step."""
     from dilatant.planning.planning import predicted_step
     from dilatant.report.step_comparison import Prediction
-    from dilatant.report.text.wording import origin_text
 
     try:
         step = predicted_step(planned.problem, plan, measured)
@@ -282,9 +281,6 @@ def _write_pages(page: Path, report: PlanReport, run: _SimulatedRun, prediction:
 def _print_steps(
     steps: list[float], schedules: dict[str, PlanScore], problem: PlanningProblem, console: Console
 ) -> None:
-    from dilatant.report.say import plain_table, print_line, print_table
-    from dilatant.report.text.wording import bytes_text, count_text, counted, percent_text, seconds_text
-
     mean = sum(steps) / len(steps)
     print_line(
         console,
@@ -317,14 +313,13 @@ def _replay(
     from dilatant.report.pages.replay_page import render_replay_page, replay_parts, replays_to_plain
     from dilatant.report.printed_parts import print_parts
     from dilatant.report.run_folder import RunFolder
-    from dilatant.report.say import open_console, show_progress
 
     with show_progress(open_console(stderr=True), "replaying"):
         found = replay_failures(problem, trace, fault_tolerance, run.chain)
-    setting = found.setting(problem, run.name)
+    setting = found.sentences(problem)
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
-    written = write_page(page, render_replay_page(found.replays, setting))
+    written = write_page(page, render_replay_page(found.replays, found.title(problem, run.name), setting))
     link_pages(Path(problem.config.output_dir))
     if as_json:
         print(json.dumps(replays_to_plain(found.replays, setting)))

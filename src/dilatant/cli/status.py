@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from dilatant.cli.options import AsJson, RunPath
 from dilatant.config.errors import UserError
+from dilatant.report.say import open_console
+from dilatant.report.text.wording import counted
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from dilatant.resilience.status import RunStatus
 
 FOLLOW_SECONDS = 1.0
@@ -34,7 +37,6 @@ def status(
     """Show the members, the generation and the history of a run with `resilience.enabled`."""
     from rich.live import Live
 
-    from dilatant.report.say import open_console
     from dilatant.resilience.status import read_status
 
     if follow and as_json:
@@ -55,25 +57,17 @@ def status(
 
 
 def _shown(found: RunStatus) -> Group:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from dilatant.report.text.wording import counted
     from dilatant.resilience.status import generations
 
     step = "no step yet" if found.step is None else f"step {found.step}"
     headline = Text(f"generation {found.generation}, {found.stopped or found.task}, {step}")
-    nodes = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("node", "host", "", "agent", "workers"):
-        nodes.add_column(title)
+    nodes = Table("node", "host", "", "agent", "workers", box=None, pad_edge=False, header_style="bold")
     for node in found.nodes:
         state = node.state(bool(found.stopped))
         workers = " ".join(map(str, node.workers))
         nodes.add_row(Text(node.name), Text(node.host), state, str(node.agent), workers)
-    history = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("time", "generation", "step", "members", "recovered in", "why"):
-        history.add_column(title)
+    titles = "time", "generation", "step", "members", "recovered in", "why"
+    history = Table(*titles, box=None, pad_edge=False, header_style="bold")
     for one in generations(found.events):
         history.add_row(
             time.strftime("%H:%M:%S", time.localtime(one.time)),

@@ -26,6 +26,7 @@ from dilatant.cli.options import (
 )
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
+from dilatant.report.say import open_console, print_line
 
 if TYPE_CHECKING:
     from dilatant.config import Config
@@ -162,7 +163,6 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
 
 
 def _show(result: RunResult, began: float, as_json: bool) -> None:
-    from dilatant.report.say import open_console, print_line
 
     console = open_console(stderr=as_json)
     path = seen_from_here(result.folder)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -67,12 +66,3 @@ class DenseRows:
         """Return the larger factor of both at every length measured for either."""
         tokens = sorted({*self.tokens, *other.tokens})
         return DenseRows(tuple(tokens), tuple(np.maximum(self.at(tokens), other.at(tokens)).tolist()))
-
-    def to_document(self) -> dict[str, list[float]]:
-        """Return plain values for JSON, which `from_document` reads back exactly."""
-        return {"tokens": [*self.tokens], "times": [*self.times]}
-
-    @classmethod
-    def from_document(cls, document: Any) -> DenseRows:
-        """Read a document of `to_document`. Raises ValueError, TypeError or KeyError for anything else."""
-        return cls(tuple(map(float, document["tokens"])), tuple(map(float, document["times"])))

@@ -28,10 +28,6 @@ class Link:
     bandwidth: float
     latency: float = 0.0
 
-    def seconds(self, size: float) -> float:
-        """Return the seconds for `size` bytes; 0 for an empty message, which is not sent."""
-        return self.latency + size / self.bandwidth if size else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:

@@ -114,11 +114,6 @@ class LayerWork:
     def backward(self) -> Quadratic:
         return self.input_gradient + self.weight_gradient
 
-    @property
-    def total(self) -> Quadratic:
-        """Return forward plus backward, which is what a partitioner balances."""
-        return self.forward + self.backward
-
 
 def trainable_before(trainable: Sequence[bool], upstream: bool = False) -> tuple[bool, ...]:
     """Return for every layer of a unit whether anything before it trains.

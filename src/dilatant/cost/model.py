@@ -96,16 +96,8 @@ class CostModel:
         layers = {
             kind: {degrees.to_key(): cost for degrees, cost in sorted(own.items())} for kind, own in self.layers.items()
         }
-        document: dict[str, Any] = msgspec.to_builtins(
-            _CostFile(
-                hardware=self.hardware,
-                origin=self.origin,
-                dtype=self.dtype,
-                note=self.note,
-                longest=self.longest,
-                layers=layers,
-            )
-        )
+        facts = {name: getattr(self, name) for name in ("hardware", "origin", "dtype", "note", "longest")}
+        document: dict[str, Any] = msgspec.to_builtins({**facts, "layers": layers})
         return document
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -52,10 +54,7 @@ class Cluster:
     @property
     def firsts(self) -> tuple[int, ...]:
         """The first rank of each group."""
-        firsts = [0]
-        for group in self.groups[:-1]:
-            firsts.append(firsts[-1] + group.num_devices)
-        return tuple(firsts)
+        return (0, *itertools.accumulate(group.num_devices for group in self.groups[:-1]))
 
     @property
     def memory(self) -> float:
@@ -68,12 +67,7 @@ class Cluster:
 
     def group_of(self, rank: int) -> int:
         """Return the index of the group that contains `rank`; for ranks beyond all groups, the last group."""
-        end = 0
-        for group, part in enumerate(self.parts):
-            end += part.num_devices
-            if rank < end:
-                return group
-        return max(0, len(self.parts) - 1)
+        return bisect_right(self.firsts, rank) - 1
 
     def at(self, rank: int) -> Cluster:
         """Return the group that contains `rank`."""
@@ -86,11 +80,9 @@ class Cluster:
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the node or NVLink domain of `rank` (`node_of`) and the port there through which it sends."""
         number = self.group_of(rank)
-        group, before = self.groups[number], self.parts[:number]
-        node, place = divmod(rank - sum(part.num_devices for part in before), group.reach)
-        return sum(
-            -(-part.num_devices // part.reach) for part in before
-        ) + node, place * group.ports // group.gpus_per_node
+        group, before = self.groups[number], sum(-(-part.num_devices // part.reach) for part in self.parts[:number])
+        node, place = divmod(rank - self.firsts[number], group.reach)
+        return before + node, place * group.ports // group.gpus_per_node
 
     @property
     def port(self) -> Link:

@@ -10,20 +10,11 @@ class PlanError(UserError):
 
 
 class DoesNotFitError(PlanError):
-    """Memory is too small: `unit` does not fit ("" for all together), `excess_bytes` are missing."""
-
-    def __init__(self, message: str, unit: str = "", excess_bytes: float = 0.0) -> None:
-        super().__init__(message)
-        self.unit = unit
-        self.excess_bytes = excess_bytes
+    """Memory is too small for a unit, or for all together."""
 
 
 class TooFewDevicesError(PlanError):
-    """There are fewer devices than the units need. `needed` is the smallest number that would do."""
-
-    def __init__(self, message: str, needed: int) -> None:
-        super().__init__(message)
-        self.needed = needed
+    """There are fewer devices than the units need."""
 
 
 class BatchError(PlanError):

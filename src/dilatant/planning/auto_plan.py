@@ -46,8 +46,7 @@ class Devices:
         """Return these devices with the config's hardware; the config's groups are kept if they have as many."""
         if config.num_devices == self.count:
             return config
-        config = config.model_copy(update={"groups": None})
-        return config.model_copy(update={"nodes": self.nodes, "gpus_per_node": self.per_node})
+        return config.model_copy(update={"groups": None, "nodes": self.nodes, "gpus_per_node": self.per_node})
 
 
 def is_planned_here(config: Config, place: LaunchPlace | None) -> bool:

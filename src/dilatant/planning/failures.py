@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from dilatant.plan.errors import PlanError
 from dilatant.plan.replay.node_trace import NodeTrace
@@ -14,8 +15,7 @@ from dilatant.plan.templates.membership import ChainCosts, MembershipPlanner, pi
 from dilatant.plan.templates.templates import Template, share_microbatches
 from dilatant.planning.memberships import node_devices, plan_memberships
 from dilatant.planning.planning import PlanningProblem
-from dilatant.report.pages.replay_page import ReplaySetting
-from dilatant.report.text.wording import origin_text
+from dilatant.report.text.wording import bytes_text, counted, listed, origin_text, ranks_text, seconds_text
 
 DISK = 1e9
 """Bytes per second at which a node writes or reads a checkpoint: an assumption, as of a local NVMe disk or better."""
@@ -34,23 +34,35 @@ class FailureReplay:
     planner: MembershipPlanner
     recovery: RecoveryCosts
 
-    def setting(self, problem: PlanningProblem, run: str) -> ReplaySetting:
-        """Return the description of the replay for its report. run: name of the run."""
-        cluster, costs = problem.target.cluster, self.planner.costs
-        return ReplaySetting(
-            run=run,
-            models=problem.model.names,
-            device=problem.target.hardware.name,
-            gpus_per_node=costs.devices,
-            nodes=self.nodes,
-            nodes_asked=cluster.num_devices // costs.devices,
-            templates=tuple(sorted(self.planner.templates(costs.devices, self.nodes))),
-            microbatches=costs.num_microbatches,
-            microbatch_size=max(1, problem.global_batch // costs.num_microbatches),
-            costs=origin_text(problem.measured.origin),
-            fault_tolerance=costs.fault_tolerance,
-            recovery=self.recovery,
+    def title(self, problem: PlanningProblem, run: str) -> str:
+        """Return run, model and cluster in one line. run: name of the run."""
+        return f"{run}: {' + '.join(problem.model.names.values())} on {self._nodes(problem)}"
+
+    def sentences(self, problem: PlanningProblem) -> tuple[str, ...]:
+        """Return what was replayed, and the assumed costs of changes of membership."""
+        costs, recovery, count = self.planner.costs, self.recovery, self.planner.costs.num_microbatches
+        units = listed([f"{unit} ({model})" for unit, model in problem.model.names.items()])
+        nodes, asked = self._nodes(problem), problem.target.cluster.num_devices // costs.devices
+        other = f" (not the {asked} of the cluster)" if self.nodes != asked else ""
+        samples = counted(max(1, problem.global_batch // count), "sample")
+        kept = "Of an interrupted step, what pipelines without a loss had done is kept."
+        return (
+            f"Replayed: {units} on {nodes}, as the trace has them{other}; {counted(costs.fault_tolerance, 'loss')} at "
+            "once must leave a replica whole.",
+            f"Plan: pipelines of {ranks_text(self.planner.templates(costs.devices, self.nodes))} nodes, one chain of "
+            f"all units each; a step has {counted(count, 'microbatch')} of {samples}. Costs: "
+            f"{origin_text(problem.measured.origin)}.",
+            f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
+            f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
+            f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
+            f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}. "
+            + (kept if recovery.keeps_pipelines else "An interrupted step is repeated."),
+            "With `resilience.enabled`, `dilatant train` adopts these plans; without, it restarts from a checkpoint.",
         )
+
+    def _nodes(self, problem: PlanningProblem) -> str:
+        nodes = counted(self.nodes, "node")
+        return f"up to {nodes} of {self.planner.costs.devices} × {problem.target.hardware.name}"
 
 
 def replay_failures(
@@ -140,6 +152,7 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
     baseline of Oobleck: the thesis, 2.7).
     """
 
+    @cache
     def grid(nodes: int) -> tuple[float, int]:
         """Return (seconds of a step, nodes of each pipeline) of the fastest grid."""
         best = (math.inf, 0)
@@ -149,12 +162,8 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
                 best = min(best, (share_microbatches([templates[size]] * replicas, num_microbatches)[1], size))
         return best
 
-    known: dict[int, tuple[float, int]] = {}
-
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
-        if len(alive) not in known:
-            known[len(alive)] = grid(len(alive))
-        seconds, size = known[len(alive)]
+        seconds, size = grid(len(alive))
         if not size:
             return _STOPPED
         ordered = sorted(alive)

@@ -33,10 +33,9 @@ from dilatant.runtime.rank_trial import divide_as_planned
 from dilatant.runtime.state.holders import holdings_of, trainable_layers
 from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
-from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign
 from dilatant.schedule.families import FAMILIES
-from dilatant.schedule.families.families import serial
+from dilatant.schedule.families.families import ScheduleFamily, serial
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.validate import validate
 

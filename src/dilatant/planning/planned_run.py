@@ -77,7 +77,6 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
     winner, units = result.winner, [unit.name for unit in problem.model.spec.units]
     tokens = problem.samples.first(problem.samples.available).tokens
     stable = planned.stable.warning(problem.global_batch) if planned.stable else ""
-    first, *reasons, last = search_reasons(result, cluster)  # last: how sure the search is
     report = PlanReport(
         title=title,
         hardware=problem.target.text,
@@ -100,10 +99,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         proven=result.proven,
         planning_seconds=result.wall_seconds,
         allocated_devices=cluster.num_devices,
-        reasons=(
-            *(first, *_groups(planned), *_data_parallel(planned), *reasons),
-            *(*planned.rows, *_decoding(planned), *_compared(problem), last),
-        ),
+        reasons=_reasons(planned) if result.groups else (),
         advice=plan_advice(planned),
         warnings=(*planned.notes, *([stable] if stable else []), *_warnings(planned)),
         searched=_searched(planned),
@@ -124,6 +120,13 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
     if planned.chain is None:
         return report
     return replace(fixed_plan_report(report), reasons=(_members(planned, planned.chain),))
+
+
+def _reasons(planned: PlannedRun) -> tuple[str, ...]:
+    """Return why the search chose its plan, from the plan's shape to how sure the search is."""
+    first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
+    more = *planned.rows, *_decoding(planned), *_compared(planned.problem)
+    return (first, *_groups(planned), *_data_parallel(planned), *reasons, *more, last)
 
 
 def _members(planned: PlannedRun, chain: ChainCosts) -> str:

@@ -14,7 +14,6 @@ from dilatant.config import Config, UserError, list_problems
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
-from dilatant.data.parallel_map import Progress
 from dilatant.data.text.tokenizer import count_ids
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch, sample_work
@@ -136,7 +135,6 @@ def planning_problem(
     config: Config,
     samples: Samples,
     say: Callable[[str], None] = lambda text: None,
-    progress: Progress = lambda done, total: None,
     measure_again: bool = True,
     like: str | None = None,
 ) -> PlanningProblem:
@@ -148,7 +146,9 @@ def planning_problem(
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     if like is not None:
         config = with_requested_degrees(config, model, target_of_run(config), parse_asked_layout(like, [*whole.units]))
-    sampled = planned_samples(config, samples, model, progress)
+    sampled = planned_samples(
+        config, samples, model, lambda done, total: say(f"measuring samples: {done:,} of {total:,}")
+    )
     problem = model_problem(config, model, sampled, say, measure_again)
     return replace(problem, decoding=decode_cost(samples, config.seed, config.train.global_batch_size))
 
@@ -268,14 +268,14 @@ def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
 
 
 def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
-    config, zeros = problem.config, zero_variants(problem.config, problem.target, fault_tolerance)
-    problem = problem.sharing(zeros.searched[0])
+    (first, *others), rescored = zero_variants(problem.config, problem.target, fault_tolerance)
+    problem = problem.sharing(first)
     return search(
         _search_problem(problem, all_devices, fault_tolerance),
         scorer_of(problem),
-        config.debug.finalists,
-        others={zero: scorer_of(problem.sharing(zero)) for zero in zeros.searched[1:]},
-        rescored={zero: scorer_of(problem.sharing(zero)) for zero in zeros.rescored},
+        problem.config.debug.finalists,
+        others={zero: scorer_of(problem.sharing(zero)) for zero in others},
+        rescored={zero: scorer_of(problem.sharing(zero)) for zero in rescored},
     )
 
 
@@ -447,10 +447,7 @@ def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...
         }
         for unit in problem.model.spec.units
     ]
-    try:
-        return feasible_allocations([sorted(own) for own in sizes], devices) if all(sizes) else ()
-    except PlanError:
-        return ()
+    return feasible_allocations([sorted(own) for own in sizes], devices) if all(sizes) else ()
 
 
 def _as_ranked(
@@ -461,28 +458,18 @@ def _as_ranked(
     row_tokens: int | None,
     score: PlanScore,
 ) -> RankedPlan:
-    target = problem.target
-    table = stage_costs(plan, problem.model.spec, problem.costs, target.rules, target.cluster)
-    seconds: dict[str, tuple[float, ...]] = {}
-    size = problem.global_batch / (pipelines * num_microbatches)
-    samples = problem.simulated()
-    for unit in plan.units:
-        row = samples.mean_row(unit.name, size * pipelines / len(unit.replicas))
-        first = [one.index for one in plan.stages() if one.unit == unit.name and one.replica == 0]
-        seconds[unit.name] = tuple(((table.seconds[first, 0] + table.seconds[first, 1]) @ row).tolist())
     return RankedPlan(
         plan=plan,
         encoders_at=EncoderPosition.PARALLEL,
         replicas=pipelines,
-        microbatch_size=max(1, round(size)),
+        microbatch_size=max(1, round(problem.global_batch / (pipelines * num_microbatches))),
         num_microbatches=num_microbatches,
-        stage_seconds=seconds,
+        stage_seconds={},
         idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
-        estimate=score.seconds,
         bound=0.0,
         score=score,
         row_tokens=row_tokens,
-        zero=target.rules.zero,
+        zero=problem.target.rules.zero,
     )
 
 

@@ -113,14 +113,7 @@ def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None
 def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
     config, lines = for_devices_here(job.config)
     progress("opening the data")
-    samples = assemble_samples(config)
-    problem = planning_problem(
-        config,
-        samples,
-        say=progress,
-        progress=lambda done, total: progress(f"measuring samples: {done:,} of {total:,}"),
-        measure_again=False,
-    )
+    problem = planning_problem(config, assemble_samples(config), progress, measure_again=False)
     progress("searching")
     planned = with_long_rows(plan_resiliently(problem, all_devices=bool(job.launcher)))
     check_all_used(planned, job.launcher)

@@ -37,9 +37,9 @@ def print_parts(console: Console, parts: Iterable[Part]) -> None:
         elif name == "table":
             _print_table(console, value)
         elif name == "graph":
-            for card in value.cards:
-                print_indented(console, (card.name, "bold"), f": {card.layout} · {card.facts}")
-                _print_items(console, [box.title for box in card.boxes])
+            for card in value["cards"]:
+                print_indented(console, (card["name"], "bold"), f": {card['layout']} · {card['facts']}")
+                _print_items(console, [box["title"] for box in card["boxes"]])
         elif name in ("charts", "throughput"):
             for chart in value if name == "charts" else [*reversed(value["lines"]), value["alive"]]:
                 _print_chart(console, chart)

@@ -42,24 +42,15 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self.config = self.path / "config.yaml"
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):  # a unique name: all ranks of a run try at once
                 pass
         self._metrics: BinaryIO | None = None
         self._lock: BinaryIO | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
 
     def lock(self) -> None:
         """Lock the folder until `close`, or until this process ends in any way.
@@ -189,18 +180,23 @@ def last_step(path: Path) -> int:
             while True:
                 file.seek(max(0, size - length))
                 lines = file.read(length).split(b"\n")
-                for line in reversed(lines[0 if length >= size else 1 :]):
-                    try:
-                        step = json.loads(line)["step"]
-                    except (ValueError, RecursionError, KeyError, TypeError):
-                        continue
-                    if isinstance(step, int) and not isinstance(step, bool):
-                        return step
+                steps = map(_step_of, reversed(lines[0 if length >= size else 1 :]))
+                if (step := next((step for step in steps if step is not None), None)) is not None:
+                    return step
                 if length >= size:
                     return 0
                 length *= 8
     except OSError:
         return 0
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a record of metrics.jsonl; None for a line that is no record."""
+    try:
+        step = json.loads(line.decode())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def _ends_with_a_line(path: Path) -> bool:
@@ -214,16 +210,10 @@ def _records(path: Path, completed_steps: int) -> tuple[list[str], list[bytes]]:
     *lines, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
     kept, damaged = [], []
     for line in [*lines, cut_off]:
-        try:
-            text = line.decode()
-            step = json.loads(text)["step"]
-            if isinstance(step, bool) or not isinstance(step, int):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
+        if (step := _step_of(line)) is None:
             damaged.append(line)
-            continue
-        if step <= completed_steps:
-            kept.append(text)
+        elif step <= completed_steps:
+            kept.append(line.decode())
     if damaged[-1:] == [cut_off]:
         damaged.pop()  # an empty last line, or one that a crash cut off
     return kept, [line for line in damaged if line.strip()]

@@ -9,7 +9,7 @@ import io
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -128,6 +128,16 @@ def plain_table(columns: Sequence[str], right: Collection[str] = (), whole: Coll
             Text(name), justify="right" if name in right else "left", no_wrap=name in whole, overflow="fold"
         )
     return table
+
+
+def print_facts(console: Console, title: str, facts: Mapping[str, object]) -> None:
+    """Print facts below a title, one line each."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", min_width=16)
+    table.add_column()
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    console.print(table)
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -17,7 +17,8 @@ from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import MOST_TEXT, open_regular, read_text
 from dilatant.config.files.yaml_text import read_yaml
 from dilatant.plan.replay.replay import COPYING, RECONFIGURING, UNFINISHED
-from dilatant.report.pages.generations_page import Generation, write_generations_page
+from dilatant.report.pages.generations_page import Generation, render_generations_page
+from dilatant.report.pages.page import write_page
 from dilatant.report.pages.page_links import link_pages
 from dilatant.report.pages.perfetto import write_generations_trace
 from dilatant.report.run_folder import is_deserted, last_step
@@ -240,6 +241,6 @@ def write_history(run: Path, title: str) -> None:
         status = read_status(run)
         found = generations(status.events, read_rebuilds(run))
         if len(found) > 1:
-            write_generations_page(run / PAGE, found, title, status.stopped)
+            write_page(run / PAGE, render_generations_page(found, title, status.stopped))
             write_generations_trace(run / TRACE, found)
             link_pages(run)

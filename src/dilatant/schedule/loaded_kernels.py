@@ -4,8 +4,6 @@ The first such call in a process spends most of a second on numba's registries a
 the ranks imports this module once for all of them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan

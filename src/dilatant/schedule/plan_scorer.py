@@ -22,9 +22,9 @@ from dilatant.plan.limits import LARGE_CLUSTER
 from dilatant.plan.model_spec import ModelSpec, roles_of
 from dilatant.plan.plan import Plan
 from dilatant.schedule.assignment.assign import Policy
-from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import QUICK, Microbatching, assign_step
 from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.families.families import ScheduleFamily
 from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT, pack, plan_arrays
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.simulator.graph import build
@@ -32,14 +32,12 @@ from dilatant.schedule.simulator.predict import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
-WHOLE_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {
-    name: FAMILIES[name] for name in ("1f1b", "half-eager", "eager")
-}
-SPLIT_BACKWARD_FAMILIES: Mapping[str, ScheduleFamily] = {name: FAMILIES[name] for name in ("zb-h1", "zb-h2")}
+WHOLE_BACKWARD_FAMILIES = {name: FAMILIES[name] for name in ("1f1b", "half-eager", "eager")}
+SPLIT_BACKWARD_FAMILIES = {name: FAMILIES[name] for name in ("zb-h1", "zb-h2")}
 CANDIDATE_FAMILIES = {**WHOLE_BACKWARD_FAMILIES, **SPLIT_BACKWARD_FAMILIES}
 """The candidate families by their names in `FAMILIES`; a plan gets the fastest one that fits memory."""
 
-INTERLEAVED_FAMILIES: Mapping[str, ScheduleFamily] = {"interleaved": FAMILIES["interleaved"]}
+INTERLEAVED_FAMILIES = {"interleaved": FAMILIES["interleaved"]}
 """The candidate families for a plan whose ranks hold several stages of a replica (interleaved)."""
 
 PROMISING = ("eager", "zb-h2")
@@ -69,9 +67,8 @@ class Step:
 class PlanSimulator:
     """Scores plans for `plan.search` (a `PlanScorer`): the mean over the global batches in `workload`.
 
-    `workload` must hold a whole number of global batches (`Workload.batches`), one step each; otherwise PlanError is
-    raised. `row_tokens` is as in `Microbatching`. `families`: those to try, or a function that returns those for a
-    plan.
+    `workload` must hold a whole number of global batches, one step each; otherwise PlanError is raised. `row_tokens` is
+    as in `Microbatching`. `families`: those to try, or a function that returns those for a plan.
     """
 
     model: ModelSpec

@@ -2,8 +2,6 @@
 paths along messages. Importing this module imports numba.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

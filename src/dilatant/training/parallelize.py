@@ -40,9 +40,9 @@ from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.schedule.assignment.assign import POLICIES, NamedPolicy
-from dilatant.schedule.assignment.pipeline_shape import ScheduleFamily
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.families import FAMILIES
+from dilatant.schedule.families.families import ScheduleFamily
 from dilatant.training.run_costs import Cutter
 
 MOST_BATCHES = 4

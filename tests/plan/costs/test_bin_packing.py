@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -58,8 +57,3 @@ def test_large_samples_are_placed_first():
     # Placed as they come, the first twelve would fill rows in pairs and leave no room for the others: 12 rows of 9.
     assert len(pack_rows([49] * 6 + [51] * 6, 100)) == 6
     assert len(pack_rows([34] * 6 + [66] * 6, 100)) == 6
-
-
-def test_a_sample_longer_than_a_row_is_named():
-    with pytest.raises(ValueError, match=r"samples \[1\] have \[9\] tokens, but a row holds 8"):
-        pack_rows([3, 9, 8], 8)

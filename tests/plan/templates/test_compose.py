@@ -86,9 +86,8 @@ def test_an_unspreadable_batch_is_refused_with_the_nearest_size():
 
 def test_clusters_that_cannot_be_used_are_refused_with_a_way_out():
     templates = {4: Template((), 5.0, 1.0), 6: Template((), 4.0, 1.0)}
-    with pytest.raises(TooFewDevicesError, match="at least 8 are needed") as caught:
+    with pytest.raises(TooFewDevicesError, match="at least 8 are needed"):
         compose_pipelines(templates, 7, 1, 8)
-    assert caught.value.needed == 8
     with pytest.raises(PlanError, match="nearest usable cluster has 10 or 12 nodes"):
         compose_pipelines(templates, 11, 1, 8)
 

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from cases.model_cases import cost_model, model, unit
-from dilatant.plan import (
-    PlanError,
-    TooFewDevicesError,
-    Workload,
-    feasible_allocations,
-    minimum_stable_batch,
-    sample_work,
-)
+from dilatant.plan import Workload, feasible_allocations, minimum_stable_batch, sample_work
 
 
 def lognormal_work(count=20_000, seed=0, language=1.0):
@@ -60,7 +53,6 @@ def test_three_units_are_judged_together():
     allocations = feasible_allocations([range(1, 7)] * 3, 8)
     found = minimum_stable_batch(work, allocations)
     assert found.allocation == asked_for(work.mean(axis=0), allocations)
-    assert sum(found.shares) == pytest.approx(1.0)
     draw = np.random.default_rng(2)
     differing = np.mean(
         [
@@ -72,8 +64,8 @@ def test_three_units_are_judged_together():
 
 
 def test_the_ratio_is_of_means_not_a_mean_of_ratios():
-    work = np.array([[1.0, 9.0]] * 99 + [[900.0, 100.0]])
-    assert minimum_stable_batch(work, [(1, 1)]).shares[0] == pytest.approx(999 / (999 + 991))
+    work = np.array([[1.0, 9.0]] * 99 + [[900.0, 100.0]])  # 999 to 991 in all, but 1 to 9 in most samples
+    assert minimum_stable_batch(work, [(2, 8), (5, 5)]).allocation == (5, 5)
 
 
 def test_a_ratio_on_a_breakpoint_does_not_run_for_ever():
@@ -88,7 +80,6 @@ def test_a_ratio_on_a_breakpoint_does_not_run_for_ever():
     # Both allocations are equally good, which is what the user should hear.
     relaxed = minimum_stable_batch(work, allocations, tolerance=0.02)
     assert relaxed.batch == 1
-    assert len(relaxed.equivalents) == 1
 
 
 def test_the_work_of_samples_follows_the_frozen_rule():
@@ -113,14 +104,7 @@ def test_data_too_small_is_said_with_the_confidence_reached():
     assert f"{found.confidence:.0%}" in found.warning(60)
 
 
-def test_nonsense_is_refused():
-    with pytest.raises(PlanError, match="finite and not negative"):
-        minimum_stable_batch([[1.0, -1.0]], [(1, 1)])
-    with pytest.raises(PlanError, match="no unit has any work"):
-        minimum_stable_batch([[0.0, 0.0]], [(1, 1)])
-    with pytest.raises(PlanError, match="each of 2 units"):
-        minimum_stable_batch([[1.0, 1.0]], [(1, 1, 1)])
-    with pytest.raises(TooFewDevicesError):
-        feasible_allocations([[4], [8]], 8)
-    with pytest.raises(PlanError, match="adds up to 9"):
-        feasible_allocations([[2, 4], [2, 4]], 9)
+def test_no_allocation_is_feasible_where_no_sizes_add_up():
+    assert feasible_allocations([[4], [8]], 8) == ()
+    assert feasible_allocations([[2, 4], [2, 4]], 9) == ()
+    assert feasible_allocations([[2, 4], [2, 4]], 6) == ((2, 4), (4, 2))

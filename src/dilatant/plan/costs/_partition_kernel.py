@@ -1,7 +1,5 @@
 """Compiled loops of the layer partitioner."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

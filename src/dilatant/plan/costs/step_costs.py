@@ -54,10 +54,10 @@ class StepCosts:
     @classmethod
     def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
         """Read the output of `to_document` for `plan`. Raises ValueError for other content or another plan."""
-        count = len(plan.stages())
+        alike = token_costs(plan, (True,) * len(plan.stages())).stages
         try:
             # Documents of older versions have no seconds of the host.
-            stages = {"host_seconds": np.zeros((count, len(KIND_ORDER))), **document["stages"]}
+            stages = {"host_seconds": alike.host_seconds, **document["stages"]}
             arrays = {one.name: np.asarray(stages[one.name], dtype=np.float64) for one in fields(StageCosts)}
             others = {name: msgspec.convert(document[name], kind, str_keys=True) for name, kind in _READ.items()}
             costs = cls(StageCosts(**arrays), **others)
@@ -68,15 +68,7 @@ class StepCosts:
         if not (all(number >= 0 for number in positive) and np.isfinite(pairs).all()):  # links may be infinitely fast
             raise ValueError("tokens, seconds and links must be numbers and not negative")
         for name, values in arrays.items():
-            shape = {
-                "seconds": (count, len(KIND_ORDER), 3),
-                "late_bytes": (count, 2, 3),
-                "host_seconds": (count, len(KIND_ORDER)),
-                **dict.fromkeys(
-                    ("static_bytes", "gradient_bytes", "sum_bytes", "own_gradient_bytes", "items_per_token"), (count,)
-                ),
-            }.get(name, (count, 3))
-            if values.shape != shape:
+            if values.shape != (shape := getattr(alike, name).shape):
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
             # Late bytes are negative where kept activations are already freed.
             least = -np.inf if name == "late_bytes" else 0.0

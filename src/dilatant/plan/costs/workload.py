@@ -72,17 +72,6 @@ class Workload:
             raise PlanError(f"{self.num_samples} samples are no whole number of global batches of {global_batch}")
         return [self.part(k * global_batch, (k + 1) * global_batch) for k in range(count)]
 
-    def batches(self, global_batch: int, steps: int, seed: int = 0) -> Workload:
-        """Draw `steps` global batches from these samples, without repetition while there are enough samples."""
-        draw = np.random.default_rng(seed)
-        wanted, have = global_batch * steps, self.num_samples
-        rows = np.concatenate([draw.permutation(have) for _ in range(-(-wanted // have))])[:wanted]
-        return Workload(
-            {unit: np.asarray(tokens)[rows] for unit, tokens in self.tokens.items()},
-            {unit: np.asarray(squares)[rows] for unit, squares in self.squares.items()},
-            self.dense,
-        )
-
     def mean(self, unit: str) -> NDArray[np.float64]:
         """Return mean tokens² and tokens of a sample in `unit`, and the fraction of samples with any tokens: [3]."""
         squares, tokens = self.of_samples(unit)
@@ -131,13 +120,8 @@ def pack_rows(sizes: Sequence[float], row_tokens: float) -> tuple[tuple[int, ...
     """Return rows of indices into `sizes`, each row summing to at most `row_tokens`; every index occurs once.
 
     Best-fit decreasing needs at most 11/9 of the fewest rows, plus one (Johnson, 1974). Rows and the samples in them
-    keep the order of `sizes`. Raises ValueError that names sizes which no row can hold.
+    keep the order of `sizes`, none of which exceeds `row_tokens`.
     """
-    too_long = [position for position, size in enumerate(sizes) if size > row_tokens]
-    if too_long:
-        raise ValueError(
-            f"samples {too_long} have {[sizes[position] for position in too_long]} tokens, but a row holds {row_tokens}"
-        )
     rows: list[list[int]] = []
     remaining: list[tuple[float, int]] = []  # (free tokens, row), sorted
     for position in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):

@@ -1,7 +1,5 @@
 """Compiled loops over the device groups of one chain."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

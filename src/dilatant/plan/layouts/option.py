@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -167,7 +167,7 @@ def _cumulated(combinations: Mapping[int, Sequence[ParallelChains]], budget: int
     return result
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PlanCandidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
@@ -189,13 +189,10 @@ class PlanCandidate:
     bound: float
     groups: tuple[int, ...] = ()
     row_tokens: int | None = None
-    gpus: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        taken = 0
-        for count, option in zip(self.counts, self.options):
-            taken += count * option.gpus
-        object.__setattr__(self, "gpus", taken)  # computed once: sorting reads it often
+    @cached_property
+    def gpus(self) -> int:
+        return sum(count * option.gpus for count, option in zip(self.counts, self.options))
 
     @property
     def chains(self) -> tuple[Chain, ...]:

@@ -52,28 +52,6 @@ class NodeTrace:
             counts.append((event.seconds, alive))
         return tuple(counts)
 
-    @property
-    def mean_nodes(self) -> float:
-        """Time average of the nodes alive from the first event on."""
-        counts = self.counts()
-        ends = [*(seconds for seconds, _ in counts[1:]), self.seconds]
-        area = sum((end - start) * alive for (start, alive), end in zip(counts, ends))
-        return area / (self.seconds - counts[0][0]) if self.seconds > counts[0][0] else 0.0
-
-    def within(self, start: float, end: float) -> NodeTrace:
-        """Return the part from `start` to `end` seconds, counted from `start`; nodes alive at `start` join at 0."""
-        alive: set[int] = set()
-        events: list[NodeEvent] = []
-        for event in self.events:
-            if event.seconds >= end:
-                break
-            if event.seconds <= start:
-                alive = (alive | set(event.joined)) - set(event.lost)
-            else:
-                events.append(NodeEvent(event.seconds - start, event.joined, event.lost))
-        first = (NodeEvent(0.0, tuple(sorted(alive)), ()),) if alive else ()
-        return NodeTrace(self.name, (*first, *events), min(end, self.seconds) - start, self.unit)
-
 
 def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) -> NodeTrace:
     """Read a trace file in any of the known formats.

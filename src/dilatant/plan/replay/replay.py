@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
@@ -30,8 +30,7 @@ class RecoveryCosts:
     load a checkpoint. A checkpoint is saved every `checkpoint_steps` steps and stops training for `checkpoint_seconds`.
     `salvaged`: fraction of an interrupted step's work that is reused; with `keeps_pipelines`, the reused work is
     instead that of the pipelines without a lost node, except their microbatches in flight, since a sample that lacks a
-    layer runs through all layers again. Losses are announced `notice_seconds` ahead (spot instances): a checkpoint that
-    takes no longer is then saved in time.
+    layer runs through all layers again.
     """
 
     reconfigure_seconds: float = 5.0
@@ -40,19 +39,7 @@ class RecoveryCosts:
     checkpoint_steps: int = 10
     checkpoint_seconds: float = 10.0
     salvaged: float = 0.0
-    notice_seconds: float = 0.0
     keeps_pipelines: bool = False
-
-    def __post_init__(self) -> None:
-        problems = [f"{one.name} must not be negative" for one in fields(self) if getattr(self, one.name) < 0]
-        if self.checkpoint_steps < 1:
-            problems.append("checkpoint_steps must be at least 1")
-        if self.copy_bytes_per_second == 0:
-            problems.append("copy_bytes_per_second must be positive")
-        if self.salvaged > 1:
-            problems.append("salvaged must be at most 1")
-        if problems:
-            raise PlanError("; ".join(problems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +197,7 @@ class _Run:
         costs, self._nodes = self._costs, nodes
         self.changes += self.current is not None
         if self.current is not None and math.isfinite(after.step_seconds):
-            announced = not event.lost or costs.notice_seconds >= costs.checkpoint_seconds
-            if after.restarted and announced and self._unsaved.steps:
+            if after.restarted and not event.lost and self._unsaved.steps:
                 self._recovery.append((SAVING, costs.checkpoint_seconds))
                 self._unsaved = _Unsaved(0, 0.0)
             elif after.restarted or not after.kept:

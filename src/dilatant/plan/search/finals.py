@@ -32,8 +32,8 @@ from dilatant.plan.templates.copies import copies_on_nodes
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPlan:
     """A plan with its simulated score. `stage_seconds[unit]`: forward plus backward of the mean microbatch (colocated
-    units are listed under the chain's last unit); `estimate`: the closed-form time that selected the plan;
-    `row_tokens`: as in `PlanCandidate`; `zero`: sharding of optimizer state."""
+    units are listed under the chain's last unit); `bound`, `row_tokens`: as in `PlanCandidate`; `zero`: sharding of
+    optimizer state."""
 
     plan: Plan
     encoders_at: EncoderPosition
@@ -42,7 +42,6 @@ class RankedPlan:
     num_microbatches: int
     stage_seconds: dict[str, tuple[float, ...]]
     idle_devices: int
-    estimate: float
     bound: float
     score: PlanScore
     row_tokens: int | None = None
@@ -202,7 +201,6 @@ def _ranked(plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Clu
         num_microbatches=candidate.num_microbatches,
         stage_seconds=_stage_seconds(candidate, cluster),
         idle_devices=cluster.num_devices - len(plan.ranks),
-        estimate=candidate.estimate,
         bound=candidate.bound,
         score=score,
         row_tokens=candidate.row_tokens,

@@ -50,8 +50,7 @@ def check_devices(space: Space) -> None:
     if space.cluster.num_devices < needed:
         raise TooFewDevicesError(
             f"{space.cluster.num_devices} devices are fewer than the {needed} that units {', '.join(roles.units)} need "
-            "(smallest degrees with costs)",
-            needed,
+            "(smallest degrees with costs)"
         )
 
 
@@ -68,9 +67,7 @@ def does_not_fit(space: Space, samples: int) -> PlanError:
     if 0.0 < excess[unit] < math.inf:
         return DoesNotFitError(
             f"no plan fits memory: unit {unit!r} needs about {bytes_text(excess[unit])} more than a device's "
-            f"{capacity}, spread over {devices} devices as thinly as it can be; {remedy}",
-            unit,
-            excess[unit],
+            f"{capacity}, spread over {devices} devices as thinly as it can be; {remedy}"
         )
     return DoesNotFitError(
         f"no plan fits memory on {devices} devices of {capacity}: each unit fits, all together do not; {remedy}"
@@ -131,9 +128,8 @@ def no_plan_fits(rejected: Sequence[tuple[float, str]], cluster: Cluster) -> Pla
         return PlanError(
             f"no plan keeps its tensor groups inside nodes of {cluster.gpus_per_node} devices; profile other degrees"
         )
-    excess, text = min(rejected)
+    _, text = min(rejected)
     return DoesNotFitError(
         f"no plan fits memory once its largest microbatches are simulated; the nearest, {text}. Add devices, use "
-        "recomputation or smaller microbatches",
-        excess_bytes=excess,
+        "recomputation or smaller microbatches"
     )

@@ -55,13 +55,6 @@ class SearchResult:
     by_zero: Mapping[Zero, float | None] = field(default_factory=dict)
 
     @property
-    def gap(self) -> float:
-        """Largest possible excess of `seconds` over the optimum, as a fraction of the lower bound; 0 when proven."""
-        if self.proven or self.seconds <= self.lower_bound:
-            return 0.0
-        return self.seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
-
-    @property
     def simulated(self) -> int:
         """Number of simulated candidates, each in one or several rank orders."""
         return sum(group.simulated for group in self.groups)

@@ -1,7 +1,5 @@
 """Compiled knapsack loops of pipeline composition."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -1,7 +1,5 @@
 """Compiled enumeration and transport problem of pipeline reinstantiation."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -10,8 +10,6 @@ so for a fixed tau each stage adds a separate term, and the number of stages is 
 the sums of consecutive layers, sorted in `candidates`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

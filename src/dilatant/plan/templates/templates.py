@@ -270,8 +270,7 @@ def _fewest_pipelines(templates: Mapping[int, Template], num_nodes: int, at_leas
     if at_least * sizes[0] > num_nodes:
         raise TooFewDevicesError(
             f"{num_nodes} nodes cannot hold {at_least} pipelines: the smallest template takes {sizes[0]} nodes, "
-            f"so at least {at_least * sizes[0]} are needed; add nodes or lower the fault tolerance",
-            at_least * sizes[0],
+            f"so at least {at_least * sizes[0]} are needed; add nodes or lower the fault tolerance"
         )
     reach = 1  # bit n: n nodes can be used by exactly `number` pipelines
     everything = (1 << num_nodes + sizes[-1] + 1) - 1

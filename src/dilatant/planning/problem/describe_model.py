@@ -68,8 +68,8 @@ class LayerType:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """Description of a model: `spec` for the planners, `types` for layer costs; `names` and `parameters` by unit, for a
-    reader.
+    """Description of a model: `spec` for the planners, `types` for layer costs; `units`, and their `names` and
+    `parameters` for a reader.
 
     A tied weight counts in each layer of `spec` that holds it, since each needs it, and once in `parameters`, which are
     (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → factor on the square of a row of several samples
@@ -79,6 +79,7 @@ class ModelDescription:
     spec: ModelSpec
     anchor: str
     types: tuple[LayerType, ...]
+    units: dict[str, Unit]
     names: dict[str, str]
     parameters: dict[str, tuple[int, int]]
     dense: dict[str, float]
@@ -162,6 +163,7 @@ def describe_model(model: MultimodalModel, recompute: Mapping[str, Recompute | N
         spec=ModelSpec(tuple(units)),
         anchor=model.graph.anchor,
         types=tuple(types.values()),
+        units=dict(model.units),
         names={name: unit.family for name, unit in model.units.items()},
         parameters={
             name: (sum(part.parameters for part in parts), sum(part.trainable for part in parts))
@@ -182,7 +184,7 @@ def _trained_fields(weights: Sequence[tuple[str, nn.Parameter]]) -> dict[str, An
 
 def describe_unfrozen(model: ModelDescription, name: str) -> ModelDescription:
     """Return the description of the same model if every weight of the unit `name` trained, adapters included."""
-    known = next(entry.unit for entry in model.types if entry.unit.unit == name)
+    known = model.units[name]
     unit = copy.deepcopy(known)
     thaw({name: unit}, [name])
     fields = [_trained_fields(weights) for weights in weights_by_layer(unit)]
@@ -190,7 +192,7 @@ def describe_unfrozen(model: ModelDescription, name: str) -> ModelDescription:
     layers = tuple(replace(layer, **own) for layer, own in zip(spec.layers, fields, strict=True))
     units = tuple(replace(spec, layers=layers) if one is spec else one for one in model.spec.units)
     types = tuple(replace(entry, unit=unit) if entry.unit is known else entry for entry in model.types)
-    return replace(model, spec=ModelSpec(units), types=types)
+    return replace(model, spec=ModelSpec(units), types=types, units={**model.units, name: unit})
 
 
 def _items_per_token(unit: Unit) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -66,20 +65,14 @@ def _divides(model: ModelDescription, tp: int) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroVariants:
-    """ZeRO variants to try, preferred ones first. Plans of all kinds are searched under `searched`; the best is also
-    simulated under `rescored`."""
-
-    searched: tuple[Zero, ...]
-    rescored: tuple[Zero, ...] = ()
-
-
-def zero_variants(config: Config, target: Target, fault_tolerance: int = 0) -> ZeroVariants:
-    """Return what a search tries if `train.zero` is not set. If nodes may be lost, none may hold the only copy of
-    some state; offloaded state must not be held several times on a host."""
+def zero_variants(
+    config: Config, target: Target, fault_tolerance: int = 0
+) -> tuple[tuple[Zero, ...], tuple[Zero, ...]]:
+    """Return the ZeRO variants under which plans of all kinds are searched, preferred ones first, and those under which
+    the best plan is also simulated. If nodes may be lost, none may hold the only copy of some state; offloaded state
+    must not be held several times on a host."""
     if config.train.zero is not None:
-        return ZeroVariants((config.train.zero,))
+        return (config.train.zero,), ()
     tried: list[Zero] = [DEFAULT_ZERO]
     if target.cluster.num_devices > 1:
         shards = any(word != "none" for _, word in target.rules.shard)
@@ -87,10 +80,10 @@ def zero_variants(config: Config, target: Target, fault_tolerance: int = 0) -> Z
         several = target.cluster.num_devices > (target.rules.ranks_per_node or target.cluster.num_devices)
         tried += ["all"] if several and not (config.resilience.enabled or fault_tolerance) else []
     if target.cluster.num_devices <= SMALL_CLUSTER:
-        return ZeroVariants(tuple(tried))
+        return tuple(tried), ()
     # Search time is limited on many devices; variants that save memory are searched, as they allow other plans.
     searched = tuple(zero for zero in tried if zero != "none")
-    return ZeroVariants(searched, tuple(zero for zero in tried if zero not in searched))
+    return searched, tuple(zero for zero in tried if zero not in searched)
 
 
 def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degrees]) -> dict[str, list[Degrees]]:

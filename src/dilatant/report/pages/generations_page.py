@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from dilatant.report.pages.page import render, write_page
+from dilatant.report.pages.page import render
 from dilatant.report.pages.replay_page import TONES
 from dilatant.report.parts import Cell, Column, PageSection, Table, bar_part, legend, number, summary
 from dilatant.report.text.wording import counted, listed, seconds_text
@@ -42,11 +41,6 @@ class Generation:
     @property
     def seconds(self) -> float:
         return sum(self.lost.values())
-
-
-def write_generations_page(path: Path, generations: Sequence[Generation], title: str, stopped: str = "") -> Path:
-    """Write the page to `path` and return the path. Raises UserError if it cannot be written."""
-    return write_page(path, render_generations_page(generations, title, stopped))
 
 
 def render_generations_page(generations: Sequence[Generation], title: str, stopped: str = "") -> str:

@@ -6,7 +6,7 @@ Only geometry is computed here; the page's template draws the graph.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import Any
 
 from dilatant.config.degrees import Degrees
 from dilatant.plan import Plan, UnitPlan
@@ -24,58 +24,13 @@ _BETWEEN = 18.0
 _SHAPES_SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class StageBox:
-    """A stage: `busy` is the fraction of a step that it computes, drawn as the filled part of the box."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    busy: float
-    label: str
-    below: str
-    title: str
-    colocated: bool
+Drawn = dict[str, Any]
+"""What the macro `graph` of parts.html draws, by name: a whole graph, a unit's card, a stage's box, or an arrow."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitCard:
-    """A unit: its facts and layout, the boxes of each distinct kind of replica, and the number of equal replicas."""
-
-    index: int
-    x: float
-    y: float
-    width: float
-    height: float
-    name: str
-    facts: str
-    layout: str
-    frozen: bool
-    boxes: tuple[StageBox, ...]
-    badges: tuple[tuple[float, float, str], ...]
-    more: str
-
-
-@dataclass(frozen=True, slots=True)
-class PictureArrow:
-    """Rows that travel from one unit to the next; `gradients` is True if gradients return."""
-
-    path: str
-    gradients: bool
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanPicture:
-    width: float
-    height: float
-    cards: tuple[UnitCard, ...]
-    arrows: tuple[PictureArrow, ...]
-
-
-def model_graph(report: PlanReport) -> PlanPicture:
-    """Lay the plan out from left to right; units of equal depth are stacked."""
+def model_graph(report: PlanReport) -> Drawn:
+    """Lay the plan out from left to right; units of equal depth are stacked. A card has the boxes of each distinct kind
+    of replica, with the number of equal replicas; a box is filled in proportion to the step that it computes."""
     plan = report.plan
     facts = {unit.name: unit for unit in report.units}
     depth = _depths(plan)
@@ -86,7 +41,7 @@ def model_graph(report: PlanReport) -> PlanPicture:
     for name, column in depth.items():
         taken[column] += heights[name] + _BETWEEN
     tops = [(max(taken) - own) / 2.0 for own in taken]
-    cards: dict[str, UnitCard] = {}
+    cards: dict[str, Drawn] = {}
     for index, unit in enumerate(plan.units):
         column, height = depth[unit.name], heights[unit.name]
         x, y = column * (width + _GAP), tops[column]
@@ -94,21 +49,22 @@ def model_graph(report: PlanReport) -> PlanPicture:
         boxes, badges = _boxes(report, unit, x, y, width)
         hidden = len(_alike(unit)) - _SHAPES_SHOWN
         own = facts.get(unit.name)
-        cards[unit.name] = UnitCard(
-            index=index,
-            x=x,
-            y=y,
-            width=width,
-            height=height,
-            name=unit.name,
-            facts=_facts(own),
-            layout=_layout(unit),
-            frozen=own is not None and own.trainable_parameters == 0,
-            boxes=boxes,
-            badges=badges,
-            more=f"and {hidden} more kinds of replica" if hidden > 0 else "",
-        )
-    return PlanPicture(_WIDTH, max(taken), tuple(cards.values()), _arrows(plan, facts, cards))
+        cards[unit.name] = {
+            "index": index,
+            "x": x,
+            "y": y,
+            "width": width,
+            "height": height,
+            "name": unit.name,
+            "facts": _facts(own),
+            "layout": _layout(unit),
+            "frozen": own is not None and own.trainable_parameters == 0,
+            "boxes": boxes,
+            "badges": badges,
+            "more": f"and {hidden} more kinds of replica" if hidden > 0 else "",
+        }
+    arrows = _arrows(plan, facts, cards)
+    return {"width": _WIDTH, "height": max(taken), "cards": list(cards.values()), "arrows": arrows}
 
 
 def _depths(plan: Plan) -> dict[str, int]:
@@ -139,7 +95,7 @@ def _height(shapes: int) -> float:
 
 def _boxes(
     report: PlanReport, unit: UnitPlan, x: float, y: float, width: float
-) -> tuple[tuple[StageBox, ...], tuple[tuple[float, float, str], ...]]:
+) -> tuple[list[Drawn], list[tuple[float, float, str]]]:
     """Return the stages of each kind of replica, and the numbers of equal replicas beside them."""
     stages, load = report.plan.stages(), _busy_by_stage(report)
     place = {(placed.unit, placed.replica, placed.position): placed.index for placed in stages}
@@ -154,21 +110,21 @@ def _boxes(
             grid = stage.degrees.without_experts.text(" × ", ("tp",))
             grid += f", ep {stage.ep}" if stage.ep > 1 else ""
             boxes.append(
-                StageBox(
-                    x=x + _PADDING + position * wide,
-                    y=top,
-                    width=wide - 4.0,
-                    height=_BOX,
-                    busy=busy,
-                    label=layers if wide >= 9.0 * len(layers) + 6.0 else "",
-                    below=grid if wide >= 62.0 else "",
-                    title=f"{unit.name} stage {position}: layers {layers}, ranks {ranks_text(stage.ranks)}, "
+                {
+                    "x": x + _PADDING + position * wide,
+                    "y": top,
+                    "width": wide - 4.0,
+                    "height": _BOX,
+                    "busy": busy,
+                    "label": layers if wide >= 9.0 * len(layers) + 6.0 else "",
+                    "below": grid if wide >= 62.0 else "",
+                    "title": f"{unit.name} stage {position}: layers {layers}, ranks {ranks_text(stage.ranks)}, "
                     f"{grid}, computes {percent_text(busy)} of the step",
-                    colocated=any(len(report.plan.stages_of_rank[rank]) > 1 for rank in stage.ranks),
-                )
+                    "colocated": any(len(report.plan.stages_of_rank[rank]) > 1 for rank in stage.ranks),
+                }
             )
         badges.append((x + width - _PADDING, top + _BOX / 2.0, f"× {copies}"))
-    return tuple(boxes), tuple(badges)
+    return boxes, badges
 
 
 def _layout(unit: UnitPlan) -> str:
@@ -197,27 +153,24 @@ def _facts(facts: UnitFacts | None) -> str:
     return f"{facts.model} · {count_text(facts.parameters)} parameters · {trained}"
 
 
-def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, UnitCard]) -> tuple[PictureArrow, ...]:
+def _arrows(plan: Plan, facts: dict[str, UnitFacts], cards: dict[str, Drawn]) -> list[Drawn]:
     arrows = []
     learns = _trainable_upstream(plan, facts)
     for unit in plan.units:
         for order, consumer in enumerate(unit.feeds):
             source, target = cards[unit.name], cards[consumer]
             producers = [other.name for other in plan.units if consumer in other.feeds]
-            x1, y1 = source.x + source.width, source.y + source.height * (order + 1) / (len(unit.feeds) + 1)
-            x2 = target.x
-            y2 = target.y + target.height * (producers.index(unit.name) + 1) / (len(producers) + 1)
+            x1 = source["x"] + source["width"]
+            y1 = source["y"] + source["height"] * (order + 1) / (len(unit.feeds) + 1)
+            x2 = target["x"]
+            y2 = target["y"] + target["height"] * (producers.index(unit.name) + 1) / (len(producers) + 1)
             middle = (x1 + x2) / 2.0
             gradients = learns[unit.name]
             back = "gradients return" if gradients else "nothing to train there, so no gradients return"
-            arrows.append(
-                PictureArrow(
-                    f"M{x1 + 7:.1f},{y1:.1f} C{middle:.1f},{y1:.1f} {middle:.1f},{y2:.1f} {x2 - 7:.1f},{y2:.1f}",
-                    gradients,
-                    f"{unit.name} → {consumer}: rows of samples travel here; {back}",
-                )
-            )
-    return tuple(arrows)
+            path = f"M{x1 + 7:.1f},{y1:.1f} C{middle:.1f},{y1:.1f} {middle:.1f},{y2:.1f} {x2 - 7:.1f},{y2:.1f}"
+            title = f"{unit.name} → {consumer}: rows of samples travel here; {back}"
+            arrows.append({"path": path, "gradients": gradients, "title": title})
+    return arrows
 
 
 def _trainable_upstream(plan: Plan, facts: dict[str, UnitFacts]) -> dict[str, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,12 +15,11 @@ from dilatant.plan.replay.replay import (
     SAVING,
     TOO_FEW,
     UNFINISHED,
-    RecoveryCosts,
     Replay,
 )
 from dilatant.report.pages.page import render
 from dilatant.report.parts import HUES, Cell, Column, PageSection, Part, Table, bar_part, legend, number, summary
-from dilatant.report.text.wording import bytes_text, count_text, counted, listed, percent_text, ranks_text, seconds_text
+from dilatant.report.text.wording import count_text, percent_text, seconds_text
 
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
 _CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, TOO_FEW)
@@ -29,63 +27,10 @@ TONES: Mapping[str, str] = {cause: f"lost{order}" for order, cause in enumerate(
 """Cause of lost time → its colour, on every page."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplaySetting:
-    """Description of what was replayed, and the assumed costs of changes of membership.
-
-    models: unit → description. nodes: the most nodes in the trace at one time; nodes_asked: those of the config.
-    templates: possible numbers of nodes of a pipeline; a step has `microbatches` of `microbatch_size` samples. costs:
-    origin of the layers' times.
-    """
-
-    run: str
-    models: Mapping[str, str]
-    device: str
-    gpus_per_node: int
-    nodes: int
-    nodes_asked: int
-    templates: tuple[int, ...]
-    microbatches: int
-    microbatch_size: int
-    costs: str
-    fault_tolerance: int
-    recovery: RecoveryCosts
-
-    @property
-    def title(self) -> str:
-        """Run, model and cluster in one line."""
-        units = " + ".join(self.models.values())
-        return f"{self.run}: {units} on up to {counted(self.nodes, 'node')} of {self.gpus_per_node} × {self.device}"
-
-    def sentences(self) -> tuple[str, ...]:
-        units = listed([f"{unit} ({model})" for unit, model in self.models.items()])
-        nodes = f"up to {counted(self.nodes, 'node')} of {self.gpus_per_node} × {self.device}, as the trace has them"
-        if self.nodes != self.nodes_asked:
-            nodes += f" (not the {self.nodes_asked} of the cluster)"
-        recovery = self.recovery
-        return (
-            f"Replayed: {units} on {nodes}; {counted(self.fault_tolerance, 'loss')} at once must leave a replica "
-            "whole.",
-            f"Plan: pipelines of {ranks_text(self.templates)} nodes, one chain of all units each; a step has "
-            f"{counted(self.microbatches, 'microbatch')} of {counted(self.microbatch_size, 'sample')}. Costs: "
-            f"{self.costs}.",
-            f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
-            f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
-            f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
-            f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}. "
-            + (
-                "Of an interrupted step, what pipelines without a loss had done is kept."
-                if recovery.keeps_pipelines
-                else "An interrupted step is repeated."
-            ),
-            "With `resilience.enabled`, `dilatant train` adopts these plans; without, it restarts from a checkpoint.",
-        )
-
-
-def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[str, Any]:
-    """Return the output of `--json`: every replay with its rate, and its segments unchanged."""
+def replays_to_plain(replays: Sequence[Replay], setting: Sequence[str]) -> dict[str, Any]:
+    """Return the output of `--json`: what was replayed, and every replay with its rate, its segments unchanged."""
     return {
-        "setting": list(setting.sentences()),
+        "setting": list(setting),
         "replays": [{**msgspec.to_builtins(one), "samples_per_second": one.samples_per_second} for one in replays],
     }
 
@@ -121,19 +66,20 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:
-    """Return the page as text: the first replay against the others over time, and lost time by cause."""
+def render_replay_page(replays: Sequence[Replay], title: str, setting: Sequence[str]) -> str:
+    """Return the page as text: the first replay against the others over time, and lost time by cause. setting:
+    sentences on what was replayed, and on the assumed costs of changes of membership."""
     trace = replays[0].trace
     return render(
-        f"{setting.title}, through {trace} · Dilatant replay",
-        setting.title,
+        f"{title}, through {trace} · Dilatant replay",
+        title,
         f"Training while nodes come and go as trace {trace} says, simulated",
         replay_parts(replays, setting),
         "Simulated, not measured.",
     )
 
 
-def replay_parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part]:
+def replay_parts(replays: Sequence[Replay], setting: Sequence[str]) -> list[Part]:
     """Return all that the page and the terminal show, in order."""
     causes = dict.fromkeys(cause for one in replays for cause in one.lost)
     totals = {cause: sum(one.lost.get(cause, 0.0) for one in replays) for cause in causes}
@@ -155,7 +101,7 @@ def replay_parts(replays: Sequence[Replay], setting: ReplaySetting) -> list[Part
     lost = Table(columns, rows, legend=legend(tones))
     return [
         summary(summarize_replays(replays)),
-        summary(setting.sentences(), "What was replayed, and what was assumed"),
+        summary(setting, "What was replayed, and what was assumed"),
         ("section", PageSection("rate", "Throughput over time", note, [("throughput", _chart(replays))], "replay")),
         ("section", PageSection("lost", "What time was lost to", parts=[("table", lost)])),
     ]

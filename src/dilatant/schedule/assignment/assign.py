@@ -6,7 +6,6 @@ Every policy is deterministic: ranks that know the sizes of all samples derive t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -14,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.plan.costs.depth import eager_depths, path_depths
 from dilatant.plan.costs.workload import pack_rows
 from dilatant.schedule.assignment.pipeline_shape import (
     ByUnit,
@@ -31,21 +29,6 @@ Policy = NamedPolicy | Callable[[MicrobatchProblem], ByUnit]
 """A named policy, or a function that returns the microbatches of every unit; units may group samples differently."""
 
 
-@dataclass(frozen=True, slots=True)
-class Microbatches:
-    """The samples of every microbatch of one pipeline.
-
-    `microbatches[unit]` has one tuple of sample numbers per requested microbatch, in execution order (more if a
-    policy's microbatches were split to fit the capacity); each sample occurs once in every unit. Empty microbatches
-    (fewer samples than microbatches, or Entrain's K_eff) are not run. `seconds` is the simulated step, None for
-    policies that do not simulate; `depths` are the in-flight microbatches by stage that it assumes.
-    """
-
-    microbatches: ByUnit
-    seconds: float | None = None
-    depths: tuple[int, ...] | None = None
-
-
 def assign_microbatches(
     seconds: ArrayLike,
     num_microbatches: int,
@@ -56,8 +39,10 @@ def assign_microbatches(
     evaluations: int | None = None,
     weight: ArrayLike | None = None,
     capacity: float = np.inf,
-) -> Microbatches:
-    """Group samples into microbatches.
+) -> ByUnit:
+    """Group samples into microbatches: for each unit, one tuple of sample numbers per requested microbatch, in
+    execution order (more if a policy's microbatches were split to fit the capacity). Each sample occurs once in every
+    unit. Empty microbatches (fewer samples than microbatches, or Entrain's K_eff) are not run.
 
     `seconds[sample, unit]` is the time of a sample on each stage of a unit, forward plus backward, 0 where it has no
     work. `shape` describes the pipeline, by default four stages per unit, all feeding the last, backward twice the
@@ -67,8 +52,8 @@ def assign_microbatches(
     - `random`: equal counts, in an order drawn from `seed`.
     - `entrain`: Alg. 4 of Entrain (the thesis, 4.5), with pairwise deferral: units group samples differently.
     - `balanced`: each sample, largest first, to the microbatch whose largest load grows least.
-    - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
-      `evaluations` simulated steps.
+    - `searched`: the best of all of the above, improved by a search over membership and order with `evaluations`
+      simulated steps.
 
     `balanced` groups samples within `capacity`; the other policies split a microbatch that exceeds it into several that
     are neighbours in execution order. Raises UserError for seconds that are not a finite non-negative array
@@ -81,13 +66,13 @@ def assign_microbatches(
     limit = np.inf if weight is None else capacity
     problem = MicrobatchProblem(table, num_microbatches, shape or default_shape(num_units), weights, limit, seed)
     if callable(policy):
-        return _simulated(problem, _cut(problem, Microbatches(policy(problem))))
+        return _cut(problem, policy(problem))
     if policy == "balanced":
         return _shared(problem, _balanced(problem))
     if policy == "random":
         return _cut(problem, _shared(problem, random_slots(problem)))
     if policy == "entrain":
-        return _simulated(problem, _cut(problem, _entrain(problem)))
+        return _cut(problem, _entrain(problem))
     return _searched(problem, evaluations)
 
 
@@ -127,13 +112,13 @@ def split_by_pattern(assignment: Assignment, pattern_of: Mapping[int, int]) -> A
     return Assignment({unit: tuple(map(cut, own)) for unit, own in assignment.microbatches.items()})
 
 
-def _cut(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
+def _cut(problem: MicrobatchProblem, found: ByUnit) -> ByUnit:
     """Split each of the anchor's microbatches that exceeds the capacity into the fewest that hold its samples.
     Microbatches with the same number are split alike in all units, since schedules pair them by number. Raises
     UserError for a sample that exceeds the capacity alone."""
     # A sum of a few hundred weights may exceed the limit by rounding alone.
     limit = problem.capacity * (1 + 1e-12)
-    anchor = found.microbatches[problem.shape.anchor]
+    anchor = found[problem.shape.anchor]
     if np.isinf(limit) or all(problem.weight[list(batch)].sum() <= limit for batch in anchor):
         return found
     if problem.weight.max() > limit:
@@ -147,13 +132,12 @@ def _cut(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
         for number, row in enumerate(pack_rows(problem.weight[list(batch)].tolist(), limit))
         for place in row
     }
-    whole = Assignment({str(unit): (batches,) for unit, batches in enumerate(found.microbatches)})
+    whole = Assignment({str(unit): (batches,) for unit, batches in enumerate(found)})
     cut = split_by_pattern(whole, row_of).microbatches
-    by_unit = tuple(cut[str(unit)][0] for unit in range(problem.shape.num_units))
-    return Microbatches(by_unit)
+    return tuple(cut[str(unit)][0] for unit in range(problem.shape.num_units))
 
 
-def _shared(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> Microbatches:
+def _shared(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> ByUnit:
     """Return the same microbatches for every unit: samples ascending within each, empty microbatches last."""
     count = problem.num_microbatches
     sizes = np.bincount(slot_of, minlength=count)
@@ -165,7 +149,7 @@ def _shared(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> Microbatc
     order = tuple(order_of(slot_of, count).tolist())
     bounds = [0, *np.cumsum(sizes).tolist()]
     batches = tuple(order[first:end] for first, end in pairwise(bounds))
-    return Microbatches((batches,) * problem.shape.num_units)
+    return (batches,) * problem.shape.num_units
 
 
 def order_of(numbers: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -242,20 +226,16 @@ def _loads(problem: MicrobatchProblem, slot_of: NDArray[np.int64]) -> NDArray[np
     return np.stack([np.bincount(slot_of, column, count) for column in problem.seconds.T])
 
 
-def _simulated(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
-    return replace(found, seconds=shape_seconds(problem.shape, problem.seconds, found.microbatches))
-
-
-def _entrain(problem: MicrobatchProblem) -> Microbatches:
+def _entrain(problem: MicrobatchProblem) -> ByUnit:
     from dilatant.schedule.assignment.entrain import entrain
 
     if problem.shape.num_units == 1:
         return _shared(problem, _balanced(problem))
-    return Microbatches(entrain(problem))
+    return entrain(problem)
 
 
-def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatches:
-    """Return the best of all policies, improved by a search over membership, order and depth."""
+def _searched(problem: MicrobatchProblem, evaluations: int | None) -> ByUnit:
+    """Return the best of all policies, improved by a search over membership and order."""
     from dilatant.schedule.assignment.joint_search import joint_search, step_model
 
     model = step_model(problem.shape, problem.num_microbatches)
@@ -264,26 +244,5 @@ def _searched(problem: MicrobatchProblem, evaluations: int | None) -> Microbatch
         starts.append(random_slots(problem))
     start = min(starts, key=lambda slot_of: model.seconds(_loads(problem, slot_of)))
     slots = (joint_search(model, problem, start, evaluations), *starts)
-    groups = [_shared(problem, slot_of) for slot_of in slots]
-    groups.append(_cut(problem, _entrain(problem)))
-    different = {found.microbatches: found for found in groups}.values()
-    candidates = [_simulated(problem, found) for found in different]
-    return _shallowest(problem, min(candidates, key=lambda entry: entry.seconds or 0.0))
-
-
-def _shallowest(problem: MicrobatchProblem, found: Microbatches) -> Microbatches:
-    """Return the same microbatches at the smallest in-flight depths, between 1F1B's and the shape's, that cost no time.
-    A shape with a schedule family keeps the family's depths."""
-    if problem.shape.family is not None:
-        return found
-    plan = problem.shape.plan()
-    deepest = np.asarray(eager_depths(plan) if problem.shape.depths is None else problem.shape.depths)
-    least = np.minimum(path_depths(plan), deepest)
-    best = replace(found, depths=tuple(deepest.tolist()))
-    for share in (0.5, 0.0):
-        depths = tuple((least + np.floor(share * (deepest - least))).astype(int).tolist())
-        shape = replace(problem.shape, depths=depths)
-        seconds = shape_seconds(shape, problem.seconds, found.microbatches)
-        if seconds <= (best.seconds or 0.0):
-            best = replace(best, seconds=seconds, depths=depths)
-    return best
+    groups = dict.fromkeys([*(_shared(problem, slot_of) for slot_of in slots), _cut(problem, _entrain(problem))])
+    return min(groups, key=lambda found: shape_seconds(problem.shape, problem.seconds, found))

@@ -4,8 +4,6 @@ They use only additions, multiplications and comparisons of doubles, so that eve
 the same seed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

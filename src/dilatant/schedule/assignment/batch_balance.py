@@ -59,5 +59,5 @@ def batch_balance(
 
 def _loads(work: NDArray[np.float64], groups: int, policy: NamedPolicy, seed: int) -> NDArray[np.float64]:
     """Return the work of every group: `[groups, units]`."""
-    grouped = assign_microbatches(work, groups, policy, seed).microbatches
+    grouped = assign_microbatches(work, groups, policy, seed)
     return np.array([work[list(samples)].sum(axis=0) for samples in grouped[0]])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.costs.depth import eager_depths
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.schedule.families.families import pipelined
+from dilatant.schedule.families.families import ScheduleFamily, eager
 from dilatant.schedule.packed import BACKWARD, FORWARD
-from dilatant.schedule.schedule import Assignment, Microbatch, Schedule
+from dilatant.schedule.schedule import Assignment, Microbatch
 from dilatant.schedule.simulator.graph import ScheduleGraph, build
 from dilatant.schedule.trainability import Trainability
 
 ByUnit = tuple[tuple[Microbatch, ...], ...]
-ScheduleFamily = Callable[[Plan, Assignment, Trainability], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +24,15 @@ class PipelineShape:
 
     `stages[unit]` is a count; `feeds[unit]` are the units that consume its output; `backward[unit]` is backward seconds
     per forward second, 0 for a unit with nothing trainable in or before it; `fixed_seconds[unit]` is the time per
-    microbatch and stage in addition to that of its samples; `depths` are the in-flight microbatches by stage, in unit
-    order (None: eager 1F1B's). `family` is the schedule that runs, instead of 1F1B of these depths. `ranks` lists the
-    rank of each stage, in unit order; stages on equal ranks take turns. By default every stage has its own rank.
+    microbatch and stage in addition to that of its samples; `family` is the schedule that runs. `ranks` lists the rank
+    of each stage, in unit order; stages on equal ranks take turns. By default every stage has its own rank.
     """
 
     stages: tuple[int, ...]
     feeds: tuple[tuple[int, ...], ...]
     backward: tuple[float, ...]
     fixed_seconds: tuple[float, ...]
-    depths: tuple[int, ...] | None = None
-    family: ScheduleFamily | None = None
+    family: ScheduleFamily = eager
     ranks: tuple[int, ...] | None = None
 
     @property
@@ -87,13 +83,10 @@ def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:
 
 
 def shape_graph(shape: PipelineShape, by_unit: ByUnit) -> ScheduleGraph:
-    """Return the compiled schedule of these microbatches under the shape's family or depths."""
+    """Return the compiled schedule of these microbatches under the shape's family."""
     plan = shape.plan()
     assignment = Assignment({str(unit): (batches,) for unit, batches in enumerate(by_unit)})
-    if shape.family is not None:
-        return build(plan, assignment, shape.family(plan, assignment, shape.trainability()))
-    depths = eager_depths(plan) if shape.depths is None else shape.depths
-    return build(plan, assignment, pipelined(plan, assignment, depths, shape.trainability()))
+    return build(plan, assignment, shape.family(plan, assignment, shape.trainability()))
 
 
 def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

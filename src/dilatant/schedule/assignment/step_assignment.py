@@ -26,15 +26,14 @@ from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload, pack_rows
 from dilatant.plan.plan import PlacedStage, Plan, Replica
 from dilatant.schedule.assignment.assign import (
-    Microbatches,
     Policy,
     assign_microbatches,
     balanced_replicas,
     order_of,
     split_by_pattern,
 )
-from dilatant.schedule.assignment.pipeline_shape import PipelineShape, ScheduleFamily
-from dilatant.schedule.families.families import one_f_one_b
+from dilatant.schedule.assignment.pipeline_shape import ByUnit, PipelineShape
+from dilatant.schedule.families.families import ScheduleFamily, one_f_one_b
 from dilatant.schedule.schedule import Assignment, Microbatch
 
 
@@ -138,7 +137,7 @@ def assign(
     serving, paces = _serving(plan, replicas, times or {})
     scale = paces * replicas / [len(unit.replicas) for unit in plan.units]
 
-    def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
+    def group(replica: int) -> tuple[NDArray[np.int64], ByUnit]:
         mine, here = of_replica[replica], [unit.replicas[own] for unit, own in zip(plan.units, serving[replica])]
         shape = _pipeline(plan, here, paces[replica].tolist(), times or {}, how.family)
         own, count, seed = table[mine] * scale[replica], int(counts[replica]), how.seed + replica
@@ -156,7 +155,7 @@ def assign(
         with ThreadPoolExecutor(threads, "assign") as pool:
             grouped = list(pool.map(group, range(replicas)))
         slots = [
-            [[tuple(mine[list(batch)].tolist()) for batch in found.microbatches[unit]] for mine, found in grouped]
+            [[tuple(mine[list(batch)].tolist()) for batch in found[unit]] for mine, found in grouped]
             for unit in range(len(names))
         ]
     present = table > 0
@@ -206,7 +205,7 @@ def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str
     for unit in plan.units:
         stages = [one.index for one in plan.stages() if one.unit == unit.name and one.replica == 0]
         square, linear, _ = (costs.seconds[stages, 0] + costs.seconds[stages, 1]).mean(axis=0)
-        tokens, squares = _sizes(samples, unit.name)
+        squares, tokens = samples.of_samples(unit.name)
         # A sample with tokens must get more than 0 seconds: 0 means that it has no work here.
         seconds[unit.name] = np.where(tokens > 0, np.maximum(square * squares + linear * tokens, 1e-12), 0.0)
     return seconds
@@ -218,7 +217,7 @@ def _unit_times(
     """Return the unit's times on this batch, which takes `seconds` [stages]; paces are of its mean stages."""
     mine = [one for one in placed if one.unit == unit]
     stages = [one.index for one in mine if one.replica == 0]
-    tokens, squares = _sizes(samples, unit)
+    squares, tokens = samples.of_samples(unit)
     forward, backward = (
         float((costs.seconds[stages, kind] @ [squares.sum(), tokens.sum(), 0.0]).sum()) for kind in (0, 1)
     )
@@ -233,8 +232,8 @@ def _batch_seconds(
     plan: Plan, placed: Sequence[PlacedStage], costs: StageCosts, samples: Workload
 ) -> NDArray[np.float64]:
     """Return forward plus backward seconds of the whole batch on each stage, without fixed costs per call: [stages]."""
-    sizes = {unit.name: _sizes(samples, unit.name) for unit in plan.units}
-    batch = {name: (squares.sum(), tokens.sum(), 0.0) for name, (tokens, squares) in sizes.items()}
+    sizes = {unit.name: samples.of_samples(unit.name) for unit in plan.units}
+    batch = {name: (squares.sum(), tokens.sum(), 0.0) for name, (squares, tokens) in sizes.items()}
     return np.einsum(
         "ij,ij->i", costs.seconds[:, 0] + costs.seconds[:, 1], np.array([batch[one.unit] for one in placed])
     )
@@ -257,12 +256,6 @@ def _speeds(plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDA
         for number in served:
             busy[number][ranks] = busy[number].get(ranks, 0.0) + own
     return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
-
-
-def _sizes(samples: Workload, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each sample's tokens in a unit, and the values used as their squares."""
-    tokens = np.asarray(samples.tokens[unit], dtype=np.float64)
-    return tokens, np.asarray(samples.squares.get(unit, tokens**2), dtype=np.float64)
 
 
 def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """Schedule families: the order in which ranks compute."""
 
 from dilatant.schedule.families.families import (
+    ScheduleFamily,
     eager,
     gpipe,
     half_eager,
@@ -10,7 +11,7 @@ from dilatant.schedule.families.families import (
     zero_bubble_h2,
 )
 
-FAMILIES = {
+FAMILIES: dict[str, ScheduleFamily] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "half-eager": half_eager,
@@ -19,4 +20,4 @@ FAMILIES = {
     "zb-h1": zero_bubble_h1,
     "zb-h2": zero_bubble_h2,
 }
-"""Schedule families by the name that users write: (plan, assignment, trainability) -> Schedule."""
+"""Schedule families by the name that users write."""

@@ -14,14 +14,13 @@ schedule that deadlocks, which `validate` reports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.costs.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.plan import Plan
 from dilatant.schedule.packed import (
     BACKWARD,
@@ -38,65 +37,79 @@ from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, all_trainable
 
 
-def one_f_one_b(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Build 1F1B: every stage has as many microbatches in flight as there are stages to the end of its path."""
-    return pipelined(plan, assignment, path_depths(plan), trainability)
+@lru_cache(maxsize=4)  # many schedules share one plan
+def path_depths(plan: Plan) -> tuple[int, ...]:
+    """Return by stage number the number of stages from it to the end of its path, itself included (S - s on a chain).
 
-
-def eager(
-    plan: Plan, assignment: Assignment, trainability: Trainability | None = None, depths: Sequence[int] | None = None
-) -> Schedule:
-    """Build eager 1F1B, or any `depths` by stage number. Twice 1F1B's depth hides transfers and uneven microbatches."""
-    return pipelined(plan, assignment, eager_depths(plan) if depths is None else depths, trainability)
-
-
-def half_eager(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Build a schedule halfway between 1F1B and eager 1F1B, for memory too small for eager."""
-    return pipelined(plan, assignment, half_eager_depths(plan), trainability)
-
-
-def serial(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Run each microbatch forward and backward before the next begins: a single rank gains nothing by pipelining."""
-    return pipelined(plan, assignment, (1,) * len(plan.stages()), trainability)
-
-
-def gpipe(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Build GPipe: every rank runs all its forwards, then all its backwards."""
-    return pipelined(plan, assignment, path_depths(plan), trainability, forward_first=True)
-
-
-def interleaved(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
-    """Build interleaved 1F1B for replicas whose ranks hold several stages each (stage c * p + r on the r-th of p
-    groups); eager 1F1B for the others. With equal stages its bubble is that of 1F1B over the number of stages per rank.
-
-    Microbatches pass each of a rank's stages in rounds of p, in Megatron-Core's order; the last round may be short.
-    Raises ValueError if a replica's ranks do not repeat with one period.
+    For a stage on several paths the longest is used. The result is 1F1B's number of in-flight microbatches (Cornstarch
+    v3 4.4: each encoder forms a separate pipeline with the language model).
     """
-    return pipelined(plan, assignment, eager_depths(plan), trainability, interleave=True)
+    behind: dict[str, int] = {}
+    for unit in reversed(plan.units):
+        after = max((behind[name] for name in unit.feeds), default=0)
+        behind[unit.name] = after + max(len(replica.stages) for replica in unit.replicas)
+    depths = []
+    for placed in plan.stages():
+        unit = plan.unit(placed.unit)
+        after = max((behind[name] for name in unit.feeds), default=0)
+        depths.append(after + len(unit.replicas[placed.replica].stages) - placed.position)
+    return tuple(depths)
+
+
+def eager_depths(plan: Plan) -> tuple[int, ...]:
+    """Return by stage number 2(S - s) - 1 along the stage's own path: the default depth of eager 1F1B."""
+    return tuple(2 * depth - 1 for depth in path_depths(plan))
+
+
+def half_eager_depths(plan: Plan) -> tuple[int, ...]:
+    """Return by stage number the mean of the depths of 1F1B and of eager 1F1B, rounded down."""
+    return tuple((least + most) // 2 for least, most in zip(path_depths(plan), eager_depths(plan)))
+
+
+Depths = Sequence[int] | Callable[[Plan], Sequence[int]]
+"""In-flight microbatches by stage number, or their function of the plan."""
+ScheduleFamily = Callable[[Plan, Assignment, Trainability], Schedule]
 
 
 def pipelined(
     plan: Plan,
     assignment: Assignment,
-    depths: Sequence[int],
     trainability: Trainability | None = None,
     *,
+    depths: Depths,
     forward_first: bool = False,
     interleave: bool = False,
 ) -> Schedule:
-    """Build the schedule of these depths by stage number. With `forward_first`, backwards run only after all forwards;
-    with `interleave`, replicas whose ranks hold several stages process microbatches in rounds.
+    """Build the schedule of these depths. With `forward_first`, backwards run only after all forwards; with
+    `interleave`, replicas whose ranks hold several stages process microbatches in rounds.
 
     Raises ValueError if `depths` does not name every stage, or one is less than 1.
     """
-    arrays = plan_arrays(plan)
-    if len(depths) != len(arrays.placed) or min(depths, default=1) < 1:
-        raise ValueError(f"depths needs {len(arrays.placed)} numbers of at least 1, got {list(depths)}")
+    arrays, deep = plan_arrays(plan), depths(plan) if callable(depths) else depths
+    if len(deep) != len(arrays.placed) or min(deep, default=1) < 1:
+        raise ValueError(f"depths needs {len(arrays.placed)} numbers of at least 1, got {list(deep)}")
     trainability = trainability or all_trainable(plan)
     pieces = cut_pieces(arrays, assignment, trainability)
     rows = _Rows.of(arrays, pieces)
-    times = _virtual_times(arrays, pieces, rows, np.asarray(depths, dtype=np.float64), forward_first, interleave)
+    times = _virtual_times(arrays, pieces, rows, np.asarray(deep, dtype=np.float64), forward_first, interleave)
     return _order_by_time(arrays, pieces, rows, times, trainability)
+
+
+one_f_one_b = partial(pipelined, depths=path_depths)
+"""1F1B: every stage has as many microbatches in flight as there are stages to the end of its path."""
+eager = partial(pipelined, depths=eager_depths)
+"""Eager 1F1B, or any `depths`. Twice 1F1B's depth hides transfers and uneven microbatches."""
+half_eager = partial(pipelined, depths=half_eager_depths)
+"""Halfway between 1F1B and eager 1F1B, for memory too small for eager."""
+serial = partial(pipelined, depths=lambda plan: (1,) * len(plan.stages()))
+"""Each microbatch forward and backward before the next begins: a single rank gains nothing by pipelining."""
+gpipe = partial(pipelined, depths=path_depths, forward_first=True)
+"""GPipe: every rank runs all its forwards, then all its backwards."""
+interleaved = partial(pipelined, depths=eager_depths, interleave=True)
+"""Interleaved 1F1B for replicas whose ranks hold several stages each (stage c * p + r on the r-th of p groups); eager
+1F1B for the others. With equal stages its bubble is that of 1F1B over the number of stages per rank. Microbatches pass
+each of a rank's stages in rounds of p, in Megatron-Core's order; the last round may be short. Raises ValueError if a
+replica's ranks do not repeat with one period."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,8 +4,6 @@ Importing this module imports numba, so it is imported only inside functions tha
 however many ranks run it together) are numbered rank by rank in execution order.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

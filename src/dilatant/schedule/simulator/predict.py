@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -82,9 +82,9 @@ class TimedStep:
 
 def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> TimedStep:
     """Time the step of `graph` on these samples."""
-    pieces = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
-    sums = op_sums(graph, costs.stages, pieces, samples.tokens)
-    message = message_bytes(graph, costs.stages, message_sums(graph, samples.tokens, samples.squares))
+    pieces = piece_sums(graph, samples)
+    sums = op_sums(graph, costs.stages, pieces, samples)
+    message = message_bytes(graph, costs.stages, message_sums(graph, samples))
     durations = action_seconds(graph, costs.stages, sums)
     lag = None
     if costs.cluster is None:
@@ -96,26 +96,25 @@ def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> Time
     return TimedStep(graph, costs, pieces, sums, durations, lag, message, seconds, synced)
 
 
-def piece_sums(
-    graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None, dense: Mapping[str, DenseRows] | None = None
-) -> NDArray[np.float64]:
+def piece_sums(graph: ScheduleGraph, samples: Workload) -> NDArray[np.float64]:
     """Return, per piece, Σ tokens² (with several samples in a unit of `dense`: (Σ tokens)² times its fraction), Σ
     tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
     piece, unit_of_piece = pieces.of_samples, graph.arrays.unit_of[pieces.chain]
     unit = unit_of_piece[piece]
-    linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
+    linear, square = _by_sample(graph, unit, pieces.samples, samples)
     sums = _sums(piece, linear, square, len(pieces.microbatch))
     several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
     for number, name in enumerate(graph.arrays.units):
-        if dense is not None and name in dense:
+        if name in samples.dense:
             rows = several & (unit_of_piece == number)
-            sums[rows, 0] = dense[name].at(sums[rows, 1]) * sums[rows, 1] ** 2
+            sums[rows, 0] = samples.dense[name].at(sums[rows, 1]) * sums[rows, 1] ** 2
     return sums
 
 
-def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
-    """Return each message's sums, `[messages, 3]` as in `piece_sums`, for the unit whose stage made its rows.
+def message_sums(graph: ScheduleGraph, samples: Workload) -> NDArray[np.float64]:
+    """Return each message's sums, `[messages, 3]` as in `piece_sums` without `dense`, for the unit whose stage made its
+    rows.
 
     A gradient has the rows of the forward message in the other direction.
     """
@@ -124,7 +123,7 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
     forward = graph.kind[source] == FORWARD
     made = np.where(forward, graph.piece[source], graph.piece[target])
     used = np.where(forward, graph.piece[target], graph.piece[source])
-    whole = piece_sums(graph, tokens, squares)
+    whole = piece_sums(graph, replace(samples, dense={}))
     result = whole[made]
     chain = pieces.chain
     across = np.flatnonzero(chain[made] != chain[used])
@@ -136,17 +135,18 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
         owner = pieces.owners(arrays)
         unit = arrays.unit_of[chain[made[across]]][message]
         shared = owner[arrays.unit_of[chain[used[across]]][message], sample] == used[across][message]
-        linear, square = _by_sample(graph, unit[shared], sample[shared], tokens, squares)
+        linear, square = _by_sample(graph, unit[shared], sample[shared], samples)
         result[across] = _sums(message[shared], linear, square, len(across))
     return result
 
 
-def op_sums(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], tokens: Tokens) -> NDArray[np.float64]:
+def op_sums(
+    graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], samples: Workload
+) -> NDArray[np.float64]:
     """Return, per op, the factors of its costs, `[ops, 3]`: the `piece_sums` of its piece. If ranks share indivisible
     items, tokens and squares are scaled by the fullest rank's load over the mean."""
     found = sums[graph.piece]
-    by_unit = [np.asarray(tokens[unit], dtype=np.float64) for unit in graph.arrays.units]
-    found[:, :2] *= unevenness(graph, costs.items_per_token, by_unit)[:, None]
+    found[:, :2] *= unevenness(graph, costs.items_per_token, samples)[:, None]
     return found
 
 
@@ -193,17 +193,14 @@ def step_bytes(
 
 
 def _by_sample(
-    graph: ScheduleGraph, unit: NDArray[np.int64], sample: NDArray[np.int64], tokens: Tokens, squares: Tokens | None
+    graph: ScheduleGraph, unit: NDArray[np.int64], sample: NDArray[np.int64], samples: Workload
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return tokens and their squares for pairs of unit and sample."""
     linear, square = np.zeros(len(sample)), np.zeros(len(sample))
     for number, name in enumerate(graph.arrays.units):
         mine = unit == number
-        linear[mine] = np.asarray(tokens[name], dtype=np.float64)[sample[mine]]
-        if squares is not None and name in squares:
-            square[mine] = np.asarray(squares[name], dtype=np.float64)[sample[mine]]
-        else:
-            square[mine] = linear[mine] ** 2
+        squares, tokens = samples.of_samples(name)
+        linear[mine], square[mine] = tokens[sample[mine]], squares[sample[mine]]
     return linear, square
 
 
@@ -271,11 +268,9 @@ def synced_seconds(
     return float(sums.max() + after.max())
 
 
-def unevenness(
-    graph: ScheduleGraph, items_per_token: NDArray[np.float64], tokens: Sequence[NDArray[np.float64]]
-) -> NDArray[np.float64]:
+def unevenness(graph: ScheduleGraph, items_per_token: NDArray[np.float64], samples: Workload) -> NDArray[np.float64]:
     """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]. `items_per_token`
-    [stages] is as in `UnitSpec`; `tokens` holds one array [samples] per unit."""
+    [stages] is as in `UnitSpec`."""
     arrays, pieces = graph.arrays, graph.packed.pieces
     times = np.ones(graph.num_ops)
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
@@ -285,7 +280,7 @@ def unevenness(
         chain, items = int(arrays.chain[stage]), float(items_per_token[stage])
         first, end = pieces.first[chain : chain + 2]
         if (chain, wide) not in known:
-            own = tokens[arrays.unit_of[chain]]
+            own = samples.of_samples(arrays.units[arrays.unit_of[chain]])[1]
             parts = np.split(pieces.samples, pieces.offsets[first : end + 1])[1:-1]
             known[chain, wide] = np.asarray([fullest_share(own[part], items, wide) * wide for part in parts])
         ops = np.flatnonzero(graph.stage == stage)
