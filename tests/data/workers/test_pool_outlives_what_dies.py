@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from cases.pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, requests
+from dilatant.comm.wire.link import FrameReader
 from dilatant.data.errors import SampleError
 from dilatant.data.media import open_media
 from dilatant.data.sample import Media, Sample, Turn
@@ -34,7 +35,6 @@ from dilatant.data.workers.pool_source import PoolSource
 from dilatant.data.workers.pool_wire import (
     NOTE_BYTES,
     Arena,
-    FrameReader,
     Greeting,
     PoolAsk,
     PoolHello,
