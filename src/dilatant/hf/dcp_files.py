@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilatant.config.errors import UserError, one_line, type_and_text
+from dilatant.config.errors import UserError, as_user_error, type_and_text
 from dilatant.config.files.own_files import MOST_TEXT, open_regular
 from dilatant.plan.boxes import Box
 
@@ -88,23 +88,20 @@ class _Chunk:
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Read the part. Raises UserError."""
-        try:
+        with as_user_error(f"weights cannot be read from {str(self.file)!r}: {self.box.name!r}"):
             with open_regular(self.file) as stream:
                 content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             archive = io.BytesIO(content[self.start : self.end])
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(archive).infolist()):
                 raise ValueError("its archive is compressed")
             archive.seek(0)
-            found: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
-            if (found.dtype, found.shape) != (dtype, self.box.shape):
-                raise ValueError(
-                    f"it holds {found.dtype} {list(found.shape)} in place of {dtype} {list(self.box.shape)}"
-                )
+            try:
+                found: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            except (RuntimeError, pickle.UnpicklingError):
+                raise ValueError("it is damaged, or holds more than a tensor") from None
+            if (found.dtype, found.shape) != (dtype, shape := self.box.shape):
+                raise ValueError(f"it holds {found.dtype} {list(found.shape)} in place of {dtype} {list(shape)}")
             return found
-        except Exception as error:
-            reason = "it holds more than a tensor" if isinstance(error, pickle.UnpicklingError) else one_line(error)
-            where = f"weights cannot be read from {str(self.file)!r}: {self.box.name!r}"
-            raise UserError(f"{where}: {reason}") from None
 
 
 @dataclass(frozen=True, slots=True)
