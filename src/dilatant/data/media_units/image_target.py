@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -92,11 +91,6 @@ class Latents:
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"
-
-
-def data_fingerprint(parts: Iterable[str]) -> str:
-    """Combine several fingerprints into one."""
-    return blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
 
 
 def _about(key: str, values: NDArray[np.float32]) -> dict[str, str]:
