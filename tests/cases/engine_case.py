@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from cases.models.tiny_nets import NETS, SIZES
+from dilatant import Encoder, Generator, MultimodalModel
 from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
-from dilatant.models import Encoder, Generator, MultimodalModel
 from dilatant.models.language.row_padding import pad_rows
 from dilatant.models.language.token_loss import TargetPlaces, TokenLoss
 from dilatant.models.row_attention import place_rows, use_row_attention

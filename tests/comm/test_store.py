@@ -50,9 +50,6 @@ def test_store_values_counters_and_queues_share_a_prefix(server: StoreServer) ->
     assert other.get("run/a") == b"\0\xff" * 70_000
     assert not other.check(["a"])
     assert [one.add("n", 2), other.prefixed("run").add("n", 3)] == [2, 5]
-    assert one.compare_set("c", "", "first") == b"first"
-    assert one.compare_set("c", "", "second") == b"first"
-    assert one.compare_set("c", "first", "second") == b"second"
     one.append("log", "x")
     one.append("log", "y")
     one.multi_set(["k", "l"], ["1", b"2"])
@@ -106,7 +103,7 @@ def test_what_is_taken_deleted_or_replaced_gives_its_room_back(
         store.set("k", value)
         store.set(f"l{round_}", value)
         store.delete_key(f"l{round_}")
-        store.compare_set("k", value, value)
+        store.set("k", value)
     store.push("q", value)
     store.push("q", value)
     with pytest.raises(StoreGone):  # the third queue item and "k" are more than there is room for

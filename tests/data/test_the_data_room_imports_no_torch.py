@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dilatant.data import Encoding, byte_tokenizer, chat_tokenizer
+from dilatant.data.text.chat import chat_tokenizer
+from dilatant.data.text.encoding import Encoding
+from dilatant.data.text.tokenizer import byte_tokenizer
 
 
 def test_data_modules_import_neither_torch_nor_transformers():
     code = (
-        "import sys, dilatant.data; from dilatant.data import GlobalBatch, open_blend, encode_sample;"
+        "import sys, dilatant.data.order.blend, dilatant.data.text.encode, dilatant.data.workers.batches;"
         "import dilatant.data.index.sizes, dilatant.data.index.stats, dilatant.data.index.lint;"
         "import dilatant.data.workers.ordered_map;"
         "import dilatant.data.workers.pool_owner, dilatant.data.workers.pool_source;"
@@ -27,7 +29,8 @@ def test_encoding_texts_images_and_sounds_imports_no_torch(tmp_path: Path) -> No
     encoding = tmp_path / "encoding"
     encoding.write_bytes(pickle.dumps(Encoding(chat_tokenizer(byte_tokenizer()))))
     code = (
-        "import pickle, sys, numpy as np; from dilatant.data import Sample, Turn, encode_sample;"
+        "import pickle, sys, numpy as np; from dilatant.data.sample import Sample, Turn;"
+        "from dilatant.data.text.encode import encode_sample;"
         "encoding = pickle.load(open(sys.argv[1], 'rb'));"
         "sample = Sample('s', (Turn('user', ('q',)), Turn('assistant', ('a',))));"
         "encode_sample(sample, encoding);"

@@ -14,8 +14,8 @@ import torch
 from cases.models.tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 from cases.often import often
 from cases.tiny_models import LANGUAGE_MODELS
+from dilatant import Generator, MultimodalModel
 from dilatant.config.errors import UserError
-from dilatant.models import Generator, MultimodalModel
 from dilatant.models.core.dtype import cast_weights
 from dilatant.models.core.materialize import materialize
 from dilatant.models.generators.denoiser_source import read_source, scheduler_settings

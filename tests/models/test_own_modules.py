@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cases.tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
+from dilatant import Encoder, Generator, MultimodalModel
 from dilatant.config import UserError
-from dilatant.models import Encoder, Generator, MultimodalModel
 from dilatant.models.encoders.encoder import Adapter
 
 

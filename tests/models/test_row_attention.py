@@ -20,12 +20,12 @@ from cases.tiny_models import (
     VOCABULARY,
     vision_language,
 )
+from dilatant import Encoder
 from dilatant.attention.masks.mask import pack_fields
 from dilatant.attention.masks.packing import RowLayout, document_causal
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample
-from dilatant.models import Encoder
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import RowAttention, attend_as_configured, place_rows, use_row_attention
 from dilatant.models.sources import parse_config

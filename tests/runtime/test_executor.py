@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from cases.engine_case import BATCHES, CASE, PLAN, build_model, build_samples
-from dilatant import ParallelSpec, parallelize
+from dilatant import Encoder, MultimodalModel, ParallelSpec, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
-from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.language.language_stage import LanguageStage
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed, Executor, _Piece

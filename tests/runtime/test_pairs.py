@@ -16,13 +16,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from cases.engine_case import CASE, TEXT, VOCABULARY, Case, build_model
-from dilatant import ParallelSpec, parallelize
+from dilatant import MultimodalModel, ParallelSpec, parallelize
 from dilatant.comm import launch
 from dilatant.config import UserError
 from dilatant.config.train import PreferencesConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.tokenizer import byte_tokenizer
-from dilatant.models import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.training.references import score_pairs
 from harness.checked_steps import Allowed, assert_close, part_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cases.engine_case import CASE, TEXT, VOCABULARY, build_model, build_samples
-from dilatant import Auto, ParallelSpec, UserError, parallelize
+from dilatant import Auto, Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
 from dilatant.comm import launch
 from dilatant.comm.errors import CommAborted
 from dilatant.config import ClusterConfig, PlanConfig
@@ -20,7 +20,6 @@ from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.model import save_costs
 from dilatant.data.sample import EncodedSample
-from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.encoders.encoder import Adapter
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dilatant import Encoder, MultimodalModel
 from dilatant.config.model import LoraConfig
 from dilatant.cost.analytic import analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import FP32
 from dilatant.data.sample import EncodedSample
-from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.adapters.lora import inject_parts, is_adapter
 from dilatant.models.core.freeze import thaw
 from dilatant.models.sources import load_language_model

@@ -1,7 +1,7 @@
 """Weights in the format of torch's distributed checkpoints (DCP): pickled `.metadata`, and tensors in `.distcp` files.
 
-A folder may be a stranger's, so torch loads no pickle of it: an unpickler that builds inert records for the few classes
-of the format, and refuses all others, reads them. Files are mapped, and only the requested box of a tensor is touched.
+A folder may be a stranger's, so its metadata are read by an unpickler that builds inert records for the few classes of
+the format and refuses all others, and its tensors by torch's `weights_only`. Only the parts that a box needs are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import mmap
 import pickle
 import pickletools
-import struct
 import warnings
 import zipfile
 from collections import defaultdict
@@ -21,19 +20,15 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dilatant.config.errors import UserError, one_line, type_and_text
+from dilatant.config.errors import UserError, as_user_error, type_and_text
 from dilatant.config.files.own_files import MOST_TEXT, open_regular
 from dilatant.plan.boxes import Box
 
 METADATA = ".metadata"
 """File of a DCP folder that says which file holds which part of which tensor."""
-_MOST_HEADER = 1 << 16
-"""Maximum bytes of the pickle that describes one tensor."""
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -55,18 +50,13 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",  # torch before 2.3
     "torch.serialization": "_get_layout",
-    "torch._utils": "_rebuild_tensor_v2",
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",
 }
-_STORAGES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
-_STORAGES |= {"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"}
 _KNOWN: dict[str, Any] = {
     **{f"{module}.{name}": _Record for module, names in _RECORDS.items() for name in names.split()},
     **{f"torch.{name}": kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)},
-    **{f"torch.{name}Storage": getattr(torch, kind) for name, kind in _STORAGES.items()},
     "torch.Size": tuple,
-    "collections.OrderedDict": dict,
 }
 """Global name in a pickle → what it becomes here."""
 
@@ -76,9 +66,6 @@ class _Unpickler(pickle.Unpickler):
         if f"{module}.{name}" not in _KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name} is no class of the format")
         return _KNOWN[f"{module}.{name}"]
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
 
 
 def _unpickle(content: bytes) -> Any:
@@ -90,39 +77,6 @@ def _unpickle(content: bytes) -> Any:
     return _Unpickler(io.BytesIO(content)).load().state
 
 
-class _Section:
-    """Part of a mapped file, as a file that `zipfile` can read."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content = content
-        self._at = 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (0, self._at, len(self._content))[whence] + offset
-        if self._at < 0:
-            raise OSError(0, "a place before the beginning")
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        part = bytes(self._content[self._at :][: None if size is None or size < 0 else size])
-        self._at += len(part)
-        return part
-
-
-def _entries(archive: memoryview) -> Iterator[tuple[str, memoryview]]:
-    """Yield the name, without the folder, and the bytes of each entry of a zip archive of torch."""
-    with zipfile.ZipFile(_Section(archive)) as opened:
-        for entry in opened.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its archive is compressed")
-            name, extra = struct.unpack_from("<HH", archive, entry.header_offset + 26)
-            at = entry.header_offset + 30 + name + extra
-            yield entry.filename.partition("/")[2], archive[at : at + entry.file_size]
-
-
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Stored part `box` of a tensor: an archive of torch in bytes `start` to `end` of a file."""
@@ -132,23 +86,22 @@ class _Chunk:
     start: int
     end: int
 
-    def elements(self, dtype: torch.dtype) -> NDArray[np.uint8]:
-        """Map the elements: [*shape of the box, bytes of an element]. Raises UserError."""
-        try:
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """Read the part. Raises UserError."""
+        with as_user_error(f"weights cannot be read from {str(self.file)!r}: {self.box.name!r}"):
             with open_regular(self.file) as stream:
-                content = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-            entries = dict(_entries(content[self.start : self.end]))
-            if len(entries["data.pkl"]) > _MOST_HEADER or entries.get("byteorder", b"little") != b"little":
-                raise ValueError("its header is not one that torch writes here")
-            (_, kind, key, *_), offset, shape, stride, *_ = _unpickle(bytes(entries["data.pkl"]))
-            if (kind, shape) != (dtype, self.box.shape):
-                raise ValueError(f"it holds {kind} {list(shape)} in place of {dtype} {list(self.box.shape)}")
-            size, strides = dtype.itemsize, [step * dtype.itemsize for step in stride]
-            # Raises ValueError for elements that lie outside of the entry.
-            return np.ndarray((*shape, size), np.uint8, entries[f"data/{key}"], offset * size, (*strides, 1))
-        except Exception as error:
-            where = f"weights cannot be read from {str(self.file)!r}: {self.box.name!r}"
-            raise UserError(f"{where}: {one_line(error)}") from None
+                content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            archive = io.BytesIO(content[self.start : self.end])
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(archive).infolist()):
+                raise ValueError("its archive is compressed")
+            archive.seek(0)
+            try:
+                found: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            except (RuntimeError, pickle.UnpicklingError):
+                raise ValueError("it is damaged, or holds more than a tensor") from None
+            if (found.dtype, found.shape) != (dtype, shape := self.box.shape):
+                raise ValueError(f"it holds {found.dtype} {list(found.shape)} in place of {dtype} {list(shape)}")
+            return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,16 +126,16 @@ class StoredTensor:
         if not all(lengths):
             return torch.empty(lengths, dtype=self.dtype)
         wanted = Box(self.key, self.shape, tuple(((place.start, place.stop),) for place in places))
-        found, size = np.empty((*lengths, self.dtype.itemsize), np.uint8), 0
+        found, size = torch.empty(lengths, dtype=self.dtype), 0
         for chunk in self.chunks:
             both = wanted.meet(chunk.box)
             if both is not None:
-                found[wanted.place(both)] = chunk.elements(self.dtype)[chunk.box.place(both)]
+                found[wanted.place(both)] = chunk.tensor(self.dtype)[chunk.box.place(both)]
                 size += both.size
         if size != wanted.size:
             folder = self.chunks[0].file.parent
             raise UserError(f"{str(folder)!r} is damaged: some elements of {self.key!r} are absent or stored twice")
-        return torch.from_numpy(found).view(self.dtype).reshape(lengths)
+        return found
 
 
 class DcpTensors:

@@ -50,7 +50,7 @@ from dilatant.runtime.step.partial_step import Layer
 from dilatant.runtime.step.recorder import Recorder
 from dilatant.runtime.step.row_owners import RowOwners
 from dilatant.runtime.step.step_end import StepEnd
-from dilatant.runtime.step.step_planner import PreparedStep, SizedSample, StepPlanner
+from dilatant.runtime.step.step_planner import PreparedStep, StepPlanner
 from dilatant.runtime.step.step_result import SamplePredictions, ShareCounter, StepResult
 from dilatant.runtime.step.unfinished_step import UnfinishedStep
 from dilatant.runtime.transport import Transport
@@ -252,7 +252,7 @@ class Runtime:
         return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
 
     def plan_step(
-        self, samples: Sequence[SizedSample], *, forwards: bool = False, step_number: int | None = None
+        self, samples: Sequence[EncodedSample], *, forwards: bool = False, step_number: int | None = None
     ) -> PreparedStep:
         """Plan the step of a global batch and compile it for this rank. Reads only `sizes` and `draw` of the samples,
         does not communicate and keeps no state, so another thread may plan ahead.
@@ -268,7 +268,7 @@ class Runtime:
         return self._planner.plan_missing(samples, reuse, self.unfinished.weights, self.unfinished.loss_layers)
 
     def prepare(
-        self, samples: Sequence[SizedSample], assignment: Assignment, schedule: Schedule, *, forwards: bool = False
+        self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule, *, forwards: bool = False
     ) -> PreparedStep:
         """Compile a step from an assignment and a schedule; `plan_step` makes its own. For a step that cannot run,
         notifies the other ranks and raises ScheduleError."""

@@ -236,7 +236,7 @@ def test_the_export_is_reloaded_by_transformers_alone(project: Path, dilatant: D
     )
     subprocess.run([sys.executable, "-c", code, str(export), str(project / "out.pt")], check=True)
     logits, hidden = torch.load(project / "out.pt")
-    from dilatant.models import MultimodalModel
+    from dilatant import MultimodalModel
 
     model = MultimodalModel.from_pretrained(export).eval()
     ids = model.tokenizer("left", return_tensors="pt").input_ids

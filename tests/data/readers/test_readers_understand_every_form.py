@@ -330,7 +330,7 @@ def test_a_row_group_is_read_once_in_blocks_that_memory_holds(tmp_path, monkeypa
     opened = []
     read = parquet_records._row_group
     monkeypatch.setattr(
-        parquet_records, "_row_group", lambda path, block: opened.append(block.group) or read(path, block)
+        parquet_records, "_row_group", lambda path, group, rows: opened.append(group) or read(path, group, rows)
     )
     blend = open_blend([DataSource(path=str(tmp_path / "x.parquet"))])
     records = blend.readers[0].records

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from cases.pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, requests
+from dilatant.comm.wire.link import FrameReader
 from dilatant.data.errors import SampleError
 from dilatant.data.media import open_media
 from dilatant.data.sample import Media, Sample, Turn
@@ -36,7 +37,6 @@ from dilatant.data.workers.pool_wire import (
     Arena,
     Greeting,
     PoolAsk,
-    PoolFrames,
     PoolHello,
     to_frame,
     to_worker,
@@ -189,7 +189,7 @@ def test_a_worker_with_invalid_replies_keeps_slots_until_exit(pool, caplog) -> N
     source.ask(requests([0], nbytes=1 << 16))
     wait_until(lambda: source._arena._taken)
     with source.changed:
-        source._links[0].frames = PoolFrames(1)
+        source._links[0].frames = FrameReader(1)
     assert source.take("train", 100).id == "file:0"
     assert "was given up: it answered with what is no message" in caplog.text
     wait_until(lambda: not source._arena._taken)
@@ -324,7 +324,7 @@ def last_workers_of(path: Path) -> None:
         connection, _ = listener.accept()
     path.unlink()
     hello, (memory,), *_ = socket.recv_fds(connection, 1 << 12, 1)
-    frames = PoolFrames(1 << 20)
+    frames = FrameReader(1 << 20)
     (body,) = frames.feed(hello)
     note = to_worker.decode(body).note
     connection.sendall(to_frame(Greeting(os.getpid(), 60.0, [])))

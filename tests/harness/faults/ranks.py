@@ -35,7 +35,7 @@ from dilatant.resilience.processes.messages import Seat, connect
 from dilatant.resilience.processes.process import AGENT, COORDINATOR, Child, ProcessStart
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
 from dilatant.resilience.worker import rank as rank_module
-from dilatant.resilience.worker.rank import FOLDER, train_seat
+from dilatant.resilience.worker.rank import FOLDER, ResilientRank
 from dilatant.resilience.worker.worker_link import WorkerLink
 from dilatant.training.checkpoints.starting_point import StartingPoint as StartingPoint
 from dilatant.training.prepare import prepare
@@ -271,7 +271,8 @@ def _train(
         _limit(budget)
     at = connect_store("127.0.0.1", store, TOKEN, on_one_machine=True)
     worker = Worker(rank, size, rank, torch.device("cpu"), at)
-    train_seat(worker, load_config(config), plan, StartingPoint(None), "nothing", Seat(node, 0, agent, TOKEN))
+    seat = Seat(node, 0, agent, TOKEN)
+    ResilientRank(worker, load_config(config), plan, StartingPoint(None), "nothing", seat).run()
 
 
 def _die(where: Dies) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from dilatant.models import Generator, MultimodalModel
+from dilatant import Generator, MultimodalModel
 from dilatant.models.core.materialize import materialize
 from dilatant.models.language.queries import Queries, number_queries
 

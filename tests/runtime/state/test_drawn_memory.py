@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cases.host_memory import Elsewhere
+from dilatant import Encoder, MultimodalModel
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
 from dilatant.config.degrees import Degrees
@@ -20,7 +21,6 @@ from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import BF16, FP32
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
-from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.core.host_inputs import HostInputs
 from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import parse_config

@@ -16,11 +16,10 @@ import yaml
 from cases.data_builders import image_bytes
 from cases.tiny_project import tiny_config, write_images
 from cases.tiny_wholes import save_as_the_hub_does
-from dilatant import MultimodalModel, ParallelSpec, UserError, load_config, make_loader, parallelize
+from dilatant import Generator, MultimodalModel, ParallelSpec, UserError, load_config, make_loader, parallelize
 from dilatant.config import DataSource
 from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import open_blend
-from dilatant.models import Generator
 from dilatant.planning.assemble import assemble_encoding, assemble_model, assemble_samples
 from harness.loader import Loader
 

@@ -87,19 +87,12 @@ class StoreServer:
             case [b"append", key, value]:
                 self._put(key, self._values.get(key, b"") + value)
                 self._answer(client, [b"ok"])
-            case [b"swap", key, expected, desired]:
-                if self._values.get(key, b"") == expected:
-                    self._put(key, desired)
-                # torch's stores return `expected` if there is no value
-                self._answer(client, [b"ok", self._values.get(key, expected)])
             case [b"check", *keys]:
                 self._answer(client, [b"ok", b"yes" if self._values.keys() >= set(keys) else b"no"])
             case [b"delete", *keys]:
                 gone = [self._values.pop(key, None) for key in keys]
                 self._stored_bytes -= sum(len(value) for value in gone if value is not None)
                 self._answer(client, [b"ok", str(sum(value is not None for value in gone)).encode()])
-            case [b"count"]:
-                self._answer(client, [b"ok", str(len(self._values)).encode()])
             case [b"push", key, value]:
                 self._keep(len(value))
                 self._queues[key].append(value)

@@ -91,18 +91,11 @@ class Store(dist.Store):
     def append(self, key: str, value: str | bytes) -> None:
         self._ask(b"append", self._key(key), _bytes(value))
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask(b"swap", self._key(key), _bytes(expected), _bytes(desired))[0]
-
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask(b"check", *map(self._key, keys))[0] == b"yes"
 
     def delete_key(self, key: str) -> bool:
         return self._ask(b"delete", self._key(key))[0] == b"1"
-
-    def num_keys(self) -> int:
-        """Return the number of keys of all prefixes."""
-        return int(self._ask(b"count")[0])
 
     def push(self, key: str, value: str | bytes) -> None:
         self._ask(b"push", self._key(key), _bytes(value))

@@ -153,9 +153,7 @@ def blend_sizes(
         parts.append(_source(reader, encoding, cache, workers, partial(_forward, progress, done, total)))
         done += len(reader)
         progress(done, total)
-    return _index(
-        _together(blend, encoding, cache, parts), encoding, blend.name, parts, _forgetting(blend, encoding, cache)
-    )
+    return _index(blend, encoding, cache, parts)
 
 
 def known_sizes(blend: Blend, encoding: Encoding, *, cache_dir: str | Path | None = None) -> SizesIndex | None:
@@ -167,9 +165,7 @@ def known_sizes(blend: Blend, encoding: Encoding, *, cache_dir: str | Path | Non
         if found is None or not _media_unchanged(found):
             return None
         parts.append(found)
-    return _index(
-        _together(blend, encoding, cache, parts), encoding, blend.name, parts, _forgetting(blend, encoding, cache)
-    )
+    return _index(blend, encoding, cache, parts)
 
 
 def _forward(progress: Progress, before: int, total: int, done: int, _: int) -> None:
@@ -250,27 +246,19 @@ def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Ar
     return cache.kept(f"blend-{_digest(names)[:16]}", _digest(digests), make)
 
 
-def _index(
-    found: Arrays,
-    encoding: Encoding,
-    name: Callable[[int], str],
-    parts: Sequence[Arrays],
-    forget: Callable[[int], None] = _keep,
-) -> SizesIndex:
+def _index(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Arrays]) -> SizesIndex:
+    found = _together(blend, encoding, cache, parts)
+    entries = [_entry(reader, encoding)[0] for reader in blend.readers]
     return SizesIndex(
         units=encoding.unit_names,
         tokens=found.arrays["tokens"].T,
         target_tokens=found.arrays["target_tokens"],
         content=found.arrays["content"],
         problems=_refusals(found),
-        name=name,
+        name=blend.name,
         unused=tuple(tuple(part.about["unused"]) for part in parts),
-        forget=forget,
+        forget=partial(_forget, blend, cache, entries),
     )
-
-
-def _forgetting(blend: Blend, encoding: Encoding, cache: Cache) -> Callable[[int], None]:
-    return partial(_forget, blend, cache, [_entry(reader, encoding)[0] for reader in blend.readers])
 
 
 def _forget(blend: Blend, cache: Cache, entries: Sequence[str], sample: int) -> None:

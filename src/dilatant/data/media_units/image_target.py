@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,9 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from dilatant.config.errors import UserError
+from dilatant.config.files.durable import write_durably
 from dilatant.config.files.own_files import is_trusted_cache_file
 from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.media.image_file import decode_image
@@ -63,15 +61,7 @@ class Latents:
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-            os.close(number)
-            try:
-                save_file({NAME: values}, name, _about(key, values))
-                os.replace(name, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name)
-                raise
+            write_durably(path, save({NAME: values}, _about(key, values)))
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"latents cannot be kept in {str(self.folder)!r}: {error}; set 'data.cache_dir' to a folder with room, "
@@ -101,11 +91,6 @@ class Latents:
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"
-
-
-def data_fingerprint(parts: Iterable[str]) -> str:
-    """Combine several fingerprints into one."""
-    return blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
 
 
 def _about(key: str, values: NDArray[np.float32]) -> dict[str, str]:

@@ -19,7 +19,6 @@ from dilatant.config.errors import UserError, as_user_error
 from dilatant.config.files.remote_files import map_file
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord
-from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan, SourceFiles
 
 _Id = int | str
@@ -64,8 +63,6 @@ LISTS = {"images": _Image, "annotations": _Annotation, "questions": _Question}
 class AnnotationRecords(RecordsOfFiles):
     """Captions or questions of several files, in file order. Picklable. Raises UserError for answers whose questions
     are in none of the files."""
-
-    blocks: Blocks | None = None
 
     def __init__(self, files: SourceFiles) -> None:
         super().__init__(files)

@@ -20,8 +20,6 @@ from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 class ArrowRecords(RecordsOfFiles):
     """Rows of several Arrow files, in file order. Picklable: another process maps the same files."""
 
-    blocks: Blocks | None = None
-
     def read(self, index: int) -> FileRecord:
         file, row = self._files.locate(index)
         place, path = self.name_of(index), self._files.paths[file]

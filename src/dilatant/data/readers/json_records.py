@@ -129,22 +129,8 @@ def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
     except (msgspec.MsgspecError, RecursionError):
         # msgspec is stricter than Python's json module, which accepts NaN and lone surrogates, and it names no record.
         return _array_spans_one_by_one(text, begin, name)
-    length = np.fromiter(map(len, elements), np.int64, len(elements))
-    start = np.zeros(len(elements), np.int64)
-    if len(elements):
-        start[:] = _address(elements[0]) - _address(text)
-    if len(elements) > 1:
-        # Most writers put the same separator between all elements. If it does not fit, elements are located by address.
-        gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
-        start[1:] += np.cumsum(length[:-1] + gap)
-        codes = np.frombuffer(text, np.uint8)
-        if (
-            start[-1] + length[-1] > len(codes)
-            or any((codes[start[1:] + at] != codes[start[1] + at]).any() for at in range(-gap, 0))
-            or (codes[start] <= max(SPACE)).any()
-        ):
-            start = np.array([_address(element) - _address(text) for element in elements], np.int64)
-    return np.stack([start, start + length], axis=1)
+    start = np.fromiter((_address(element) - _address(text) for element in elements), np.int64, len(elements))
+    return np.stack([start, start + np.fromiter(map(len, elements), np.int64, len(elements))], axis=1)
 
 
 def _address(buffer: Any) -> int:

@@ -32,24 +32,11 @@ OPEN_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _RowGroup:
-    """One block of rows of a row group.
-
-    group: row group in the file. number: index among the `count` blocks of the group. rows: rows of a block; the last
-    block may have fewer.
-    """
-
-    file: int
-    group: int
-    number: int
-    count: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Runs:
-    """All blocks, in order. first: the first record of each block, then the number of records: int64 [blocks + 1]. The
-    others are int64 [blocks], as in `_RowGroup`; group_of numbers the non-empty row groups over all files."""
+    """All blocks of rows, in order. first: the first record of each block, then the number of records: int64
+    [blocks + 1]. The others are int64 [blocks]. group: row group in the file. number: index among the `count` blocks of
+    the group. rows: rows of a block; the last one may have fewer. group_of numbers the non-empty row groups over all
+    files."""
 
     first: NDArray[np.int64]
     group_of: NDArray[np.int64]
@@ -78,9 +65,6 @@ class _Runs:
             count=count[each],
             rows=block_rows[each],
         )
-
-    def block(self, at: int) -> _RowGroup:
-        return _RowGroup(*(int(column[at]) for column in (self.file, self.group, self.number, self.count, self.rows)))
 
 
 @dataclass(slots=True)
@@ -129,12 +113,13 @@ class ParquetRecords(RecordsOfFiles):
         if number in self._cache:
             self._cache.move_to_end(number)
             return self._cache[number]
-        block = self._runs.block(number)
-        group = number - block.number
-        stream = self._open.pop(group, None)
+        runs = self._runs
+        file, group, rows = (int(column[number]) for column in (runs.file, runs.group, runs.rows))
+        first = number - int(runs.number[number])
+        stream = self._open.pop(first, None)
         try:
             if stream is None or stream.next > number:
-                stream = _Stream(_row_group(self._files.paths[block.file], block), group)
+                stream = _Stream(_row_group(self._files.paths[file], group, rows), first)
             while stream.next <= number:
                 self._cache[stream.next] = next(stream.tables)
                 stream.next += 1
@@ -142,10 +127,10 @@ class ParquetRecords(RecordsOfFiles):
                     self._cache.popitem(last=False)
         except (OSError, ValueError, ArrowException, StopIteration) as error:
             raise SampleError(
-                self._files.names[block.file], f"row group {block.group} is damaged: {error}", "get the file again"
+                self._files.names[file], f"row group {group} is damaged: {error}", "get the file again"
             ) from None
-        if stream.next < group + block.count:
-            self._open[group] = stream
+        if stream.next < first + runs.count[number]:
+            self._open[first] = stream
             while len(self._open) > OPEN_GROUPS:
                 self._open.popitem(last=False)
         return self._cache[number]
@@ -167,14 +152,14 @@ def _source(path: Path) -> Any:
     return open_data(path) if isinstance(path, RemotePath) else path
 
 
-def _row_group(path: Path, block: _RowGroup) -> Iterator[Any]:
+def _row_group(path: Path, group: int, rows: int) -> Iterator[Any]:
     """Yield the blocks of a row group as tables."""
     from pyarrow.parquet import ParquetFile
 
     # Pages are read as they are needed, not a whole column at once.
     with ParquetFile(_source(path), pre_buffer=False, buffer_size=1 << 20) as opened:
-        batches = opened.iter_batches(batch_size=block.rows, row_groups=[block.group], use_threads=False)
-        yield from in_blocks(batches, block.rows)
+        batches = opened.iter_batches(batch_size=rows, row_groups=[group], use_threads=False)
+        yield from in_blocks(batches, rows)
 
 
 def in_blocks(batches: Iterable[Any], rows: int) -> Iterator[Any]:

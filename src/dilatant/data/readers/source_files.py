@@ -178,6 +178,11 @@ class RecordsOfFiles:
     def __len__(self) -> int:
         return int(self._files.first[-1])
 
+    @property
+    def blocks(self) -> Any:
+        """None: any order of reading costs the same."""
+        return None
+
     def name_of(self, index: int) -> str:
         file, number = self._files.locate(index)
         return f"{self._files.names[file]}:{number + 1}"
@@ -185,11 +190,6 @@ class RecordsOfFiles:
 
 class SpannedRecords(RecordsOfFiles):
     """Base class of records that are spans of a file: first and end byte in the array `spans`, int64 [records, 2]."""
-
-    @property
-    def blocks(self) -> Any:
-        """None: any order of reading costs the same."""
-        return None
 
     def _raw(self, index: int) -> bytes:
         """Return the bytes of a record. Raises SampleError if there are more than `MOST_BYTES`."""

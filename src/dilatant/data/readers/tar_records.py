@@ -19,7 +19,6 @@ from dilatant.config.files.remote_files import open_data
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import HEAD_BYTES, kind_of_bytes, kind_of_suffix
 from dilatant.data.readers.record_fields import MEDIA_COLUMNS, FileRecord, as_list, json_value
-from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 from dilatant.data.sample import FileSlice, MediaKind
 
@@ -38,8 +37,6 @@ _NOWHERE = -1
 
 class TarRecords(RecordsOfFiles):
     """Records of several tar shards, in shard order. Picklable."""
-
-    blocks: Blocks | None = None
 
     def name_of(self, index: int) -> str:
         return f"{self._files.names[self._files.locate(index)[0]]}:{self.key_of(index)}"

@@ -88,8 +88,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    backend = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]))
+    vocabulary = {char: byte for byte, char in bytes_to_unicode().items()}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -97,11 +99,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **names
     )
-
-
-def _byte_characters() -> list[str]:
-    """Return the character of each byte in byte-level BPE: printable Latin-1 unchanged, the others moved above 255 in
-    order."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    moved = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
-from dilatant.data.order.sampler import SamplerState
+from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.workers.pool import SampleRequest, SampleSource
 
@@ -60,14 +59,7 @@ Drawn = int | Sample | SampleError
 """A sample as its sampler draws it: its index, a stream's sample itself, or the error from reading it."""
 
 
-class SampleOrder(Protocol):
-    """The order of samples: a `Sampler` or a `StreamSampler`."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-    def resume(self, state: SamplerState) -> SamplerState: ...
-    def batches(self, state: SamplerState) -> Iterator[tuple[Sequence[Drawn], SamplerState]]: ...
-    def epoch(self, state: SamplerState) -> float: ...
+SampleOrder = Sampler | StreamSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +95,8 @@ def read_batches(
         ]
         return ReadBatch(due, samples, begin, after)
 
-    for drawn, after in islice(sampler.batches(position), steps):
+    order: Iterator[tuple[Sequence[Drawn], SamplerState]] = sampler.batches(position)
+    for drawn, after in islice(order, steps):
         requests = [
             SampleRequest(number, each, parts, dataset)
             if isinstance(each, int)

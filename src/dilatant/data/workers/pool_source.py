@@ -23,6 +23,7 @@ from typing import Any
 from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import NO_GUARD
+from dilatant.comm.wire.link import FrameError, FrameReader
 from dilatant.data.errors import SampleError
 from dilatant.data.workers import pool_wire as wire
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
@@ -52,7 +53,7 @@ class _WorkerLink:
     number: int
     path: str
     connection: socket.socket | None = None
-    frames: wire.PoolFrames = field(default_factory=lambda: wire.PoolFrames(wire.MAX_FRAME_BYTES))
+    frames: FrameReader = field(default_factory=lambda: FrameReader(wire.MAX_FRAME_BYTES))
     pid: int = 0
     decode_seconds: float = float("inf")
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -214,7 +215,7 @@ class PoolSource(QueuedSource):
             for body in link.frames.feed(data):
                 with self.changed:
                     self._handle(link, wire.to_rank.decode(body))
-        except (wire.PoolProtocolError, MsgspecError) as error:
+        except (FrameError, MsgspecError) as error:
             problem = f"it answered with what is no message of a data worker ({error})"
         if not data or problem:
             with self.changed:
@@ -280,7 +281,7 @@ class PoolSource(QueuedSource):
                 self._retry(entry, link, f"{link.shown} did not end", is_late=True)
             else:
                 link.in_doubt.append((entry, pid))
-        link.connection, link.pid, link.frames = None, 0, wire.PoolFrames(wire.MAX_FRAME_BYTES)
+        link.connection, link.pid, link.frames = None, 0, FrameReader(wire.MAX_FRAME_BYTES)
         link.is_down = link.ungreeted >= UNGREETED
         if not link.is_down:
             self._connect(link)

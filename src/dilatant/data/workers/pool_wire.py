@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from dilatant.comm.wire.link import FrameError, FrameReader, framed
+from dilatant.comm.wire.link import FrameError, framed
 from dilatant.config.files.remote_files import RemotePath
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.sample import EncodedSample, FileSlice, Frames, Media, Sample, Turn
@@ -100,9 +100,6 @@ _NOTE = struct.Struct("<QqdH")
 _READ_TRIES = 8
 
 
-PoolFrames = FrameReader
-PoolProtocolError = FrameError
-"""Raised for bytes that are no message of this protocol, and for messages with impossible values."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """Non-negative integer that fits an address and a note's field."""
 
@@ -204,7 +201,7 @@ class _SampleUnpickler(pickle.Unpickler):
         for known in (Sample, Turn, Media, FileSlice, Frames, PosixPath, RemotePath):
             if (module, name) == (known.__module__, known.__qualname__):
                 return known
-        raise PoolProtocolError(f"{module}.{name} is no part of an undecoded sample")
+        raise FrameError(f"{module}.{name} is no part of an undecoded sample")
 
 
 def pack_undecoded(sample: Sample) -> bytes:
@@ -212,13 +209,13 @@ def pack_undecoded(sample: Sample) -> bytes:
 
 
 def unpack_undecoded(packed: bytes) -> Sample:
-    """Return the sample of `pack_undecoded`. Raises ProtocolError for any other content."""
+    """Return the sample of `pack_undecoded`. Raises FrameError for any other content."""
     try:
         sample = _SampleUnpickler(io.BytesIO(packed)).load()
     except Exception as error:  # the unpickler raises anything for bytes that are not a pickle
-        raise PoolProtocolError(f"what should be a sample cannot be read: {error}") from None
+        raise FrameError(f"what should be a sample cannot be read: {error}") from None
     if not isinstance(sample, Sample):
-        raise PoolProtocolError("what should be a sample is none")
+        raise FrameError("what should be a sample is none")
     return sample
 
 
@@ -309,14 +306,14 @@ def pack_arrays(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
 def unpack_sample(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
     """Return the sample whose arrays are in `buffer`, copied. Raises FrameError if they are not valid."""
     if answer.nbytes > len(buffer):
-        raise PoolProtocolError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")
+        raise FrameError(f"{answer.sample} takes {answer.nbytes} bytes of {len(buffer)}")
     held = np.array(buffer[: answer.nbytes], np.uint8)  # one copy, of which all arrays are views
     tokens: dict[str, Any] = {}
     media: dict[str, dict[str, EncoderInput]] = {}
     for place in answer.places:
         dtype = np.dtype(place.dtype)
         if dtype.hasobject:
-            raise PoolProtocolError(f"{place.unit} {place.name} is an array of Python objects")
+            raise FrameError(f"{place.unit} {place.name} is an array of Python objects")
         array: np.ndarray = (
             np.ndarray(place.shape, dtype, held, place.offset) if all(place.shape) else np.empty(place.shape, dtype)
         )

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import remove_orphaned_folder
+from dilatant.comm.wire.link import FrameError, FrameReader
 from dilatant.data.sample import Dataset, Sample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers import pool_wire as wire
@@ -62,7 +63,7 @@ class _RankLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.frames = wire.PoolFrames(wire.MAX_ASK_BYTES)
+        self.frames = FrameReader(wire.MAX_ASK_BYTES)
         self.arena: mmap.mmap | None = None
         self.note = 0
         self.requests: deque[wire.PoolAsk] = deque()
@@ -140,7 +141,7 @@ class _Worker:
                 message = wire.to_worker.decode(body)
                 if isinstance(message, wire.PoolHello):
                     if not 0 <= message.note <= message.arena_bytes - wire.NOTE_BYTES:
-                        raise wire.PoolProtocolError("a note outside the arena")
+                        raise FrameError("a note outside the arena")
                     rank.arena = mmap.mmap(descriptors[0] if descriptors else -2, message.arena_bytes)
                     rank.note = message.note
                     rank.connection.sendall(
@@ -150,7 +151,7 @@ class _Worker:
                     0 <= message.offset <= message.offset + message.space <= len(rank.arena)
                     and message.packed <= message.space
                 ):
-                    raise wire.PoolProtocolError("a slot outside the arena")
+                    raise FrameError("a slot outside the arena")
                 else:
                     rank.requests.append(message)
         finally:

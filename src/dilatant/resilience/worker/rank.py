@@ -84,18 +84,8 @@ class HeldState:
 def train_rank_resiliently(
     worker: Worker, config: Config, plan_json: str, start: StartingPoint, show: Show, seats: Sequence[Seat]
 ) -> RunResult | None:
-    """Run `train_seat` in the seat of this rank."""
-    return train_seat(worker, config, plan_json, start, show, seats[worker.rank])
-
-
-def train_seat(
-    worker: Worker, config: Config, plan_json: str, start: StartingPoint, show: Show, seat: Seat
-) -> RunResult | None:
-    """Run one worker, whose rank may change between generations; returns None if the run continues without it.
-
-    Raises errors that stop the run for all workers, and RunEnded when there are too few nodes.
-    """
-    return _ResilientRank(worker, config, plan_json, start, show, seat).run()
+    """Run a `ResilientRank` in the seat of this rank."""
+    return ResilientRank(worker, config, plan_json, start, show, seats[worker.rank]).run()
 
 
 class Stopwatch:
@@ -111,7 +101,9 @@ class Stopwatch:
         self._since = now
 
 
-class _ResilientRank:
+class ResilientRank:
+    """One worker, whose rank may change between generations."""
+
     def __init__(
         self, worker: Worker, config: Config, plan_json: str, start: StartingPoint, show: Show, seat: Seat
     ) -> None:
@@ -156,6 +148,8 @@ class _ResilientRank:
         self._link.warm()
 
     def run(self) -> RunResult | None:
+        """Train; returns None if the run continues without this worker. Raises errors that stop the run for all
+        workers, and RunEnded when there are too few nodes."""
         result: RunResult | None = None
         with contextlib.closing(self._pool), self._stop as stop:
             while True:

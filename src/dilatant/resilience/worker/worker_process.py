@@ -57,14 +57,14 @@ def train(start: WorkerStart) -> None:
     if config.train.device == "cpu":
         hide_gpus()
     from dilatant.comm.launch import worker_here
-    from dilatant.resilience.worker.rank import train_seat
+    from dilatant.resilience.worker.rank import ResilientRank
     from dilatant.resilience.worker.worker_link import RunEnded
     from dilatant.training.checkpoints.starting_point import StartingPoint
 
     worker = worker_here(seat.index, job.workers, seat.index, job.workers, None)
     point = StartingPoint(Path(begin.checkpoint) if begin.checkpoint else None, begin.discards)
     try:
-        result = train_seat(worker, config, begin.plan, point, cast("Show", begin.show), seat)
+        result = ResilientRank(worker, config, begin.plan, point, cast("Show", begin.show), seat).run()
     except RunEnded:
         return  # the coordinator says why
     if result is not None and result.is_first:

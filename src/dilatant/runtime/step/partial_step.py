@@ -10,23 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
 from dilatant.config.degrees import Degrees
+from dilatant.data.sample import EncodedSample
 
 Layer = tuple[str, int]
 """A unit, and the index of one of its layers."""
 LayerWeights = Mapping[str, Sequence[frozenset[str]]]
 """Unit → for each layer, the logical names of its trainable weights; a tied weight occurs in two layers."""
-
-
-class NumberedSample(Protocol):
-    """A sample with its position in training order (`draw`)."""
-
-    @property
-    def draw(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +106,7 @@ class ReusePlan:
     losses: tuple[tuple[int, LossShare], ...]
     moves: tuple[Move, ...] = ()
 
-    def is_of(self, step: int, samples: Sequence[NumberedSample]) -> bool:
+    def is_of(self, step: int, samples: Sequence[EncodedSample]) -> bool:
         """Return True if this is the reused part of that step with exactly these samples."""
         return self.step == step and self.draws == tuple(sample.draw for sample in samples)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +30,6 @@ from dilatant.schedule.simulator.graph import ScheduleGraph, build
 from dilatant.schedule.simulator.predict import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import Trainability
-
-
-class SizedSample(Protocol):
-    """The attributes of a sample that planning a step needs."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
-    @property
-    def draw(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +104,7 @@ class StepPlanner:
     def __post_init__(self) -> None:
         self._with_backward = {index for index, trains in enumerate(self._trainability.backward) if trains}
 
-    def plan_step(self, samples: Sequence[SizedSample], step: int, forwards: bool = False) -> PreparedStep:
+    def plan_step(self, samples: Sequence[EncodedSample], step: int, forwards: bool = False) -> PreparedStep:
         """Plan step `step` of the run from a global batch. forwards: plan only forwards, of units on which the language
         model's predictions depend. Raises RuntimeError, see `CostCorrection.costs_at`."""
         idle = self._graph.behind_anchor if forwards else ()
@@ -132,7 +121,11 @@ class StepPlanner:
         return self.prepare(samples, assignment, schedule, step, forwards)
 
     def plan_missing(
-        self, samples: Sequence[SizedSample], reuse: ReusePlan, weights: LayerWeights, loss_layers: Mapping[str, range]
+        self,
+        samples: Sequence[EncodedSample],
+        reuse: ReusePlan,
+        weights: LayerWeights,
+        loss_layers: Mapping[str, range],
     ) -> PreparedStep:
         """Plan the missing part of a partly recovered step, see `ReusePlan.missing`. Raises the errors of
         `plan_step`."""
@@ -163,7 +156,7 @@ class StepPlanner:
 
     def prepare(
         self,
-        samples: Sequence[SizedSample],
+        samples: Sequence[EncodedSample],
         assignment: Assignment,
         schedule: Schedule,
         step: int,
@@ -200,7 +193,7 @@ class StepPlanner:
             joins=shard_rounds(graph, self._shard).get(self._rank, {}),
         )
 
-    def _tokens(self, samples: Sequence[SizedSample], idle: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    def _tokens(self, samples: Sequence[EncodedSample], idle: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
         return {
             unit.name: (0,) * len(samples) if unit.name in idle else tuple([s.sizes.get(unit.name, 0) for s in samples])
             for unit in self._plan.units

@@ -11,21 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.state.exact_sums import rounded_loss
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.holders import trained_by_layer
 from dilatant.runtime.step.loss_sums import ForwardOutcome
-from dilatant.runtime.step.partial_step import (
-    AccumulationReport,
-    Layer,
-    LayerShare,
-    LossShare,
-    NumberedSample,
-    PartialStep,
-    ReusePlan,
-)
+from dilatant.runtime.step.partial_step import AccumulationReport, Layer, LayerShare, LossShare, PartialStep, ReusePlan
 
 
 @dataclass(slots=True)
@@ -110,7 +103,7 @@ class UnfinishedStep:
             raise RuntimeError("a step was planned before it was known what of it is salvaged")
         self._reuse, self._adopted = reuse, dict(gradients)
 
-    def reused_in(self, step: int, samples: Sequence[NumberedSample]) -> ReusePlan | None:
+    def reused_in(self, step: int, samples: Sequence[EncodedSample]) -> ReusePlan | None:
         """Return the adopted part of a step that is being planned, None if nothing of it was recovered."""
         self._has_planned = True
         reuse = self._reuse

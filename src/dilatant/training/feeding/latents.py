@@ -17,9 +17,9 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import Config, UserError
 from dilatant.data.cache import open_cache
-from dilatant.data.media_units.image_target import ImageTarget, Latents, data_fingerprint
+from dilatant.data.media_units.image_target import ImageTarget, Latents
 from dilatant.data.order.blend import Blend
-from dilatant.data.sample import Media
+from dilatant.data.sample import Media, digest_of
 from dilatant.data.text.encode import media_of
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import inspect_denoiser, pretrained_autoencoder
@@ -45,9 +45,7 @@ def with_latents(comm: Comm, config: Config, samples: Samples, device: torch.dev
         raise UserError(
             f"model.generators.{cached[0]}.cache_latents is for data that are read by index, and these are streamed"
         )
-    data = data_fingerprint(
-        [reader.fingerprint for blend in blends if isinstance(blend, Blend) for reader in blend.readers]
-    )
+    data = digest_of([reader.fingerprint for blend in blends if isinstance(blend, Blend) for reader in blend.readers])
     hosts = all_gather_object(comm, socket.gethostname())
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     targets, problem = {}, ""
