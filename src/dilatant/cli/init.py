@@ -36,6 +36,7 @@ def init(
 ) -> None:
     """List the recipes, or write one as a YAML file to edit and train."""
     from dilatant.config.config import parse_config
+    from dilatant.config.files.remote_files import is_address
     from dilatant.config.files.yaml_text import read_yaml
     from dilatant.config.start import filled_in, recipe_texts
     from dilatant.report.say import open_console, say
@@ -73,5 +74,6 @@ def init(
         },
     )
     for source in config.data.train:
-        if source.path and not Path(source.path).exists() and not any(mark in source.path for mark in "*?[{"):
-            say(console, f"{source.path} is not there yet: put your data there, or name them in data.train")
+        path = source.path or ""
+        if path and not is_address(path) and not Path(path).exists() and not any(mark in path for mark in "*?[{"):
+            say(console, f"{path} is not there yet: put your data there, or name them in data.train")

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
+from dilatant.config.files.credentials import mask_tree
 from dilatant.data.index.lint import unused_lines
 from dilatant.planning.assemble import Samples
 from dilatant.planning.layout import TrainingPlan
@@ -245,12 +246,9 @@ class Observer:
             self._history = self._folder.evaluations_before(trainer.step)
         if (warning := self._folder.begin_metrics(trainer.step, trainer.membership.weights_follow)) is not None:
             warn(self._console, warning)
-        self._trackers = open_trackers(
-            self._config.train.report_to,
-            self._folder.path,
-            self._config.model_dump(mode="json"),
-            first_step=trainer.step,
-        )
+        tree = self._config.model_dump(mode="json")
+        mask_tree(tree)
+        self._trackers = open_trackers(self._config.train.report_to, self._folder.path, tree, first_step=trainer.step)
         if trainer.callbacks is not None:
             control, state = trainer.callbacks.control, trainer.state
             if not control.step:  # of a new process
