@@ -83,7 +83,8 @@ def lint(
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find every training or held-out sample that would fail in training. Exits with code 1 if there is any."""
+    """Find every training or held-out sample that would fail in training. Exits with code 1 if there is any, and with 2
+    if the config or its model would fail; weights are not read."""
     resolved = options.read()
     from rich.text import Text
 
@@ -93,9 +94,11 @@ def lint(
     from dilatant.planning.assemble import assemble_samples
     from dilatant.report.say import open_console, say
     from dilatant.report.text.wording import counted
+    from dilatant.training.prepare import open_model
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)
+    open_model(resolved, samples)
     problems: list[Problem] = []
     unused: dict[str, tuple[str, ...]] = {}
     checked = 0
