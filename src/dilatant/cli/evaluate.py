@@ -14,8 +14,13 @@ from dilatant.cli.options import AsJson, Trust, read_run, say_loading
 from dilatant.config.errors import UserError, file_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dilatant.config import Config
     from dilatant.data.order.blend import Blend
+    from dilatant.hf.export import ExportedModel
+    from dilatant.models.generators.diffusion import SamplingSettings
+    from dilatant.training.evaluation.scored_answers import Answered
 
 _Names = list[str]
 
@@ -61,48 +66,24 @@ def evaluate(
     export, config = _run_of(folder, trust, needs_data=data is None)
 
     from dilatant.config.train import EvaluationConfig
-    from dilatant.data.errors import SampleError
-    from dilatant.hf.export import load_exported
-    from dilatant.report.say import open_console, show_progress, warn
-    from dilatant.runtime.precision import pick_device
     from dilatant.training.evaluation.answer_metrics import find_metric
-    from dilatant.training.evaluation.scored_answers import (
-        Answered,
-        answer_samples,
-        judge_answer,
-        load_judge,
-        measure_answers,
-    )  # fmt: skip
+    from dilatant.training.evaluation.scored_answers import judge_answer, load_judge, measure_answers
 
     how = EvaluationConfig() if config is None else config.evaluation
-    function = None if judge is None else load_judge(judge)
     names = metric or how.metrics
+    function = None if judge is None else load_judge(judge)
     for name in names if function is None else ():
         find_metric(name)
     blend = _held_out(folder, data, config)
-    exported = load_exported(export)
-    if function is None and exported.encoding.targets:
-        raise UserError(f"{str(export)!r} draws, and metrics compare texts; give --judge FILE.py:FUNCTION")
-    if config is not None:
-        exported = replace(exported, encoding=replace(exported.encoding, system=config.data.system))
-    channels = next((target.processor.channels for target in exported.encoding.targets), 3)
+    exported = _opened(export, config, draws=function is not None)
     length = max_new_tokens or (128 if config is None else how.max_new_tokens)
-    console = open_console(stderr=True)
+    skips = config is not None and config.data.on_error == "skip"
     answers: list[Answered] = []
     scores: dict[str, float] = {}
-    skipped: list[SampleError] = []
-    limit = limit or how.limit
-    with show_progress(console, "asking") as show:
-        for one in answer_samples(
-            exported, blend, limit, pick_device(), length, drawing.settings(), seed,
-            skipped.append if config is not None and config.data.on_error == "skip" else None,
-        ):  # fmt: skip
-            answers.append(one)
-            if function is not None:
-                scores[one.sample.id] = judge_answer(one, function, channels)
-            show(f"asking: {len(answers):,} of {len(blend.first(limit)):,}")
-    for error in skipped:
-        warn(console, f"left out (data.on_error): {error}")
+    for one in _asked(exported, blend, limit or how.limit, length, drawing.settings(), seed, skips):
+        answers.append(one)
+        if function is not None:
+            scores[one.sample.id] = judge_answer(one, function, exported.encoding.targets)
     if not answers:
         raise UserError(f"no sample could be asked of {data or folder}")
     if function is None:
@@ -117,6 +98,44 @@ def evaluate(
         with file_errors(f"--out {str(out)!r} cannot be written"):
             out.write_text(json.dumps(record | more, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(record) if as_json else text)
+
+
+def _opened(export: Path, config: Config | None, draws: bool) -> ExportedModel:
+    """Open an export, with the system text of its run. draws: pictures can be scored."""
+    from dilatant.hf.export import load_exported
+
+    exported = load_exported(export)
+    if exported.encoding.targets and not draws:
+        raise UserError(f"{str(export)!r} draws, and metrics compare texts; give --judge FILE.py:FUNCTION")
+    system = None if config is None else config.data.system
+    return replace(exported, encoding=replace(exported.encoding, system=system))
+
+
+def _asked(
+    exported: ExportedModel,
+    blend: Blend,
+    limit: int | None,
+    max_new_tokens: int,
+    how: SamplingSettings,
+    seed: int,
+    skips: bool,
+) -> Iterator[Answered]:
+    """Yield the answers, and show the progress. skips: a sample that cannot be asked is left out with a warning."""
+    from dilatant.report.say import open_console, show_progress, warn
+    from dilatant.runtime.precision import pick_device
+    from dilatant.training.evaluation.scored_answers import answer_samples
+
+    console = open_console(stderr=True)
+
+    def leave_out(error: Exception) -> None:
+        warn(console, f"left out (data.on_error): {error}")
+
+    on_problem = leave_out if skips else None
+    with show_progress(console, "asking") as show:
+        answers = answer_samples(exported, blend, limit, pick_device(), max_new_tokens, how, seed, on_problem)
+        for number, one in enumerate(answers, 1):
+            yield one
+            show(f"asking: {number:,} of {len(blend.first(limit)):,}")
 
 
 def _run_of(folder: Path, trust: bool, needs_data: bool) -> tuple[Path, Config | None]:

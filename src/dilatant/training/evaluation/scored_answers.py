@@ -17,6 +17,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.signatures import require_call
 from dilatant.data.errors import SampleError
 from dilatant.data.media.image_file import decode_image
+from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.order.blend import Blend
 from dilatant.data.sample import Media, Sample
 from dilatant.data.text.encode import encode_prompt
@@ -124,9 +125,10 @@ def measure_answers(answers: Sequence[Answered], metrics: Sequence[str]) -> dict
     return {**figures(answers), "samples": len(answers), **({"by_data_set": each} if each else {})}
 
 
-def judge_answer(one: Answered, judge: Judge, channels: int = 3) -> float:
-    """Return the judge's score of an answer. channels: of pictures. Raises UserError for a judge that fails or returns
-    no finite number."""
+def judge_answer(one: Answered, judge: Judge, targets: Sequence[ImageTarget] = ()) -> float:
+    """Return the judge's score of an answer. targets: what the model draws. Raises UserError for a judge that fails or
+    returns no finite number."""
+    channels = next((target.processor.channels for target in targets), 3)
     sample = one.sample
     expected: ScoredAnswer
     try:
