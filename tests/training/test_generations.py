@@ -209,6 +209,7 @@ def test_a_step_is_reported_though_a_loss_cut_off_its_callbacks(
     assert not ended(first, lambda step, evaluation: None, decide)
     assert [(metrics.step, metrics.figures) for metrics in first.done.recent] == [(2, {"seen": 2}), (3, {})]
     assert first.done.last is first.done.recent[-1]
+    assert control.figures == {"seen": 3}, "for a line of its own"
     again = run.next()
     again.done.recent, again.done.last = first.done.recent, first.done.last
     assert ended(again, lambda step, evaluation: None, decide)
