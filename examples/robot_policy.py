@@ -2,6 +2,7 @@
 
     python examples/robot_policy.py                                   # starts its own three workers
     torchrun --nproc-per-node 3 examples/robot_policy.py
+    python examples/robot_policy.py --begin runs/robot --steps 100    # goes on with the policy that was saved
 
 A camera on the arm sees a ball; an instruction says whether to reach the ball or to leave it. The language model first
 answers with the side on which the ball lies, then stands at `CHUNK` places whose last hidden states a generator
@@ -13,10 +14,12 @@ reader knows, so samples are made in Python; a YAML file takes generators that d
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, SiglipVisionConfig
 
@@ -26,6 +29,8 @@ PIXELS, PATCH, WIDTH = 16, 4, 64
 PATCHES = (PIXELS // PATCH) ** 2
 CHUNK = 4
 """Actions that the policy says at once, each a step in x and y."""
+POLICY = "policy.safetensors"
+"""File of the weights in a run's folder."""
 REACH, LEAVE, LEFT, RIGHT, IMAGE, ACTION, VOCABULARY = 1, 2, 3, 4, 5, 6, 8
 
 
@@ -89,6 +94,8 @@ def train(worker: Worker, settings: argparse.Namespace) -> tuple[float, float]:
     """Runs on every rank; returns the mean absolute error of held-out actions before and after training."""
     specs = {name: ParallelSpec() for name in ("vision", "language", "action")}
     parallel = parallelize(build_model(), specs, num_microbatches=settings.microbatches, worker=worker, seed=0)
+    if settings.begin is not None:
+        parallel.load_state_dict(load_file(settings.begin / POLICY))
     optimizer = torch.optim.AdamW(parallel.trainable, lr=2e-3)
     held_out = scenes(256, seed=1_000_000)
     before = parallel.execute(held_out).losses["action"]
@@ -103,9 +110,13 @@ def train(worker: Worker, settings: argparse.Namespace) -> tuple[float, float]:
                 f"step {step:4}  {', '.join(f'{name} {loss:.4f}' for name, loss in result.losses.items())}", flush=True
             )
     after = parallel.execute(held_out).losses["action"]
+    state = parallel.state_dict()  # whole weights on rank 0, by the keys of the models of transformers and of the head
     parallel.close()
     if worker.rank == 0:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        save_file(state, settings.folder / POLICY)
         print(f"held-out error of an action: {before:.4f} before training, {after:.4f} after it")
+        print(f"the policy is in {settings.folder / POLICY}")
     return before, after
 
 
@@ -113,4 +124,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("runs/robot"), help="where the policy goes")
+    parser.add_argument("--begin", type=Path, help="a folder with a policy to go on with")
     launch(train, 3, parser.parse_args())

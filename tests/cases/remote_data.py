@@ -48,6 +48,7 @@ def upload(folder: Path, address: str) -> str:
 class _Ranged(BaseHTTPRequestHandler):
     root: Path
     ranged = True
+    password = ""
 
     def do_HEAD(self) -> None:
         self._answer(False)
@@ -56,6 +57,9 @@ class _Ranged(BaseHTTPRequestHandler):
         self._answer(True)
 
     def _answer(self, with_body: bool) -> None:
+        if self.password and self.headers.get("Authorization") != f"Basic {self.password}":
+            self.send_error(401)
+            return
         file = self.root / unquote(self.path.lstrip("/").partition("?")[0])
         if not file.is_file():
             self.send_error(404)
@@ -125,10 +129,11 @@ class _Bucket(_Ranged):
 
 
 @contextmanager
-def http_server(root: Path, ranged: bool = True, bucket: bool = False) -> Iterator[str]:
+def http_server(root: Path, ranged: bool = True, bucket: bool = False, password: str = "") -> Iterator[str]:
     """Serve the files of a folder on loopback; `ranged`: with requests for ranges of bytes; `bucket`: as the bucket
-    `bucket` of Google Cloud Storage."""
-    handler = type("Handler", (_Bucket if bucket else _Ranged,), {"root": root, "ranged": ranged})
+    `bucket` of Google Cloud Storage; `password`: only to who sends USER:PASSWORD, in base 64."""
+    about = {"root": root, "ranged": ranged, "password": password}
+    handler = type("Handler", (_Bucket if bucket else _Ranged,), about)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -93,14 +93,17 @@ def test_own_parts_train_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_robot_policy_learns_continuous_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_robot_policy_learns_and_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     from robot_policy import train
 
-    errors = launch(train, 3, Namespace(steps=150, microbatches=2))
+    settings = Namespace(steps=150, microbatches=2, folder=tmp_path / "run", begin=None)
+    errors = launch(train, 3, settings)
     assert len(set(errors)) == 1
     before, after = errors[0]
     assert after < 0.7 * before
+    again = launch(train, 3, Namespace(**{**vars(settings), "steps": 0, "begin": settings.folder}))
+    assert again == [(after, after)] * 3
 
 
 @pytest.mark.slow

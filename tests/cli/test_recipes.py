@@ -266,6 +266,55 @@ def test_a_recipe_is_written_with_values_of_ones_own(
     assert f"{name}.yaml" not in own.read_text()
 
 
+def test_a_recipe_is_fitted_to_an_export_of_parts(workplace: Path, trained: Trained, dilatant: Dilatant) -> None:
+    pytest.importorskip("peft")
+    export, file = trained("llava-stage1").folder / "export", workplace / "own.yaml"
+    code, _, err = dilatant("init", "chart-qa", "--model", export, "--data", workplace / "data", "--to", file)
+    assert code == 0, err
+    assert "processor" not in file.read_text()
+    tried = ("train.steps=1", "train.epochs=null", "train.global_batch_size=2", "train.device=cpu", "data.val_size=1",
+             f"data.train.0.path={workplace / 'data' / 'charts.parquet'}", f"output_dir={workplace / 'fitted'}",
+             "evaluation.max_new_tokens=2", "train.report_to=[]", "data.workers=0")  # fmt: skip
+    code, _, err = dilatant("train", file, *(part for each in tried for part in ("--set", each)))
+    assert code == 0, err
+    language = export / "language"
+    for line, says in (
+        (("video", export), "reads no clips, and 'video' is about clips; give a whole model that reads them"),
+        (("speech-recognition", export), f"or give a language model, such as {language}"),
+        (("chart-qa", language), f"`dilatant init llava-stage1 --model {language}` gives it an encoder"),
+    ):
+        code, _, err = dilatant("init", line[0], "--model", line[1], "--to", "-")
+        assert (code, says in " ".join(err.split())) == (2, True), err
+    code, _, err = dilatant("init", "speech-recognition", "--model", language, "--to", "-")
+    assert code == 0, err
+
+
+def test_a_recipe_fits_whole_models_by_what_they_read(
+    workplace: Path, whole: Callable[[str], str], dilatant: Dilatant
+) -> None:
+    model = whole("OpenGVLab/InternVL3-1B-hf")
+    code, out, err = dilatant("init", "chart-qa", "--model", model, "--data", "s3://bucket/a.parquet", "--to", "-")
+    assert code == 0, err
+    assert yaml.safe_load(out)["model"]["id"].endswith("internvl")
+    code, _, err = dilatant("init", "speech-recognition", "--model", model, "--to", "-")
+    assert (code, "reads image itself" in err) == (2, True), err
+    code, out, err = dilatant("init", "vlm-lora", "--data", "s3://bucket/a.parquet", "--to", workplace / "remote.yaml")
+    assert (code, "not there yet" in out) == (0, False), err
+
+
+def test_the_encoder_of_an_export_may_have_any_name(tmp_path: Path, dilatant: Dilatant) -> None:
+    (tmp_path / "photo").mkdir()
+    (tmp_path / "photo" / "config.json").write_text("{}")
+    entry = {"features": "all", "merge": "placeholder", "code": []}
+    (tmp_path / "multimodal.json").write_text(json.dumps({"encoders": {"photo": entry}, "code": []}))
+    code, out, err = dilatant("init", "vlm-lora", "--model", tmp_path, "--to", "-")
+    assert code == 0, err
+    tree = yaml.safe_load(out)
+    assert tree["model"]["lora"]["train"] == ["photo.projector"]
+    assert "photo.projector" in tree["train"]["optimizer"]["groups"]
+    assert "vision" not in out
+
+
 def test_a_recipe_is_written_beside_the_user_by_default(
     dilatant: Dilatant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

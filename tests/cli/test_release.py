@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+from cases.planning.planning_verbs import FEW
+from cases.tiny_project import write_project
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -104,17 +108,33 @@ def test_a_tag_of_another_version_is_not_released(tag: str, code: int) -> None:
 
 @pytest.mark.slow
 def test_a_wheel_holds_what_the_commands_read(tmp_path: Path) -> None:
+    """Installed in an environment of its own, which finds the libraries of this one behind it."""
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, ROOT]
     done = subprocess.run(build, capture_output=True, text=True)
     if done.returncode and "hatchling" in done.stderr:
         pytest.skip("hatchling cannot be fetched, so that no wheel is built and tried")
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
+    listed = subprocess.run(["git", "ls-files", "src/dilatant"], cwd=ROOT, capture_output=True, text=True, check=True)
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    alone = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    for arguments in (("--version",), ("init",), ("init", "vlm-lora"), ("doctor", "--json")):
-        command = [sys.executable, "-m", "dilatant", *arguments]
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == {name.removeprefix("src/") for name in listed.stdout.splitlines()}
+    place = tmp_path / "venv"
+    venv.create(place)
+    install = [sys.executable, "-m", "pip", f"--python={place}/bin/python", "install", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--quiet", wheel], check=True)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    project = write_project(tmp_path / "project")
+    cluster = ("--set", "cluster.hardware=H100", "--set", "cluster.gpus_per_node=2")
+    for arguments in (("--version",), ("init",), ("init", "vlm-lora"), ("doctor", "--json"),
+                      ("plan", project / "config.yaml", *cluster, *FEW)):  # fmt: skip
+        command = [place / "bin" / "dilatant", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "vlm-lora.yaml").is_file()
+    assert "</html>" in (project / "run" / "plan" / "plan.html").read_text()
+    where = [place / "bin" / "python", "-c", "import dilatant; print(dilatant.__file__)"]
+    done = subprocess.run(where, env=alone, capture_output=True, text=True)
+    assert Path(done.stdout).is_relative_to(place)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cases.tiny_project import Dilatant, write_images
 from dilatant.comm import ray_cluster
@@ -299,3 +300,21 @@ def test_sigterm_at_any_moment_leaves_no_temporary_folder() -> None:
     process.terminate()
     assert process.wait(HANG_SECONDS) == 128 + signal.SIGTERM
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("model.freeze=[vision, language]", "leaves nothing to train"),
+        ("model.language_model={id: empty, tokenizer: bytes}", "empty"),
+        ("model.encoders.vision.config.num_attention_heads=3", "cannot be built"),
+        ("parallel.units={language: {pp: 1}, visoin: {pp: 1}}", "did you mean 'vision'?"),
+    ],
+)
+def test_lint_refuses_a_model_that_cannot_be_trained(
+    setting: str, says: str, project: Path, dilatant: Dilatant
+) -> None:
+    (project / "empty").mkdir()
+    language = yaml.safe_load((project / "config.yaml").read_text())["model"]["language_model"]["config"]
+    (project / "empty" / "config.json").write_text(json.dumps({**language, "vocab_size": 300}))
+    refused(dilatant("data", "lint", project / "config.yaml", "--set", setting), says)

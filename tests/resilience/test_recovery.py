@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cases.rate_callback import AFTER, FACTOR, train_with_callback
 from cases.tiny_project import tiny_config, write_images
 from dilatant.config import load_config
 from dilatant.resilience.protocol.values import ASKED
@@ -101,6 +102,25 @@ def test_pipelines_survive_two_losses_and_losses_during_recovery(
     assert ended.injected == 4
     require_equal(ended, undisturbed, steps)
     assert len(ended.events[-1]["members"]) == nodes - 3
+
+
+@pytest.mark.slow
+def test_a_rate_that_a_callback_set_survives_losses(tmp_path: Path) -> None:
+    """The node of rank 0, whose callbacks alone are called, is lost; then another one, and the coordinator."""
+    alone = make_project(tmp_path / "alone", None, logging_steps=1)
+    undisturbed = run_with_faults(alone, start=train_with_callback)
+    assert undisturbed.exit_code == 0, undisturbed.output
+    project = make_project(tmp_path / "run", COPIES, logging_steps=1)
+    ended = run_with_faults(
+        project, Fault(6, "agent:0"), Fault(10, "coordinator"), Fault(14, "worker:2"), start=train_with_callback
+    )
+    assert ended.injected == 3
+    require_equal(ended, undisturbed.losses)
+    for place in (alone, project):
+        records = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+        rates = [record["learning_rates"]["language"] for record in records if "loss" in record]
+        assert rates == [0.005] * AFTER + [0.005 * FACTOR] * (STEPS - AFTER)
+        assert {record["figures"]["heard"] for record in records if record.get("figures")} == {*range(1, STEPS + 1)}
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from cases.tiny_project import tiny_config, write_images
+from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
 from dilatant.config import Config
 from dilatant.config.config import parse_config
 from dilatant.report.metrics import StepMetrics
 from dilatant.resilience.partial_step.exchange import inherit_state
+from dilatant.training import trainer
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
@@ -174,6 +176,45 @@ def test_a_stop_that_a_loss_cut_off_takes_effect_at_the_same_step(tmp_path: Path
     assert ended(run.next(), evaluated, decide)
     assert run.last is not None
     assert run.last.step == 2
+
+
+def test_a_step_is_reported_though_a_loss_cut_off_its_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was decided and logged is lost on the way to other ranks, once, after step 3."""
+    run, gather, cut = Generations(tmp_path), trainer.all_gather_object, 0
+
+    def on_step(control: RunControl, metrics: StepMetrics) -> None:
+        control.log({"seen": metrics.step})
+        control.learning_rate_factor = 0.5 if metrics.step == 3 else control.learning_rate_factor
+
+    callbacks = CallbackList([SimpleNamespace(on_step=on_step)])
+    run.callbacks, control = callbacks, callbacks.control
+
+    def decide(metrics: StepMetrics | None) -> RunControl:
+        if metrics is not None:
+            control.step = metrics.step
+            callbacks.call("on_step", metrics)
+        return control
+
+    def cut_once(comm: Comm, own: Any) -> list[Any]:
+        nonlocal cut
+        if control.step == 3 and isinstance(own, tuple) and not cut:
+            cut += 1
+            raise Refused
+        return gather(comm, own)
+
+    monkeypatch.setattr(trainer, "all_gather_object", cut_once)
+    first = run.next()
+    assert not ended(first, lambda step, evaluation: None, decide)
+    assert [(metrics.step, metrics.figures) for metrics in first.done.recent] == [(2, {"seen": 2}), (3, {})]
+    assert first.done.last is first.done.recent[-1]
+    assert control.figures == {"seen": 3}, "for a line of its own"
+    again = run.next()
+    again.done.recent, again.done.last = first.done.recent, first.done.last
+    assert ended(again, lambda step, evaluation: None, decide)
+    assert again.state.rate_factor == 0.5
+    assert [(metrics.step, metrics.figures) for metrics in again.done.recent] == [(5, {"seen": 5}), (6, {"seen": 6})]
 
 
 def test_state_on_the_host_frees_the_device_and_is_what_the_next_generation_gets(tmp_path: Path) -> None:

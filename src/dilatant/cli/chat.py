@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilatant.cli.asking import Answerer, ExportPath, MaxNewTokens, PromptOptions, is_text, media_at, media_problems
 from dilatant.config.errors import UserError
-from dilatant.config.printable import printable
+from dilatant.config.printable import escaped, printable
 
 if TYPE_CHECKING:
     from dilatant.data.sample import Turn
@@ -107,7 +107,7 @@ class _Conversation:
                     super().put(value)
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                super().on_finalized_text(printable(text), stream_end)
+                super().on_finalized_text(escaped(text), stream_end)
 
         try:
             answer = answerer.answer(

@@ -84,15 +84,18 @@ def lint(
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find every training or held-out sample that would fail in training. Exits with code 1 if there is any."""
+    """Find every training or held-out sample that would fail in training. Exits with code 1 if there is any, and with 2
+    if the config or its model would fail; weights are not read."""
     resolved = options.read()
     from dilatant.data.index.lint import lint as find_problems
     from dilatant.data.index.lint import unused_by_source, unused_lines
     from dilatant.data.index.sizes import blend_sizes
     from dilatant.planning.assemble import assemble_samples
+    from dilatant.training.prepare import open_model
 
     console = open_console(stderr=as_json)
     samples = assemble_samples(resolved)
+    open_model(resolved, samples)
     problems: list[Problem] = []
     unused: dict[str, tuple[str, ...]] = {}
     checked = 0

@@ -14,7 +14,7 @@ import typer
 from dilatant.cli.asking import Answerer, DrawingOptions, ExportPath, MaxNewTokens, PromptOptions, is_text
 from dilatant.cli.options import AsJson
 from dilatant.config.errors import UserError, file_errors
-from dilatant.config.printable import printable
+from dilatant.config.printable import escaped
 
 if TYPE_CHECKING:
     from dilatant.data.text.encode import EncodedPrompt
@@ -76,7 +76,7 @@ def generate(
         _draw(answerer, encoded, drawing, out, as_json)
         return
     answer = answerer.answer(encoded)
-    print(json.dumps({"answer": answer}) if as_json else printable(answer))
+    print(json.dumps({"answer": answer}) if as_json else escaped(answer))
 
 
 def _draw(answerer: Answerer, prompt: EncodedPrompt, drawing: DrawingOptions, out: Path | None, as_json: bool) -> None:
@@ -113,7 +113,7 @@ def _draw(answerer: Answerer, prompt: EncodedPrompt, drawing: DrawingOptions, ou
     named = iter(paths)
     shown = "".join(part if isinstance(part, str) else f"[{next(named, 'a picture; give --out')}]" for part in parts)
     images = [str(path) for path, _ in zip(paths, pictures)]
-    print(json.dumps({"answer": shown, "images": images}) if as_json else printable(shown))
+    print(json.dumps({"answer": shown, "images": images}) if as_json else escaped(shown))
     if out is not None and not pictures:
         starts = " or ".join(repr(target.start) for target in answerer.encoding.targets)
         warnings.warn(f"nothing was drawn: the answer does not hold {starts}, which announces it", stacklevel=1)

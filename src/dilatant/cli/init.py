@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dilatant.cli.options import show_places, write_new
+from dilatant.cli.options import say_loading, show_places, write_new
 from dilatant.config.errors import UserError
 from dilatant.config.printable import printable
 from dilatant.report.say import open_console, say
@@ -37,6 +37,7 @@ def init(
 ) -> None:
     """List the recipes, or write one as a YAML file to edit and train."""
     from dilatant.config.config import parse_config
+    from dilatant.config.files.remote_files import is_address
     from dilatant.config.files.yaml_text import read_yaml
     from dilatant.config.start import filled_in, recipe_texts
 
@@ -54,7 +55,10 @@ def init(
     if "" in (model, output, *data):
         raise UserError("--model, --data and --output must not be empty")
     file = to or Path(f"{recipe}.yaml")
-    text = filled_in(recipes[recipe], file.parent, model, data, output)
+    text = recipes[recipe]
+    if model is not None and Path(model).is_dir():
+        text = _for_model(recipe, text, model)
+    text = filled_in(text, file.parent, model, data, output)
     config = parse_config(read_yaml(text), file.resolve().parent, str(file))
     if str(file) == "-":
         print(text, end="")
@@ -73,5 +77,58 @@ def init(
         },
     )
     for source in config.data.train:
-        if source.path and not Path(source.path).exists() and not any(mark in source.path for mark in "*?[{"):
-            say(console, f"{source.path} is not there yet: put your data there, or name them in data.train")
+        path = source.path or ""
+        if path and not is_address(path) and not Path(path).exists() and not any(mark in path for mark in "*?[{"):
+            say(console, f"{path} is not there yet: put your data there, or name them in data.train")
+
+
+def _for_model(recipe: str, text: str, model: str) -> str:
+    """Return the recipe's text for the model in a folder. Raises UserError, with another way, if they do not fit."""
+    import yaml
+
+    from dilatant.config.files.exports import encoders_of_export, is_export_of_parts
+    from dilatant.config.model import LANGUAGE
+    from dilatant.config.start import for_export_of_parts
+
+    section = yaml.safe_load(text)["model"]
+    is_of_parts = is_export_of_parts(model)
+    if is_of_parts:
+        kinds = {name: entry["kind"] for name, entry in encoders_of_export(model).items()}
+    else:
+        kinds = _encoders_of_whole(model)
+    reads = " and ".join(dict.fromkeys(kinds.values())) or "text only"
+    here = f"--model {model!r}"
+    shown = shlex.quote(model)
+    as_it_is = f"fine-tune it by `dilatant train --model {shown} --data FILE --lora --save-config FILE.yaml`"
+    if "language_model" in section:
+        if kinds:
+            raise UserError(
+                f"{here} reads {reads} itself, and {recipe!r} puts encoders before a language model; {as_it_is}, or "
+                "give a language model" + (f", such as {Path(model) / LANGUAGE}" if is_of_parts else "")
+            )
+        return text
+    images = [name for name, kind in kinds.items() if kind == "image"]
+    if not images:
+        way = as_it_is if kinds else f"`dilatant init llava-stage1 --model {shown}` gives it an encoder"
+        raise UserError(f"{here} reads {reads}, and {recipe!r} shows it images; {way}")
+    if not is_of_parts:
+        return text
+    if "fps" in section.get("processor", {}):
+        raise UserError(
+            f"{here} is an export of parts, which reads no clips, and {recipe!r} is about clips; give a whole model "
+            f"that reads them (docs/families.md), or train on images: `dilatant init vlm-lora --model {shown}`"
+        )
+    return for_export_of_parts(text, images[0])
+
+
+def _encoders_of_whole(model: str) -> dict[str, str]:
+    """Return encoder → kind of the model of transformers in a folder; none for a language model."""
+    say_loading()
+    from dilatant.models.families.generic import opens_whole
+    from dilatant.models.families.pretrained import PretrainedModel
+    from dilatant.models.sources import load_pretrained_config
+
+    config = load_pretrained_config(model, "--model")
+    if not opens_whole(config):
+        return {}
+    return {name: tower.kind for name, tower in PretrainedModel.of(config, "--model").family.towers.items()}

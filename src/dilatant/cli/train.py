@@ -126,7 +126,7 @@ def train(
         write_new(start.save_config, text, "--save-config")
         print(f"train it with\n  dilatant train {shlex.quote(str(start.save_config))}", file=sys.stderr)
         raise typer.Exit(0)
-    print(text, file=sys.stderr if as_json else sys.stdout)
+    print(printable(text), file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(run(read_config_text(text), overwrite=overwrite, as_json=as_json))
 
 

@@ -18,10 +18,11 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 from dilatant.config.base import PathRule, Section, annotation_of, path_rule, with_absolute_paths
 from dilatant.config.data import DataConfig
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.files.credentials import restore_credentials
 from dilatant.config.files.exports import with_parts
 from dilatant.config.files.own_files import read_text, require_plain
 from dilatant.config.files.trust import require_trust, run_folder_of
-from dilatant.config.files.yaml_text import MOST_BYTES, explain, read_yaml
+from dilatant.config.files.yaml_text import MOST_BYTES, dump_yaml, explain, read_yaml
 from dilatant.config.model import ModelConfig
 from dilatant.config.others_keys import CALLED_HERE
 from dilatant.config.own_parts import PART_NAMES, OwnPart, PartName, refuse_missing_part
@@ -184,7 +185,7 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """Return the config as YAML with every default written out; `load_config` reads an equal value from it."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return dump_yaml(self.model_dump(mode="json"))
 
 
 def unit_problems(parallel: ParallelConfig, units: tuple[str, ...]) -> list[str]:
@@ -241,6 +242,8 @@ def load_config(
         raise UserError(f"config {str(path)!r} is not valid YAML: {explain(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
+    if run is not None:
+        restore_credentials(tree, path.parent)
     for override in overrides:
         apply_override(tree, override, path.resolve().parent if from_shell else None)
     prepare(tree)

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dilatant.config.printable import masked
+
 
 class UserError(ValueError):
-    """A mistake in the user's input; the message names the place and the remedy."""
+    """A mistake in the user's input; the message names the place and the remedy. Secrets in addresses are masked."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
 
 
 def list_problems(title: str, problems: Sequence[str]) -> UserError:
@@ -21,7 +26,7 @@ def list_problems(title: str, problems: Sequence[str]) -> UserError:
 
 def one_line(error: Exception, most: int = 300) -> str:
     """Return an error's text in one line of at most `most` characters."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    return masked(" ".join(str(error).split()))[:most] or type(error).__name__
 
 
 @contextmanager
@@ -46,7 +51,7 @@ def file_errors(what: str) -> Iterator[None]:
 
 def type_and_text(error: BaseException) -> str:
     """Return an error's type and its text, of at most 200 characters, in one line."""
-    text = " ".join(str(error).split())[:200]
+    text = masked(" ".join(str(error).split()))[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -102,6 +103,18 @@ def filled_in(
     if output is not None:
         text = _with_value(text, ("output_dir",), seen_from(output, folder))
     return text
+
+
+def for_export_of_parts(text: str, encoder: str) -> str:
+    """Return a recipe's text for an export whose encoder of images has this name: without the settings of a processor,
+    which the export has itself."""
+    lines = text.splitlines(keepends=True)
+    document: Any = yaml.compose(text, yaml.SafeLoader)
+    (section,) = (below for name, below in document.value if name.value == "model")
+    for name, value in section.value:
+        if name.value == "processor":
+            del lines[name.start_mark.line : value.end_mark.line + 1]
+    return re.sub(r"\bvision\b", encoder, "".join(lines))
 
 
 def _with_value(text: str, keys: Sequence[str], value: Any) -> str:

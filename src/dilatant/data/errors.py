@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 from dilatant.config.errors import UserError
+from dilatant.config.printable import masked
 
 _OF_THE_MACHINE = frozenset(
     getattr(errno, name)
@@ -54,5 +55,6 @@ def may_pass(error: Exception) -> bool:
 
 def _printable(text: str) -> str:
     """Shorten a text that quotes data and escape what a terminal or file could not show."""
+    text = masked(text)
     short = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dilatant.config.errors import UserError, as_user_error
+from dilatant.config.errors import UserError, as_user_error, one_line
 from dilatant.hf.export import FILES
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.distcp", "*.metadata"]
@@ -29,7 +29,7 @@ def push(folder: Path, repository: str, step: int, api: Any = None) -> str:
     from huggingface_hub import HfApi
 
     api = api or HfApi()
-    with as_user_error(f"{str(folder)!r} is exported, but could not be pushed to {repository!r}"):
+    try:
         address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(
             repo_id=address.repo_id,
@@ -38,4 +38,10 @@ def push(folder: Path, repository: str, step: int, api: Any = None) -> str:
             ignore_patterns=[FILES],
             delete_patterns=_WEIGHTS,
         )
+    except Exception as error:
+        is_refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+        remedy = "`hf auth login` with a token that may write there" if is_refused else "the same command tries again"
+        raise UserError(
+            f"{str(folder)!r} is exported, but could not be pushed to {repository!r}: {one_line(error)}; {remedy}"
+        ) from None
     return str(address)

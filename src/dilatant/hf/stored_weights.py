@@ -39,6 +39,9 @@ from dilatant.runtime.state.holders import slice_of
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+_WEIGHTS = (".safetensors", ".bin", ".distcp")
+"""Suffixes of files with weights; adapters have them, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -171,12 +174,21 @@ def read_pretrained(
 
 
 def check_sources(model: MultimodalModel, config: ModelConfig) -> None:
-    """Check the checkpoints of torch (DCP) among the sources of a model: warn of tensors that are not read. Raises
-    UserError for weights that one lacks; transformers, which begins some at random, does not read this format."""
+    """Check that folders among the sources of a model hold weights. Of checkpoints of torch (DCP), warn of tensors that
+    are not read, and raise UserError for weights that one lacks; transformers, which begins some at random, does not
+    read this format."""
     sources = {f"model.encoders.{name}": (name, entry.id) for name, entry in config.encoders.items()}
     place = "model.id" if config.is_whole else "model.language_model"
     for where, (name, source) in (sources | {place: (model.graph.anchor, config.text.id)}).items():
-        if source is None or not is_dcp(source):
+        if source is None:
+            continue
+        folder = Path(source)
+        if folder.is_dir() and not any(file.suffix in _WEIGHTS for file in folder.iterdir()):
+            raise UserError(
+                f"{where}: {source!r} holds no weights ({', '.join(_WEIGHTS)}); fetch the model again, or give its "
+                "'config' to begin with random ones"
+            )
+        if not is_dcp(source):
             continue
         files = pretrained_files(source) or {}
         if model.whole is not None:

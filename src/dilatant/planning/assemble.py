@@ -50,21 +50,35 @@ class Samples:
 
 def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
-    data = config.data
-    own, own_held_out = config.part("train_data"), config.part("eval_data")
-    if own is not None:
-        train = open_own_data(own, data.max_samples)
-    else:
-        train = open_blend(data.train, cache_dir=data.cache_dir, max_samples=data.max_samples)
-    held_out = open_blend(data.eval, cache_dir=data.cache_dir, held_out=True) if data.eval else None
-    if own_held_out is not None:
-        held_out = open_own_data(own_held_out)
-    if data.val_size is not None:
-        if not isinstance(train, Blend):
-            raise UserError("data.val_size needs train_data that is read by index; pass eval_data instead")
-        train, held_out = train.split(data.val_size, config.seed)
+    size = config.data.val_size
+    train, held_out = (_open_train(config), open_held_out(config)) if size is None else _split(config, size)
     tokenizer, encoding = assemble_encoding(config)
     return Samples(tokenizer, encoding, train, held_out)
+
+
+def open_held_out(config: Config) -> Blend | StreamBlend | None:
+    """Open the samples to evaluate on; None without any. Raises UserError."""
+    data, own = config.data, config.part("eval_data")
+    if own is not None:
+        return open_own_data(own)
+    if data.val_size is not None:
+        return _split(config, data.val_size)[1]
+    return open_blend(data.eval, cache_dir=data.cache_dir, held_out=True) if data.eval else None
+
+
+def _open_train(config: Config) -> Blend | StreamBlend:
+    data, own = config.data, config.part("train_data")
+    if own is not None:
+        return open_own_data(own, data.max_samples)
+    return open_blend(data.train, cache_dir=data.cache_dir, max_samples=data.max_samples)
+
+
+def _split(config: Config, size: float) -> tuple[Blend, Blend]:
+    """Return the samples to train on and those that `data.val_size` holds out. Raises UserError."""
+    train = _open_train(config)
+    if not isinstance(train, Blend):
+        raise UserError("data.val_size needs train_data that is read by index; pass eval_data instead")
+    return train.split(size, config.seed)
 
 
 def assemble_encoding(config: Config) -> tuple[Any, Encoding]:

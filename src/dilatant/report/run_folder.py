@@ -21,15 +21,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dilatant.config import UserError
 from dilatant.config.errors import file_errors
+from dilatant.config.files.credentials import CREDENTIALS, mask_tree, store_credentials
 from dilatant.config.files.durable import LEFTOVERS, write_durably
 from dilatant.config.files.own_files import open_in_place, open_regular, require_plain
 from dilatant.config.files.trust import record_trust
+from dilatant.config.files.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
     from dilatant.config import Config
 
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
+    CREDENTIALS,
     *("timeline.html", "timeline.json", "generations.html", "checkpoints", "resilience", "traces"),
 )
 """Files of a run that it replaces without asking; an export checks its own files."""
@@ -91,9 +94,14 @@ class RunFolder:
                 leftover.unlink(missing_ok=True)
 
     def write_config(self, config: Config) -> None:
-        """Save the resolved config, whose code the user has allowed to run (see `config/files/trust.py`)."""
-        self.write_text(self.config.name, config.to_yaml())
-        record_trust(self.path, config.model_dump(mode="json"))
+        """Save the resolved config, whose code the user has allowed to run (see `config/files/trust.py`), without the
+        secrets in its addresses (see `config/files/credentials.py`)."""
+        tree = config.model_dump(mode="json")
+        record_trust(self.path, tree)
+        secret = mask_tree(tree)
+        with self._writing():
+            store_credentials(self.path, secret)
+        self.write_text(self.config.name, dump_yaml(tree))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Save `value` as `name` in the folder; readers never see a partial file."""

@@ -20,17 +20,22 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from dilatant.config.printable import printable
+from dilatant.config.printable import escaped, masked
 
 PROGRESS_SECONDS = 5.0
 
 
 class Terminal(Console):
-    """Console of every command: control characters in text from users and files have no effect."""
+    """Console of every command: in text from users and files, control characters have no effect, and secrets in
+    addresses are masked."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, str):
+            renderable = masked(renderable)
+        elif isinstance(renderable, Text) and (shown := masked(renderable.plain)) != renderable.plain:
+            renderable = Text(shown, renderable.style, end=renderable.end)  # before long lines are broken
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            yield segment if segment.control else segment._replace(text=escaped(segment.text))
 
 
 def print_anything() -> None:

@@ -34,14 +34,15 @@ EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 
 class RunControl:
-    """A run as its callbacks see it. folder: the run folder. step: steps done, of `total_steps`."""
+    """A run as its callbacks see it. folder: the run folder. step: steps done, of `total_steps`. figures:
+    logged, and not recorded yet."""
 
     def __init__(self) -> None:
         self.folder = Path()
         self.step = self.total_steps = 0
         self.is_stopping = False
         self._factor = 1.0
-        self._figures: dict[str, float] = {}
+        self.figures: dict[str, float] = {}
 
     def stop(self) -> None:
         """End the run after this step as if it were the last one: it is saved, evaluated and exported."""
@@ -62,7 +63,7 @@ class RunControl:
         """Write figures to metrics.jsonl (under `figures`) and to the trackers, at the current step."""
         for name, value in figures.items():
             try:
-                self._figures[str(name)] = float(value)
+                self.figures[str(name)] = float(value)
             except (TypeError, ValueError):
                 raise UserError(f"log: {name!r} is {value!r}; give a number") from None
 
@@ -72,7 +73,7 @@ class RunControl:
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures that were logged since the last call."""
-        found, self._figures = self._figures, {}
+        found, self.figures = self.figures, {}
         return found
 
 

@@ -75,24 +75,7 @@ def prepare(
             raise UserError(
                 "data.preprocess: 'ray' asks for samples by index, which streamed data do not have; use 'local'"
             )
-        model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
-        if (own_loss := find_loss(config)) is not None:
-            model.use_loss(checked_loss(own_loss, model.language.config.vocab_size))
-        if (preferences := config.train.preferences) is not None:
-            if preferences.has_reference and not isinstance(samples.train, Blend):
-                why = "compares with log-probabilities of data that are read by index; take simpo or orpo"
-                raise UserError(f"train.preferences.method: {preferences.method!r} {why}")
-            model.use_preferences(preferences)
-        if (alpha := config.train.neftune_noise_alpha) is not None:
-            language = model.language
-            language.extensions.insert(0, EmbeddingNoise(language.unit, alpha))
-        if config.train.row_multiple is not None:
-            pad_rows(model.language, config.train.row_multiple)
-        if (refused := unkeyed_dropout(model.units.values())) is not None:
-            raise refused
-        check_sources(model, config.model)
-        if not any(weight.requires_grad for weight in model.parameters()):
-            raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
+        model = open_model(config, samples)
         if planned is None:
             cut = Cutter(config, model, known_tokens(samples, model), target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
@@ -110,6 +93,30 @@ def prepare(
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     about = *said, *_about_warm_up(config, samples), *_about_routers(model)
     return PreparedRun(samples, model, planned, about, reason)
+
+
+def open_model(config: Config, samples: Samples) -> MultimodalModel:
+    """Return the model of a run on the meta device, with all that the config changes in it. No weights are read, but it
+    is checked that they are there. Raises UserError for a model that cannot be opened or trained."""
+    model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
+    if (own_loss := find_loss(config)) is not None:
+        model.use_loss(checked_loss(own_loss, model.language.config.vocab_size))
+    if (preferences := config.train.preferences) is not None:
+        if preferences.has_reference and not isinstance(samples.train, Blend):
+            why = "compares with log-probabilities of data that are read by index; take simpo or orpo"
+            raise UserError(f"train.preferences.method: {preferences.method!r} {why}")
+        model.use_preferences(preferences)
+    if (alpha := config.train.neftune_noise_alpha) is not None:
+        language = model.language
+        language.extensions.insert(0, EmbeddingNoise(language.unit, alpha))
+    if config.train.row_multiple is not None:
+        pad_rows(model.language, config.train.row_multiple)
+    if (refused := unkeyed_dropout(model.units.values())) is not None:
+        raise refused
+    check_sources(model, config.model)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
+    return model
 
 
 def known_tokens(samples: Samples, model: MultimodalModel) -> dict[str, NDArray[np.int64]]:

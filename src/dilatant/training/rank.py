@@ -16,6 +16,7 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
+from dilatant.config.files.credentials import mask_tree
 from dilatant.data.index.lint import unused_lines
 from dilatant.planning.assemble import Samples
 from dilatant.planning.layout import TrainingPlan
@@ -150,7 +151,7 @@ def train_to_end(config: Config, trainer: Trainer, folder: RunFolder, show: Show
     first, began_at = trainer.rank == 0, trainer.step
     with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
         if observer is not None:
-            observer.catch_up(trainer.done.recent)  # of the previous generation, if its rank 0 was lost
+            observer.take_over()
         training_began = time.monotonic()
         if observer is None:
             evaluation = trainer.run(lambda metrics: None, lambda: stop.received)
@@ -245,12 +246,9 @@ class Observer:
             self._history = self._folder.evaluations_before(trainer.step)
         if (warning := self._folder.begin_metrics(trainer.step, trainer.membership.weights_follow)) is not None:
             warn(self._console, warning)
-        self._trackers = open_trackers(
-            self._config.train.report_to,
-            self._folder.path,
-            self._config.model_dump(mode="json"),
-            first_step=trainer.step,
-        )
+        tree = self._config.model_dump(mode="json")
+        mask_tree(tree)
+        self._trackers = open_trackers(self._config.train.report_to, self._folder.path, tree, first_step=trainer.step)
         if trainer.callbacks is not None:
             control, state = trainer.callbacks.control, trainer.state
             if not control.step:  # of a new process
@@ -315,6 +313,14 @@ class Observer:
             self._folder.log({"step": control.step, "figures": finite_or_none(figures)})
             for tracker in self._trackers:
                 tracker.log(control.step, {f"figures/{name}": own for name, own in figures.items()})
+
+    def take_over(self) -> None:
+        """Report what the previous generation has left, if its rank 0 was lost: steps, and the callbacks of the last
+        one."""
+        done = self._trainer.done
+        self.catch_up(done.recent)
+        if (control := self.decide(done.last)) is not None:
+            self._log_figures(control)
 
     def catch_up(self, recent: Sequence[StepMetrics]) -> None:
         """Write those of the `recent` steps that metrics.jsonl lacks, whichever rank was to write them."""

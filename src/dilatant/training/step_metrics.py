@@ -123,11 +123,12 @@ class StepLog:
             self.catch_up()
 
     def keep(self, metrics: StepMetrics) -> bool:
-        """Add a committed step to `recent` without reporting it; return True if it is one of those to report."""
+        """Add a committed step to `recent`, or replace it there, without reporting it; return True if it is one of
+        those to report."""
         self.last = metrics
         if metrics.step % self._every and metrics.step != metrics.total_steps and not metrics.figures:
             return False
-        self.recent = (*self.recent, metrics)[-KEPT:]
+        self.recent = (*(one for one in self.recent if one.step != metrics.step), metrics)[-KEPT:]
         return True
 
     def catch_up(self) -> None:

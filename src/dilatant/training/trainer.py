@@ -221,6 +221,7 @@ class Trainer:
                     with self._profiler.step(self.step + 1):
                         metrics, stop = self._train_step(steps, should_stop)
                     if self.callbacks is not None:
+                        self.done.keep(metrics)  # whoever goes on after a loss reports the step
                         figures = self._follow(decide(metrics))
                         self.callbacks.reported("on_step", self.step)
                         metrics = replace(metrics, figures=figures)
@@ -263,12 +264,13 @@ class Trainer:
             return {}
         own = None
         if control is not None:
-            figures = control.take_figures() if with_figures else {}
-            own = control.is_stopping, control.learning_rate_factor, figures
+            own = control.is_stopping, control.learning_rate_factor, control.figures if with_figures else {}
         stopped, self.state.rate_factor, figures = all_gather_object(self.comm, own)[0]
         self.state.stopped = self.state.stopped or stopped
         if control is None:
             self.callbacks.control.follow(self.step, stopped, self.state.rate_factor)
+        elif with_figures:
+            control.take_figures()
         return figures
 
     def begin_steps(self) -> Steps:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,20 @@ class Ended:
 
 
 def run_with_faults(
-    project: Path, *faults: Fault, arguments: tuple[str, ...] = (), limit: float = HANG_SECONDS
+    project: Path,
+    *faults: Fault,
+    arguments: tuple[str, ...] = (),
+    limit: float = HANG_SECONDS,
+    start: Callable[[], object] = main,
 ) -> Ended:
-    """Train `project/config.yaml` and inject the faults, in their order. The command is forked from a fork server that
-    has imported its modules."""
+    """Train `project/config.yaml` by `start`, the command line, and inject the faults, in their order. The process is
+    forked from a fork server that has imported its modules."""
     run = project / "run"
     log = project / "output.txt"
     injected = 0
     start_fork_server()
     command = multiprocessing.get_context("forkserver").Process(
-        target=_command, args=(project, log, ("train", "config.yaml", "--overwrite", *arguments))
+        target=_command, args=(start, project, log, ("train", "config.yaml", "--overwrite", *arguments))
     )
     command.start()
     deadline = time.monotonic() + limit
@@ -120,14 +124,14 @@ def _step_seconds(run: Path) -> float:
     return next((record["step_seconds"] for line in lines[::-1] if "loss" in (record := json.loads(line))), 0.0)
 
 
-def _command(folder: Path, log: Path, arguments: tuple[str, ...]) -> None:
+def _command(start: Callable[[], object], folder: Path, log: Path, arguments: tuple[str, ...]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # which the fork server blocks
     os.chdir(folder)
     with log.open("w") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
     sys.argv = ["dilatant", *arguments]
-    main()
+    start()
 
 
 def _pid(folder: Path, victim: str) -> int | None:

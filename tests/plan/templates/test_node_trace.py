@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers.oobleck.node_reactions import mean_nodes, within
 from dilatant.config.errors import UserError
 from dilatant.plan.replay.node_trace import NodeEvent, load_node_trace
 
 ROOT = Path(__file__).resolve().parents[3]
-from benchmarks.papers.oobleck.node_reactions import mean_nodes, within
 
 SHARED = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "traces"
 

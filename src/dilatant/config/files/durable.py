@@ -11,14 +11,15 @@ LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.writing"
 """Pattern of the temporary files that a killed `write_durably` leaves in a folder."""
 
 
-def write_durably(path: Path, content: str | bytes) -> None:
+def write_durably(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Replace the content of `path` atomically: a reader, even after a crash, finds either the old or the new one.
 
-    Each call uses a unique temporary name, so concurrent writers do not conflict. Raises OSError, leaving no file.
+    Each call uses a unique temporary name, so concurrent writers do not conflict. mode: the
+    permissions, less the umask. Raises OSError, leaving no file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.writing")
     try:
-        with temporary.open("xb") as stream:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())

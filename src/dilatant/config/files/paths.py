@@ -20,7 +20,7 @@ def follow_run(tree: dict[str, Any], folder: Path, needs_data: bool = True) -> l
     before, now = str(tree.get("output_dir", "")), os.path.realpath(folder)
     changes: list[str] = []
     lost: list[tuple[str, str]] = []
-    for key, parent, place in _texts(tree, ""):
+    for key, parent, place in texts_in(tree):
         path = parent[place]
         if not os.path.isabs(path) or os.path.exists(path):
             continue
@@ -38,7 +38,7 @@ def follow_run(tree: dict[str, Any], folder: Path, needs_data: bool = True) -> l
     return changes
 
 
-def _texts(node: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+def texts_in(node: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield every text in a tree: (key, container, index or key in the container)."""
     items = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
     for place, value in items:
@@ -46,4 +46,4 @@ def _texts(node: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
         if isinstance(value, str):
             yield name, node, place
         else:
-            yield from _texts(value, name)
+            yield from texts_in(value, name)

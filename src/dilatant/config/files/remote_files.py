@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Self
 
 from dilatant.config.errors import UserError, as_user_error, one_line, type_and_text
 from dilatant.config.files.own_files import open_regular
+from dilatant.config.printable import MASK, masked
 
 FIRST_BYTES = 64 << 10
 """Bytes of the first request at a place, which hold the header of most media."""
@@ -129,7 +130,12 @@ class RemotePath(PosixPath):
     @contextmanager
     def _system(self) -> Iterator[tuple[Any, str]]:
         """Give the file system and the file's name there. Inside the context, its errors become OSErrors."""
-        address = str(self)
+        address, shown = str(self), masked(str(self))
+        if MASK in address:
+            raise UserError(
+                f"{address!r} lacks its credentials, which stay with the person who started the run; give the whole "
+                "address, as in --set data.train.0.path=ADDRESS"
+            )
         if "::" in address:
             raise UserError(f"{address!r} chains file systems, which is not supported; name the files themselves")
         try:
@@ -144,11 +150,11 @@ class RemotePath(PosixPath):
         try:
             yield found
         except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address) from None
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), shown) from None
         except PermissionError as error:
-            raise PermissionError(errno.EACCES, f"{address}: {one_line(error)}") from None
+            raise PermissionError(errno.EACCES, masked(f"{address}: {one_line(error)}")) from None
         except Exception as error:  # each package raises errors of its own, most of them about the network
-            raise OSError(errno.EIO, f"{address}: {type_and_text(error)}") from None
+            raise OSError(errno.EIO, masked(f"{address}: {type_and_text(error)}")) from None
 
 
 class _Ranges(io.RawIOBase):
@@ -225,7 +231,9 @@ def map_file(path: Path) -> mmap.mmap:
             "room for them; set TMPDIR, or write Parquet or tars, which are read in place"
         )
     if size > NOTICED_BYTES:
-        warnings.warn(f"{path} ({size / 2**30:.1f} GiB) is copied to {folder} to find its records", stacklevel=1)
+        warnings.warn(
+            f"{masked(str(path))} ({size / 2**30:.1f} GiB) is copied to {folder} to find its records", stacklevel=1
+        )
     with tempfile.TemporaryFile() as copy, open_data(path, size) as stream:
         shutil.copyfileobj(stream, copy, MOST_BYTES)
         copy.flush()

@@ -31,6 +31,11 @@ def read_yaml(text: str) -> Any:
         raise yaml.YAMLError(problem or type(error).__name__) from None
 
 
+def dump_yaml(tree: Any) -> str:
+    """Return a tree of plain values as YAML, in its order."""
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
 def explain(error: yaml.YAMLError) -> str:
     """Return the problem and its place from an error of `read_yaml`, in one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
@@ -60,6 +61,13 @@ class Blend:
     def source_of(self, index: int) -> int:
         """Return the number of the source to which a sample belongs."""
         return int(np.searchsorted(self._ends, index, side="right"))
+
+    def first(self, limit: int | None) -> NDArray[np.int64]:
+        """Return the numbers of the first `limit` samples of each source (None: of all samples)."""
+        counts = [min(length, limit or length) for length in self.lengths]
+        return np.concatenate(
+            [np.arange(end - of, end - of + n) for end, of, n in zip(self._ends, self.lengths, counts)]
+        )
 
     def split(self, size: float, seed: int) -> tuple[Blend, Blend]:
         """Split every source into (training, held-out) samples; see `HeldOutSplit`. Raises UserError."""

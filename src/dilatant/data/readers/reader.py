@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, file_errors
 from dilatant.config.files.own_files import FETCH_LFS, LFS_POINTER
-from dilatant.config.files.remote_files import RemotePath, data_path, is_folder, open_data
+from dilatant.config.files.remote_files import RemotePath, data_path, is_address, is_folder, open_data
+from dilatant.config.printable import masked
 from dilatant.data.cache import Cache, open_cache
 from dilatant.data.errors import SampleError
 from dilatant.data.permutation import permute
@@ -119,7 +120,8 @@ class Reader:
     @property
     def is_called(self) -> str:
         """The name of this source in reports."""
-        return self.label or Path(self.name).name or self.name
+        place = self.name.partition("?")[0] if is_address(self.name) else self.name
+        return self.label or Path(place).name or self.name
 
     @property
     def all_samples(self) -> int:
@@ -203,7 +205,7 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
         repr((identity, source.prompt, sorted(source.columns.items()), source.media_dir)).encode()
     ).hexdigest()
     return Reader(
-        name,
+        masked(name),
         records,
         fingerprint,
         home,
@@ -224,7 +226,7 @@ def _open_files(source: DataSource, held_out: bool, cache: Cache) -> tuple[Recor
     else:
         paths, passed_over = catalog.paths, catalog.passed_over
     home = data_path(os.path.commonpath([path.parent for path in paths]))
-    names = [str(path.relative_to(home)) for path in paths]
+    names = [masked(str(path.relative_to(home))) for path in paths]
     forms = {form: each.scan for form, each in FORMS.items()}
     files = SourceFiles(paths, names, Scanner(detect_form, partial(_check_forms, source, paths), forms), cache)
     if catalog is None:
@@ -242,7 +244,8 @@ def _catalog(source: DataSource, held_out: bool) -> Catalog | None:
     source's format needs one."""
     place = data_path(str(source.path))
     found = None
-    if place.name == INDEX or is_folder(place) or (isinstance(place, RemotePath) and place.is_web):
+    may_be_folder = isinstance(place, RemotePath) and place.is_web and "?" not in str(place)
+    if place.name == INDEX or is_folder(place) or may_be_folder:
         if source.format in ("auto", "mds"):
             found = mds_catalog(place, source.split, held_out)
         if found is None and source.format in ("auto", "energon"):
@@ -322,7 +325,8 @@ def detect_form(file: Path) -> Form | None:
         LFS_POINTER: FETCH_LFS.removeprefix("is "),
     }
     found = next((what for magic, what in known.items() if head.startswith(magic)), None)
-    if found is None and file.suffix.lower() in CSV_SUFFIXES and b"\0" not in head:
+    suffix = Path(str(file).partition("?")[0]).suffix if is_remote else file.suffix
+    if found is None and suffix.lower() in CSV_SUFFIXES and b"\0" not in head:
         return "csv"
     raise UserError(
         f"{str(file)!r} is {found or f'unknown (starts {head[:12]!r})'}. Known forms: Parquet, JSON Lines, a JSON "

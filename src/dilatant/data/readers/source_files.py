@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError, file_errors, list_problems
 from dilatant.config.files.remote_files import RemotePath, data_path, is_folder, open_data
+from dilatant.config.printable import masked
 from dilatant.data.cache import Arrays, Cache
 from dilatant.data.errors import SampleError, may_pass
 from dilatant.data.parallel_map import IndexRange, map_ranges, piece_bounds
@@ -116,14 +117,14 @@ class SourceFiles:
     def _found(self) -> Arrays:
         key = hashlib.sha256(f"{FORMAT} {self.identity}".encode()).hexdigest()
         # The name depends on the paths only: a new scan of changed files replaces the old one.
-        places = repr([FORMAT, *(str(path.resolve()) for path, _ in self._all)])
+        places = repr([FORMAT, *(masked(str(path.resolve())) for path, _ in self._all)])
         name = f"records-{hashlib.sha256(places.encode()).hexdigest()[:16]}"
         return self._cache.kept(name, key, lambda: self._scan(self._cache.known(name)))
 
     def _scan(self, before: Arrays | None) -> Arrays:
         """Scan the files, except those that have not changed since the scan `before`."""
         known = _scans(before) if before is not None else {}
-        states = [json.dumps([str(path.resolve()), *_state(path)]) for path, _ in self._all]
+        states = [json.dumps([masked(str(path.resolve())), *_state(path)]) for path, _ in self._all]
         forms = [
             known[state][0] if state in known else self._scanner.form_of(path)
             for state, (path, _) in zip(states, self._all)

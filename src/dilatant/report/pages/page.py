@@ -16,6 +16,7 @@ import numpy as np
 
 from dilatant.config.errors import file_errors
 from dilatant.config.files.durable import write_named
+from dilatant.config.printable import masked
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
 from dilatant.report.pages.page_links import EMPTY
@@ -116,9 +117,14 @@ def _page_template() -> Any:
 
     loader = PackageLoader("dilatant.report.pages", "assets")
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
     )
     return environment.get_template("page.html")
+
+
+def _shown(value: Any) -> Any:
+    """Return what the template shows of a value."""
+    return masked(value) if type(value) is str else value  # not Markup, which is ours
 
 
 @cache

@@ -1,25 +1,30 @@
-"""Scores of held-out answers, texts and pictures alike, by a user's function: a metric, or another model."""
+"""Answers of an exported model to held-out samples, scored by metrics of texts or by a user's function, which may ask
+another model."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dilatant.config.errors import UserError
 from dilatant.config.signatures import require_call
+from dilatant.data.errors import SampleError
 from dilatant.data.media.image_file import decode_image
-from dilatant.data.sample import Dataset, Media
+from dilatant.data.media_units.image_target import ImageTarget
+from dilatant.data.order.blend import Blend
+from dilatant.data.sample import Media, Sample
 from dilatant.data.text.encode import encode_prompt
 from dilatant.hf.export import ExportedModel
 from dilatant.models.generators.diffusion import SamplingSettings
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.training.evaluation.answer_metrics import measure
 from dilatant.training.evaluation.image_answers import answer_with_pictures, generate_answers
 
 if TYPE_CHECKING:
@@ -33,11 +38,23 @@ Judge = Callable[[str, ScoredAnswer, ScoredAnswer], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Score that the judge gave a held-out sample."""
+class Answered:
+    """A held-out sample and the model's answer: texts and pictures in their order. text: the expected answer's text.
+    source: name of the data set."""
 
-    sample: str
-    score: float
+    sample: Sample
+    text: str
+    answered: ScoredAnswer
+    source: str
+
+    @property
+    def written(self) -> str:
+        """The text of the model's answer."""
+        return "".join(part for part in self.answered if isinstance(part, str))
+
+    @property
+    def record(self) -> dict[str, str]:
+        return {"sample": self.sample.id, "expected": self.text, "written": self.written}
 
 
 def load_judge(place: str) -> Judge:
@@ -60,40 +77,69 @@ def load_judge(place: str) -> Judge:
     return judge
 
 
-def judge_answers(
+def answer_samples(
     exported: ExportedModel,
-    held_out: Dataset,
-    judge: Judge,
+    held_out: Blend,
+    limit: int | None,
     device: torch.device,
     max_new_tokens: int,
     how: SamplingSettings,
-    limit: int | None = None,
     seed: int = 0,
-) -> Iterator[Score]:
-    """Yield the scores of greedy answers to held-out samples, in order. Raises UserError for a sample that cannot be
-    asked, and for a judge that fails or returns no finite number."""
-    model, tokenizer, targets = exported.model.to(device), exported.tokenizer, exported.encoding.targets
-    channels = next((target.processor.channels for target in targets), 3)
-    for index in range(min(len(held_out), limit or len(held_out))):
-        sample = held_out[index]
-        prompt = encode_prompt(sample, exported.encoding)
-        expected: ScoredAnswer
+    on_problem: Callable[[SampleError], object] | None = None,
+) -> Iterator[Answered]:
+    """Yield greedy answers to the first `limit` samples of each data set, in order. on_problem: called for a sample
+    that cannot be asked. Raises UserError for it otherwise."""
+    model, tokenizer, encoding = exported.model.to(device), exported.tokenizer, exported.encoding
+    for index in held_out.first(limit).tolist():
+        try:
+            sample = held_out[index]
+            prompt = encode_prompt(sample, encoding)
+        except SampleError as error:
+            if on_problem is None:
+                raise
+            on_problem(error)
+            continue
         answered: ScoredAnswer
-        if targets:
+        if encoding.targets:
             assert isinstance(model, MultimodalModel)  # as models with generators are
             key = seed + index
-            answered = answer_with_pictures(model, tokenizer, prompt, targets, device, max_new_tokens, how, key)
+            answered = answer_with_pictures(
+                model, tokenizer, prompt, encoding.targets, device, max_new_tokens, how, key
+            )
         else:
-            answered = [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
-        try:
-            asked = "".join(part for turn in sample.turns[:-1] for part in turn.content if isinstance(part, str))
-            expected = [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
-            score = float(judge(asked, expected, answered))
-        except Exception as error:
-            raise UserError(f"the judge failed at {sample.id}: {type(error).__name__}: {error}") from error
-        if not math.isfinite(score):
-            raise UserError(f"the judge gives {sample.id} {score}; it must give a finite number")
-        yield Score(sample.id, score)
+            ends = encoding.chat.stop_ids
+            answered = [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens, ends)]
+        yield Answered(sample, prompt.answer, answered, held_out.source_names[held_out.source_of(index)])
+
+
+def measure_answers(answers: Sequence[Answered], metrics: Sequence[str]) -> dict[str, Any]:
+    """Return the metrics of answers by name, their number, and, of several data sets, the metrics of each. Raises
+    UserError for a user's metric that fails."""
+
+    def figures(some: Sequence[Answered]) -> dict[str, float]:
+        expected, written = [one.text for one in some], [one.written for one in some]
+        return {name: measure(name, expected, written) for name in metrics}
+
+    sources = dict.fromkeys(one.source for one in answers)
+    each = {name: figures([one for one in answers if one.source == name]) for name in sources if len(sources) > 1}
+    return {**figures(answers), "samples": len(answers), **({"by_data_set": each} if each else {})}
+
+
+def judge_answer(one: Answered, judge: Judge, targets: Sequence[ImageTarget] = ()) -> float:
+    """Return the judge's score of an answer. targets: what the model draws. Raises UserError for a judge that fails or
+    returns no finite number."""
+    channels = next((target.processor.channels for target in targets), 3)
+    sample = one.sample
+    expected: ScoredAnswer
+    try:
+        asked = "".join(part for turn in sample.turns[:-1] for part in turn.content if isinstance(part, str))
+        expected = [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
+        score = float(judge(asked, expected, one.answered))
+    except Exception as error:
+        raise UserError(f"the judge failed at {sample.id}: {type(error).__name__}: {error}") from error
+    if not math.isfinite(score):
+        raise UserError(f"the judge gives {sample.id} {score}; it must give a finite number")
+    return score
 
 
 def _shown(media: Media, channels: int) -> Image | str:

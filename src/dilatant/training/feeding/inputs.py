@@ -222,12 +222,7 @@ class RankInputs:
 
     def first_held_out(self, limit: int | None) -> NDArray[np.int64]:
         """Return the first held-out samples of each data set; none without held-out data."""
-        begin = 0
-        found: list[int] = []
-        for length in self._data[HELD_OUT].samples.lengths if HELD_OUT in self._data else ():
-            found += range(begin, begin + min(length, limit or length))
-            begin += length
-        return np.array(found, np.int64)
+        return self._data[HELD_OUT].samples.first(limit) if HELD_OUT in self._data else np.empty(0, np.int64)
 
     def close(self) -> None:
         """End the processes that decode."""
