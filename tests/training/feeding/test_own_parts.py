@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers import LlamaConfig
 
+import dilatant
 from cases.engine_case import focal
 from cases.tiny_project import tiny_config, write_images
 from dilatant import train
@@ -280,8 +282,29 @@ def test_label_smoothing_is_a_loss_per_token(file: Path, tmp_path: Path) -> None
     config = parse_config(with_file(project(tmp_path, label_smoothing=0.1), file), tmp_path)
     loss = find_loss(config)
     assert loss is not None
-    assert checked_loss(loss, 11).is_per_token
+    assert checked_loss(loss, LlamaConfig(vocab_size=11)).is_per_token
     assert find_loss(parse_config(with_file(project(tmp_path), file), tmp_path)) is None
+
+
+class Unit:
+    """Pulls the hidden states of target positions to length 1, and notes their width."""
+
+    def __init__(self) -> None:
+        self.widths: set[int] = set()
+
+    def __call__(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.widths.add(hidden.shape[-1])
+        return (hidden.float().norm(dim=-1) - 1).square()
+
+
+def test_a_loss_of_hidden_states_trains_without_the_head(file: Path, tmp_path: Path) -> None:
+    unit = dilatant.loss(Unit(), of="hidden_states")
+    tree = with_file(project(tmp_path, steps=6, schedule={"kind": "constant"}, optimizer={"learning_rate": 0.1}), file)
+    train(tree, loss=unit)
+    assert unit.widths == {16}
+    assert losses(tmp_path / "run")[-1] < 0.5 * losses(tmp_path / "run")[0]
+    with pytest.raises(UserError, match="of is 'hidden'; give one of logits, hidden_states"):
+        dilatant.loss(of="hidden")(focal)
 
 
 @pytest.mark.parametrize(
