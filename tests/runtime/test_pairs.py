@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -25,7 +27,7 @@ from dilatant.data.text.tokenizer import byte_tokenizer
 from dilatant.models import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.training.references import score_pairs
-from harness.checked_steps import Allowed, assert_close, part_of
+from harness.checked_steps import COMMON, Allowed, assert_close, part_of
 from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import _seen_in
 from oracles.one_process import losses_of_batch
@@ -136,7 +138,9 @@ def expected(case: Case, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str,
     return loss.detach(), margin.detach(), known, gradients
 
 
-def _step(pooled: Worker | None, case: Case, language: ParallelSpec, method: str, shares: bool) -> Any:
+def _step(
+    pooled: Worker | None, case: Case, language: ParallelSpec, method: str, shares: bool, microbatches: int = 2
+) -> Any:
     worker = None
     if pooled is not None:
         worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
@@ -147,7 +151,7 @@ def _step(pooled: Worker | None, case: Case, language: ParallelSpec, method: str
         {"language": language, "vision": ParallelSpec()},
         colocated={"vision": "language"} if language == ParallelSpec() else None,
         worker=worker,
-        num_microbatches=2,
+        num_microbatches=microbatches,
         seed=case.seed,
     )
     samples = pairs(case.seed, shares)
@@ -191,6 +195,25 @@ def check(case: Case, method: str, results: list[Any]) -> None:
 def test_pairs_are_the_same_under_every_layout(workers: WorkerPool, layout: str, method: str, shares: bool) -> None:
     case = replace(CASE, loss_chunk=3, attention="causal")
     check(case, method, workers.run(_step, 3, case, LAYOUTS[layout], method, shares))
+
+
+@pytest.mark.slow
+@settings(max_examples=24, **COMMON)
+@given(st.data())
+def test_pairs_are_the_same_under_drawn_layouts(workers: WorkerPool, data: Any) -> None:
+    divided = data.draw(st.lists(st.sampled_from(["replicas", "pp", "tp", "cp"]), min_size=1, max_size=2, unique=True))
+    language = ParallelSpec(**dict.fromkeys(divided, 2))
+    case = replace(
+        CASE,
+        attention="causal",
+        loss_chunk=data.draw(st.sampled_from([None, 1, 3])),
+        seed=data.draw(st.integers(0, 10**6)),
+        tied=data.draw(st.booleans()),
+    )
+    method = data.draw(st.sampled_from(["dpo", "ipo", "simpo", "orpo"]))
+    microbatches = data.draw(st.integers(1, len(PAIRS) // language.replicas))
+    ranks = 2 ** len(divided) + 1  # vision has one of its own
+    check(case, method, workers.run(_step, ranks, case, language, method, data.draw(st.booleans()), microbatches))
 
 
 @pytest.mark.parametrize("method", ["ipo", "simpo", "orpo"])
