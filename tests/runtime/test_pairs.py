@@ -258,7 +258,7 @@ def test_a_sample_that_is_no_pair_is_named(change: dict[str, Any], problem: str)
     runtime.close()
 
 
-@pytest.mark.parametrize(("kind", "method"), [("sigmoid", "dpo"), ("ipo", "ipo")])
+@pytest.mark.parametrize(("kind", "method"), [("sigmoid", "dpo"), ("ipo", "ipo"), ("simpo", "simpo")])
 def test_trl_has_the_same_losses_and_gradients(kind: str, method: Any, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     tokenizer = byte_tokenizer()
@@ -271,20 +271,26 @@ def test_trl_has_the_same_losses_and_gradients(kind: str, method: Any, tmp_path:
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     texts = [("one?", " two", " three!"), ("four", "five six", "7"), ("and now", "no", "something else")]
     records = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in texts]
-    settings = trl.DPOConfig(
-        output_dir=str(tmp_path), loss_type=kind, beta=0.1, max_length=None, use_cpu=True, bf16=False,
-        report_to="none", gradient_checkpointing=False,
-    )  # fmt: skip
-    trainer = trl.DPOTrainer(
-        theirs, reference, settings, train_dataset=Dataset.from_list(records), processing_class=tokenizer
-    )
+    data, common = Dataset.from_list(records), {"output_dir": str(tmp_path), "loss_type": kind, "use_cpu": True}
+    common |= {"bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    trainer: Any
+    if kind == "simpo":
+        cpo = pytest.importorskip("trl.experimental.cpo")
+        judged = cpo.CPOConfig(**common, beta=2.0, simpo_gamma=1.0, cpo_alpha=0.0)
+        trainer = cpo.CPOTrainer(theirs, judged, train_dataset=data, processing_class=tokenizer)
+    else:
+        judged = trl.DPOConfig(**common, beta=0.1, max_length=None)
+        trainer = trl.DPOTrainer(theirs, reference, judged, train_dataset=data, processing_class=tokenizer)
     rows = list(trainer.train_dataset)
     trainer.model.train()
     wanted = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     wanted.backward()
     samples = []
     for number, row in enumerate(rows):
-        prompt, *answers = (row[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
+        suffix = "_input_ids" if kind == "simpo" else "_ids"
+        prompt, *answers = (row[f"{name}{suffix}"] for name in ("prompt", "chosen", "rejected"))
+        if kind == "simpo":  # whole conversations
+            answers = [answer[len(prompt) :] for answer in answers]
         ids = [*prompt, *answers[0], prompt[-1], *answers[1]]
         labels = [*[-100] * len(prompt), *answers[0], -100, *answers[1]]
         scores = []
