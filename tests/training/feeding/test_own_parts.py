@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from PIL import Image
@@ -21,7 +22,9 @@ from cases.tiny_project import tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, load_config
 from dilatant.config.config import parse_config
+from dilatant.data.text.encode import encode_sample
 from dilatant.plan.boxes import Box
+from dilatant.planning.assemble import assemble_samples
 from dilatant.report.metrics import StepMetrics
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.evaluation.evaluation import Evaluation
@@ -79,6 +82,58 @@ def test_a_list_trains_and_resumes_as_its_file_does(file: Path, tmp_path: Path) 
         train(written, train_data=records)
     with pytest.raises(UserError, match="the training data changed since the checkpoint"):
         train(resumed, train_data=[*records[:-1], records[0]], eval_data=records[:4])
+
+
+class Rows(torch.utils.data.Dataset):
+    """A map-style data set of torch."""
+
+    def __init__(self, records: list[Any]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.records[index]
+
+
+class Lines(torch.utils.data.IterableDataset):
+    """An iterable data set of torch."""
+
+    def __init__(self, records: list[Any]) -> None:
+        self.records = records
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.records)
+
+
+def test_an_iterable_trains_and_resumes_with_its_next_sample(file: Path, tmp_path: Path) -> None:
+    records, constant = records_of(file)[:7], {"kind": "constant"}
+    for name, parts in (("whole", (4,)), ("parts", (1, 3, 4))):
+        for steps in parts:
+            tree = without_data(project(tmp_path, name, steps=steps, schedule=constant, resume="auto"))
+            train(tree, train_data=Lines(records))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len({*losses(tmp_path / "whole")}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch", "datasets", "encoded"])
+def test_data_sets_of_every_kind_train_as_their_file_does(kind: str, file: Path, tmp_path: Path) -> None:
+    tree = with_file(project(tmp_path, "file", steps=3), file)
+    train(tree)
+    records: Any = records_of(file)
+    if kind == "torch":
+        records = Rows(records)
+    elif kind == "datasets":
+        turns = [[part for turn in each["messages"] for part in (turn["content"],)] for each in records]
+        flat = [{"image": asked[0]["image"], "question": asked[1]["text"], "answer": said} for asked, said in turns]
+        records = datasets.Dataset.from_list(flat)
+    else:
+        samples = assemble_samples(parse_config(tree, tmp_path))
+        records = [encode_sample(samples.train[index], samples.encoding) for index in range(12)]
+    train(without_data(project(tmp_path, kind, steps=3)), train_data=records)
+    assert losses(tmp_path / kind) == losses(tmp_path / "file")
 
 
 def test_what_python_replaces_is_named(file: Path, tmp_path: Path) -> None:
