@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from dilatant.config.errors import UserError, type_and_text
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function")
 _DECLARED = "__dilatant_metric__"
+_CALLBACK = "__dilatant_callback__"
 _LOSS = "__dilatant_loss__"
 _TAKEN = "__dilatant_loss_takes__"
 Count = Literal["tokens", "samples"] | Callable[[Any], float]
@@ -30,6 +31,18 @@ def metric(function: _Function) -> _Function:
 def is_metric(function: object) -> bool:
     """Return True for a function declared by `metric`. A config can cause no other function to be called."""
     return callable(function) and getattr(function, _DECLARED, None) is True
+
+
+def callback(part: _Function) -> _Function:
+    """Declare a class that needs no arguments, or an object, as a callback, which `train.callbacks` may name as
+    `package.module.name`. Its methods are on_step, on_evaluation, on_checkpoint and on_end, or some of these."""
+    setattr(part, _CALLBACK, True)
+    return part
+
+
+def is_callback(found: object) -> bool:
+    """Return True for what `callback` declared."""
+    return getattr(found, _CALLBACK, None) is True
 
 
 def loss(function: Any = None, *, count: Count = "tokens", of: Taken = "logits") -> Any:
@@ -67,16 +80,14 @@ def takes_hidden_states(function: object) -> bool:
 
 
 def import_declared(key: str, name: str, is_declared: Callable[[Any], bool], decorator: str) -> Any:
-    """Import the function that `module:function` or `module.function` names, of a module that Python finds or that is
-    in the working directory. Only a declared function is returned, so that a config cannot name just any function of
-    any package; modules of the standard library are not even imported.
+    """Import the function, or callback, that `module:function` or `module.function` names, of a module that Python
+    finds or that is in the working directory. Only what is declared is returned, so that a config cannot name just any
+    function of any package; modules of the standard library are not even imported.
 
     Raises UserError with a text of one line, whatever the module does.
     """
     module, _, function = name.replace(":", ".").rpartition(".")
-    undeclared = UserError(
-        f"{key}: {name!r} is not declared as a {decorator}; put @dilatant.{decorator} above the function"
-    )
+    undeclared = UserError(f"{key}: {name!r} is not declared as a {decorator}; put @dilatant.{decorator} above it")
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise undeclared
     here = os.getcwd()
