@@ -386,9 +386,7 @@ def test_parts_that_contradict_the_config_are_refused(
 def test_parts_over_several_machines_are_refused_with_a_remedy(file: Path, tmp_path: Path) -> None:
     tree = with_file(project(tmp_path), file)
     tree["resilience"] = {"enabled": True, "listen": "127.0.0.1:29517"}
-    with pytest.raises(
-        UserError, match=r"passed \(loss, callbacks\): use files and dotted names \(train.loss, train"
-    ):
+    with pytest.raises(UserError, match=r"passed \(loss, callbacks\): use files and dotted names \(train.loss, train"):
         train(tree, loss=focal, callbacks=[Recorder(1)])
 
 
