@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dilatant.config import Config as Config
     from dilatant.config import UserError as UserError
     from dilatant.config import load_config as load_config
+    from dilatant.config.signatures import callback as callback
     from dilatant.config.signatures import loss as loss
     from dilatant.config.signatures import metric as metric
     from dilatant.data.sample import EncodedSample as EncodedSample
@@ -37,7 +38,7 @@ __getattr__, __all__ = lazy_names(
     {
         "comm.launch": "Worker launch",
         "config": "Config UserError load_config",
-        "config.signatures": "loss metric",
+        "config.signatures": "callback loss metric",
         "data.sample": "EncodedSample",
         "models.encoders.encoder_spec": "Encoder",
         "models.generators.generator": "Generator",

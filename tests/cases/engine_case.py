@@ -203,6 +203,12 @@ def distilled(logits: torch.Tensor, targets: torch.Tensor, _: torch.Tensor, plac
     return torch.nn.functional.kl_div(student, teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
 
 
+def pulled(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The squared distance of each position's hidden state from a vector that its target determines."""
+    wanted = torch.cos(targets[:, None] * torch.arange(hidden.shape[-1], device=hidden.device))
+    return (hidden.float() - wanted).square().mean(-1)
+
+
 def _one(sample: EncodedSample) -> float:
     return 1.0
 
@@ -215,6 +221,7 @@ OWN_LOSSES = {
     "focal": TokenLoss(focal, "focal", _tokens, is_per_token=True),
     "mean of samples": TokenLoss(mean_of_samples, "mean of samples", _one, arguments=3),
     "distilled": TokenLoss(distilled, "distilled", _tokens, arguments=4),
+    "pulled": TokenLoss(pulled, "pulled", _tokens, is_per_token=True, is_of_hidden=True),
 }
 
 

@@ -98,6 +98,27 @@ def test_a_release_is_published_without_a_token_after_it_ran() -> None:
     assert "bin/dilatant doctor" in commands
 
 
+def test_workflows_run_targets_that_there_are_and_may_only_read() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    run: dict[str, set[str]] = {}
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        found = yaml.safe_load(file.read_text())
+        assert "secrets." not in file.read_text(), file.name
+        for name, job in found["jobs"].items():
+            granted = job.get("permissions", found["permissions"])
+            assert set(granted.values()) == {"read"} or (file.stem, name) == ("release", "publish"), file.name
+            assert job["timeout-minutes"] <= 360, "GitHub's own limit"
+            run.setdefault(file.stem, set()).update(
+                made for step in job["steps"] for made in re.findall(r"make (\w+)", step.get("run", ""))
+            )
+    assert set.union(*run.values()) <= targets
+    assert run == {"docs": {"docs"}, "release": set(), "tests": {"test", "slow"}}
+    tests = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    assert {"push", "pull_request"} <= set(tests[True])
+    pythons = tests["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert {f"Programming Language :: Python :: {each}" for each in pythons} <= set(PROJECT["classifiers"])
+
+
 @pytest.mark.parametrize(("tag", "code"), [(f"v{PROJECT['version']}", 0), ("v999.0", 1)])
 def test_a_tag_of_another_version_is_not_released(tag: str, code: int) -> None:
     (check,) = (step["run"] for step in workflow()["jobs"]["build"]["steps"] if "version" in step.get("name", ""))

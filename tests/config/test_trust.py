@@ -13,7 +13,8 @@ from dilatant.report.run_folder import RunFolder
 MODEL = "model: {language_model: {id: some/model, trust_remote_code: true}}"
 METRIC = "model: {language_model: {id: some/model}}\nevaluation: {metrics: ['mine:score', exact_match]}"
 DATA = "\ndata: {train: [{path: train.jsonl}]}\n"
-KEYS = {MODEL: "model.language_model.trust_remote_code", METRIC: "evaluation.metrics"}
+CALLBACK = "model: {language_model: {id: some/model}}\ntrain: {callbacks: ['mine:Stop']}"
+KEYS = {MODEL: "model.language_model.trust_remote_code", METRIC: "evaluation.metrics", CALLBACK: "train.callbacks"}
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,6 +27,7 @@ from dilatant.data.index.lint import lint
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.media.open_media import open_media
 from dilatant.data.order.blend import open_blend
+from dilatant.data.order.sampler import SamplerState
 from dilatant.data.readers.reader import open_source
 from dilatant.data.workers.pool_wire import pack_undecoded, unpack_undecoded
 from harness.loader import Loader
@@ -118,6 +120,31 @@ def test_training_lint_and_sizes_take_remote_data(folder, tmp_path):
         with Loader(blend, ENCODING, blend.sampler(0, 4), steps=3, workers=0) as loader:
             batches.append([[sample.id for sample in batch.samples] for batch in loader])
     assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_resumed_order_of_every_form_goes_on_with_the_next_sample(folder, form):
+    upload(folder, "counted://set")
+
+    def batches(steps, position=SamplerState()):  # noqa: B008 - a frozen value
+        blend = open_blend([DataSource(path=f"counted://set/{form}")])
+        with Loader(blend, ENCODING, blend.sampler(1, 3), position=position, steps=steps) as loader:
+            return list(loader)
+
+    whole = batches(5)  # of three samples each: the epoch of eight ends within a batch
+    again = batches(3, whole[1].position)
+    assert [batch.position for batch in again] == [batch.position for batch in whole[2:]]
+    for ours, theirs in zip(again, whole[2:], strict=True):
+        for sample, other in zip(ours.samples, theirs.samples, strict=True):
+            assert sample.id == other.id
+            assert (sample.input_ids == other.input_ids).all()
+            for name, value in sample.media["vision"].items():
+                assert (materialized(value) == materialized(other.media["vision"][name])).all()
+    assert len({sample.id for batch in whole[:3] for sample in batch.samples}) == 8
+
+
+def materialized(value):
+    return np.asarray(getattr(value, "values", value))
 
 
 def test_a_sample_is_read_by_requests_for_its_bytes(tmp_path, counted):

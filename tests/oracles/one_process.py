@@ -41,8 +41,9 @@ def losses_of_batch(
     places it takes hidden states, places of an item); the module makes one loss of the places and targets of an item.
     begin: called with a sample's number before its turn. queries: id beyond the vocabulary → what stands at its places,
     one after another and over again: [places of an item, width]. loss: that of a target token, instead of its cross
-    entropy: "focal" with gamma 2, "mean of samples", where each sample counts alike, or "distilled", its divergence
-    from a distribution that the ids up to the target's determine.
+    entropy: "focal" with gamma 2, "mean of samples", where each sample counts alike, "distilled", its divergence from
+    a distribution that the ids up to the target's determine, or "pulled", the distance of the head's input from
+    what the target says.
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     generators = generators or {}
@@ -106,6 +107,10 @@ def losses_of_batch(
                     teacher = torch.tensor([math.sin(token * seed) for token in range(logits.shape[-1])]).softmax(-1)
                     student = torch.log_softmax(logits[position].float(), dim=-1)
                     losses["language"] = losses["language"] + (teacher * (teacher.log() - student)).sum() / targets
+                    continue
+                if loss == "pulled":
+                    apart = [(each - math.cos(label * k)) ** 2 for k, each in enumerate(heard[0][0, position].float())]
+                    losses["language"] = losses["language"] + sum(apart) / len(apart) / targets
                     continue
                 if loss == "focal":
                     scale = (1 - said.exp()) ** 2 / targets

@@ -24,7 +24,13 @@ LAYOUTS = {
     "tensor": ParallelSpec(tp=2),
     "context": ParallelSpec(cp=2),
 }
-OFTEN = (("pipeline", "focal"), ("replicas", "mean of samples"), ("tensor", "focal"), ("context", "distilled"))
+OFTEN = (
+    ("pipeline", "focal"),
+    ("replicas", "mean of samples"),
+    ("tensor", "focal"),
+    ("context", "distilled"),
+    ("tensor", "pulled"),
+)
 
 
 def _step(pooled: Worker, case: Any, language: ParallelSpec) -> tuple[float, dict[str, Any], dict[str, str]]:
@@ -87,5 +93,6 @@ def test_a_loss_that_depends_on_the_layout_is_refused(function: Any, problem: st
 
 def test_a_loss_tells_whether_it_is_per_position() -> None:
     assert OWN_LOSSES["focal"].check(30)
+    assert OWN_LOSSES["pulled"].check(30)
     assert not OWN_LOSSES["mean of samples"].check(30)
     assert not OWN_LOSSES["distilled"].check(30), "it is not tried, since it needs the samples of the run"

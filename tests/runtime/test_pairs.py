@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -24,7 +26,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.data.text.tokenizer import byte_tokenizer
 from dilatant.models.row_attention import use_row_attention
 from dilatant.training.references import score_pairs
-from harness.checked_steps import Allowed, assert_close, part_of
+from harness.checked_steps import COMMON, Allowed, assert_close, part_of
 from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import _seen_in
 from oracles.one_process import losses_of_batch
@@ -135,7 +137,9 @@ def expected(case: Case, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str,
     return loss.detach(), margin.detach(), known, gradients
 
 
-def _step(pooled: Worker | None, case: Case, language: ParallelSpec, method: str, shares: bool) -> Any:
+def _step(
+    pooled: Worker | None, case: Case, language: ParallelSpec, method: str, shares: bool, microbatches: int = 2
+) -> Any:
     worker = None
     if pooled is not None:
         worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
@@ -146,7 +150,7 @@ def _step(pooled: Worker | None, case: Case, language: ParallelSpec, method: str
         {"language": language, "vision": ParallelSpec()},
         colocated={"vision": "language"} if language == ParallelSpec() else None,
         worker=worker,
-        num_microbatches=2,
+        num_microbatches=microbatches,
         seed=case.seed,
     )
     samples = pairs(case.seed, shares)
@@ -192,6 +196,25 @@ def test_pairs_are_the_same_under_every_layout(workers: WorkerPool, layout: str,
     check(case, method, workers.run(_step, 3, case, LAYOUTS[layout], method, shares))
 
 
+@pytest.mark.slow
+@settings(max_examples=24, **COMMON)
+@given(st.data())
+def test_pairs_are_the_same_under_drawn_layouts(workers: WorkerPool, data: Any) -> None:
+    divided = data.draw(st.lists(st.sampled_from(["replicas", "pp", "tp", "cp"]), min_size=1, max_size=2, unique=True))
+    language = ParallelSpec(**dict.fromkeys(divided, 2))
+    case = replace(
+        CASE,
+        attention="causal",
+        loss_chunk=data.draw(st.sampled_from([None, 1, 3])),
+        seed=data.draw(st.integers(0, 10**6)),
+        tied=data.draw(st.booleans()),
+    )
+    method = data.draw(st.sampled_from(["dpo", "ipo", "simpo", "orpo"]))
+    microbatches = data.draw(st.integers(1, len(PAIRS) // language.replicas))
+    ranks = 2 ** len(divided) + 1  # vision has one of its own
+    check(case, method, workers.run(_step, ranks, case, language, method, data.draw(st.booleans()), microbatches))
+
+
 @pytest.mark.parametrize("method", ["ipo", "simpo", "orpo"])
 def test_methods_have_the_losses_of_their_papers(method: str) -> None:
     case = replace(CASE, attention="causal")
@@ -234,7 +257,7 @@ def test_a_sample_that_is_no_pair_is_named(change: dict[str, Any], problem: str)
     runtime.close()
 
 
-@pytest.mark.parametrize(("kind", "method"), [("sigmoid", "dpo"), ("ipo", "ipo")])
+@pytest.mark.parametrize(("kind", "method"), [("sigmoid", "dpo"), ("ipo", "ipo"), ("simpo", "simpo")])
 def test_trl_has_the_same_losses_and_gradients(kind: str, method: Any, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     tokenizer = byte_tokenizer()
@@ -247,20 +270,26 @@ def test_trl_has_the_same_losses_and_gradients(kind: str, method: Any, tmp_path:
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     texts = [("one?", " two", " three!"), ("four", "five six", "7"), ("and now", "no", "something else")]
     records = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in texts]
-    settings = trl.DPOConfig(
-        output_dir=str(tmp_path), loss_type=kind, beta=0.1, max_length=None, use_cpu=True, bf16=False,
-        report_to="none", gradient_checkpointing=False,
-    )  # fmt: skip
-    trainer = trl.DPOTrainer(
-        theirs, reference, settings, train_dataset=Dataset.from_list(records), processing_class=tokenizer
-    )
+    data, common = Dataset.from_list(records), {"output_dir": str(tmp_path), "loss_type": kind, "use_cpu": True}
+    common |= {"bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    trainer: Any
+    if kind == "simpo":
+        cpo = pytest.importorskip("trl.experimental.cpo")
+        judged = cpo.CPOConfig(**common, beta=2.0, simpo_gamma=1.0, cpo_alpha=0.0)
+        trainer = cpo.CPOTrainer(theirs, judged, train_dataset=data, processing_class=tokenizer)
+    else:
+        judged = trl.DPOConfig(**common, beta=0.1, max_length=None)
+        trainer = trl.DPOTrainer(theirs, reference, judged, train_dataset=data, processing_class=tokenizer)
     rows = list(trainer.train_dataset)
     trainer.model.train()
     wanted = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     wanted.backward()
     samples = []
     for number, row in enumerate(rows):
-        prompt, *answers = (row[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
+        suffix = "_input_ids" if kind == "simpo" else "_ids"
+        prompt, *answers = (row[f"{name}{suffix}"] for name in ("prompt", "chosen", "rejected"))
+        if kind == "simpo":  # whole conversations
+            answers = [answer[len(prompt) :] for answer in answers]
         ids = [*prompt, *answers[0], prompt[-1], *answers[1]]
         labels = [*[-100] * len(prompt), *answers[0], -100, *answers[1]]
         scores = []

@@ -8,14 +8,17 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from dilatant.config.errors import UserError, type_and_text
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function")
 _DECLARED = "__dilatant_metric__"
+_CALLBACK = "__dilatant_callback__"
 _LOSS = "__dilatant_loss__"
+_TAKEN = "__dilatant_loss_takes__"
 Count = Literal["tokens", "samples"] | Callable[[Any], float]
+Taken = Literal["logits", "hidden_states"]
 
 
 def metric(function: _Function) -> _Function:
@@ -30,22 +33,39 @@ def is_metric(function: object) -> bool:
     return callable(function) and getattr(function, _DECLARED, None) is True
 
 
-def loss(function: Any = None, *, count: Count = "tokens") -> Any:
+def callback(part: _Function) -> _Function:
+    """Declare a class that needs no arguments, or an object, as a callback, which `train.callbacks` may name as
+    `package.module.name`. Its methods are on_step, on_evaluation, on_checkpoint and on_end, or some of these."""
+    setattr(part, _CALLBACK, True)
+    return part
+
+
+def is_callback(found: object) -> bool:
+    """Return True for what `callback` declared."""
+    return getattr(found, _CALLBACK, None) is True
+
+
+def loss(function: Any = None, *, count: Count = "tokens", of: Taken = "logits") -> Any:
     """Declare a function as a training loss, which `train.loss` may name as `package.module.function`:
     `@dilatant.loss`, or `@dilatant.loss(count="samples")`.
 
     It is called as loss(logits [positions, vocabulary], targets int64 [positions]), with the positions of some samples
-    that have a target, and returns the loss of each position, or their sum. A third argument, if the function takes it,
-    is the number of target tokens of each position's sample, int64 [positions]; a fourth one says where targets are:
-    `samples`, and int64 [positions] `sample_of` and `index`, each target's sample and its index in `input_ids` there.
+    that have a target, and returns the loss of each position, or their sum. With of="hidden_states" it gets the
+    head's inputs [positions, width] in place of logits, and the head does not run. A third argument, if the function
+    takes it, is the number of target tokens of each position's sample, int64 [positions]; a fourth one says where
+    targets are: `samples`, and int64 [positions] `sample_of` and `index`, each target's sample and its index in
+    `input_ids` there.
     The sum over the global batch is divided by its number of target `tokens` or `samples`, or by the sum of
     count(sample) over its `EncodedSample`s, of which ranks may know only sizes and `target_tokens`.
     """
     if function is None:
-        return partial(loss, count=count)
+        return partial(loss, count=count, of=of)
     if count not in ("tokens", "samples") and not callable(count):
         raise UserError(f"count is {count!r}; give 'tokens', 'samples', or a function of an EncodedSample")
+    if of not in get_args(Taken):
+        raise UserError(f"of is {of!r}; give one of {', '.join(get_args(Taken))}")
     setattr(function, _LOSS, count)
+    setattr(function, _TAKEN, of)
     return function
 
 
@@ -54,17 +74,20 @@ def count_of_loss(function: object) -> Count | None:
     return getattr(function, _LOSS, None) if callable(function) else None
 
 
+def takes_hidden_states(function: object) -> bool:
+    """Return True for a loss that `loss` declared to take hidden states, not logits."""
+    return getattr(function, _TAKEN, "logits") == "hidden_states"
+
+
 def import_declared(key: str, name: str, is_declared: Callable[[Any], bool], decorator: str) -> Any:
-    """Import the function that `module:function` or `module.function` names, of a module that Python finds or that is
-    in the working directory. Only a declared function is returned, so that a config cannot name just any function of
-    any package; modules of the standard library are not even imported.
+    """Import the function, or callback, that `module:function` or `module.function` names, of a module that Python
+    finds or that is in the working directory. Only what is declared is returned, so that a config cannot name just any
+    function of any package; modules of the standard library are not even imported.
 
     Raises UserError with a text of one line, whatever the module does.
     """
     module, _, function = name.replace(":", ".").rpartition(".")
-    undeclared = UserError(
-        f"{key}: {name!r} is not declared as a {decorator}; put @dilatant.{decorator} above the function"
-    )
+    undeclared = UserError(f"{key}: {name!r} is not declared as a {decorator}; put @dilatant.{decorator} above it")
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise undeclared
     here = os.getcwd()

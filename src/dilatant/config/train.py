@@ -173,6 +173,9 @@ class TrainConfig(Section):
     loss: str | None = Field(None, pattern=r"^[A-Za-z_]\w*(\.\w+)*[.:]\w+$")
     """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy
     ([python.md](python.md#loss)). The `loss` of evaluations stays the cross entropy."""
+    callbacks: tuple[str, ...] = ()
+    """Your own callbacks as `package.module.name`: classes that need no arguments, or objects, declared with
+    `@dilatant.callback` ([python.md](python.md#callbacks))."""
     preferences: PreferencesConfig | None = None
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of a token's loss that all tokens of the vocabulary have alike, in training."""

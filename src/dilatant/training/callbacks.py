@@ -10,7 +10,9 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Protocol
 
+from dilatant.config import Config
 from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.signatures import import_declared, is_callback
 from dilatant.report.metrics import StepMetrics
 
 
@@ -114,3 +116,24 @@ class CallbackList:
                     f"{type(callback).__name__}.{event} failed after step {run.step}: {type_and_text(error)} "
                     f"({os.path.basename(place.filename)}:{place.lineno})"
                 ) from error
+
+
+def named_callbacks(config: Config) -> dict[str, Any]:
+    """Return the classes and objects of `train.callbacks` by their names there. Raises UserError."""
+    names = config.train.callbacks
+    return {name: import_declared("train.callbacks", name, is_callback, "callback") for name in names}
+
+
+def open_callbacks(config: Config) -> CallbackList | None:
+    """Return the callbacks that were passed in Python, with new ones of `train.callbacks`; None if there are none.
+    Raises UserError."""
+    passed, named = config.part("callbacks"), named_callbacks(config)
+    if not named:
+        return None if passed is None else passed.value
+    made = [] if passed is None else [*passed.value.callbacks]
+    for name, found in named.items():
+        try:
+            made.append(found() if isinstance(found, type) else found)
+        except Exception as error:
+            raise UserError(f"train.callbacks: {name!r} cannot be made: {type_and_text(error)}") from error
+    return CallbackList(made)

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dilatant.config import Config, OptimizerConfig, RateSchedule, UserError, load_config
 from dilatant.config.config import parse_config
 from dilatant.config.environment import place_from
 from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
-from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes
+from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes, takes_hidden_states
 from dilatant.config.train import LOSS
 from dilatant.data.sample import EncodedSample
 from dilatant.hf.opened_model import check_opened, write_opened
@@ -178,11 +178,15 @@ def find_loss(config: Config) -> TokenLoss | None:
     if not callable(function):
         raise UserError(f"{where} is a {type(function).__name__}; give a function of (logits, targets)")
     arguments = next((number for number in (4, 3) if takes(function, number)), 2)
-    require_call(where, function, *("logits", "targets", "sample_targets", "places")[:arguments])
+    of_hidden = takes_hidden_states(function)
+    given = "hidden_states" if of_hidden else "logits"
+    require_call(where, function, *(given, "targets", "sample_targets", "places")[:arguments])
     count = count_of_loss(function) or "tokens"
-    return TokenLoss(function, where, COUNTS[count] if isinstance(count, str) else count, arguments)
+    by = COUNTS[count] if isinstance(count, str) else count
+    return TokenLoss(function, where, by, arguments, is_of_hidden=of_hidden)
 
 
-def checked_loss(loss: TokenLoss, vocabulary: int) -> TokenLoss:
-    """Return the loss with what trying it told. Raises UserError, see `TokenLoss.check`."""
-    return replace(loss, is_per_token=loss.check(vocabulary) and loss.count is COUNTS["tokens"])
+def checked_loss(loss: TokenLoss, language: PreTrainedConfig) -> TokenLoss:
+    """Return the loss with what trying it told. language: of the model. Raises UserError, see `TokenLoss.check`."""
+    per_position = loss.check(language.hidden_size if loss.is_of_hidden else language.vocab_size)
+    return replace(loss, is_per_token=per_position and loss.count is COUNTS["tokens"])

@@ -100,7 +100,7 @@ def open_model(config: Config, samples: Samples) -> MultimodalModel:
     is checked that they are there. Raises UserError for a model that cannot be opened or trained."""
     model = assemble_model(config, samples.tokenizer, samples.encoding, hollow=True)
     if (own_loss := find_loss(config)) is not None:
-        model.use_loss(checked_loss(own_loss, model.language.config.vocab_size))
+        model.use_loss(checked_loss(own_loss, model.language.config))
     if (preferences := config.train.preferences) is not None:
         if preferences.has_reference and not isinstance(samples.train, Blend):
             why = "compares with log-probabilities of data that are read by index; take simpo or orpo"

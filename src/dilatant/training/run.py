@@ -28,6 +28,7 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import show_progress, warn
 from dilatant.report.text.wording import counted
 from dilatant.report.trackers import check_trackers
+from dilatant.training.callbacks import named_callbacks
 from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.checkpoints.starting_point import StartingPoint, find_start, with_template_date
 from dilatant.training.evaluation.answer_metrics import find_metric
@@ -71,6 +72,7 @@ def train(
     for metric in config.evaluation.metrics if config.holds_out else ():
         find_metric(metric)
     find_loss(config)
+    named_callbacks(config)
     place = place_from()
     plans = is_planned_here(config, place)
     devices = devices_at_hand(config, place)

@@ -35,7 +35,7 @@ from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.schedule.schedule import DataWait
-from dilatant.training.callbacks import CallbackList, RunControl
+from dilatant.training.callbacks import CallbackList, RunControl, open_callbacks
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation, Evaluator
 from dilatant.training.feeding.feed import gather_bad_samples, merge_bad_samples
@@ -122,8 +122,8 @@ class Trainer:
         self.done = StepLog(config.train.logging_steps, self._gate is not None)
         self._background = contextlib.ExitStack()
         self._steps: Steps | None = None
-        callbacks, self._schedule = config.part("callbacks"), config.part("schedule")
-        self.callbacks: CallbackList | None = None if callbacks is None else callbacks.value
+        self._schedule = config.part("schedule")
+        self.callbacks: CallbackList | None = open_callbacks(config) if before is None else before.callbacks
         units = model.units.values()
         self._layer_of = {weight.name: weight.layer for unit in units for weight in unit.weights}
         self._skipped_updates = 0

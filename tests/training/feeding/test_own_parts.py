@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from PIL import Image
+from transformers import LlamaConfig
 
+import dilatant
 from cases.engine_case import focal
 from cases.tiny_project import tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, load_config
 from dilatant.config.config import parse_config
+from dilatant.data.text.encode import encode_sample
 from dilatant.plan.boxes import Box
+from dilatant.planning.assemble import assemble_samples
 from dilatant.report.metrics import StepMetrics
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.evaluation.evaluation import Evaluation
@@ -77,6 +82,58 @@ def test_a_list_trains_and_resumes_as_its_file_does(file: Path, tmp_path: Path) 
         train(written, train_data=records)
     with pytest.raises(UserError, match="the training data changed since the checkpoint"):
         train(resumed, train_data=[*records[:-1], records[0]], eval_data=records[:4])
+
+
+class Rows(torch.utils.data.Dataset):
+    """A map-style data set of torch."""
+
+    def __init__(self, records: list[Any]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.records[index]
+
+
+class Lines(torch.utils.data.IterableDataset):
+    """An iterable data set of torch."""
+
+    def __init__(self, records: list[Any]) -> None:
+        self.records = records
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.records)
+
+
+def test_an_iterable_trains_and_resumes_with_its_next_sample(file: Path, tmp_path: Path) -> None:
+    records, constant = records_of(file)[:7], {"kind": "constant"}
+    for name, parts in (("whole", (4,)), ("parts", (1, 3, 4))):
+        for steps in parts:
+            tree = without_data(project(tmp_path, name, steps=steps, schedule=constant, resume="auto"))
+            train(tree, train_data=Lines(records))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len({*losses(tmp_path / "whole")}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch", "datasets", "encoded"])
+def test_data_sets_of_every_kind_train_as_their_file_does(kind: str, file: Path, tmp_path: Path) -> None:
+    tree = with_file(project(tmp_path, "file", steps=3), file)
+    train(tree)
+    records: Any = records_of(file)
+    if kind == "torch":
+        records = Rows(records)
+    elif kind == "datasets":
+        turns = [[part for turn in each["messages"] for part in (turn["content"],)] for each in records]
+        flat = [{"image": asked[0]["image"], "question": asked[1]["text"], "answer": said} for asked, said in turns]
+        records = datasets.Dataset.from_list(flat)
+    else:
+        samples = assemble_samples(parse_config(tree, tmp_path))
+        records = [encode_sample(samples.train[index], samples.encoding) for index in range(12)]
+    train(without_data(project(tmp_path, kind, steps=3)), train_data=records)
+    assert losses(tmp_path / kind) == losses(tmp_path / "file")
 
 
 def test_what_python_replaces_is_named(file: Path, tmp_path: Path) -> None:
@@ -280,8 +337,29 @@ def test_label_smoothing_is_a_loss_per_token(file: Path, tmp_path: Path) -> None
     config = parse_config(with_file(project(tmp_path, label_smoothing=0.1), file), tmp_path)
     loss = find_loss(config)
     assert loss is not None
-    assert checked_loss(loss, 11).is_per_token
+    assert checked_loss(loss, LlamaConfig(vocab_size=11)).is_per_token
     assert find_loss(parse_config(with_file(project(tmp_path), file), tmp_path)) is None
+
+
+class Unit:
+    """Pulls the hidden states of target positions to length 1, and notes their width."""
+
+    def __init__(self) -> None:
+        self.widths: set[int] = set()
+
+    def __call__(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.widths.add(hidden.shape[-1])
+        return (hidden.float().norm(dim=-1) - 1).square()
+
+
+def test_a_loss_of_hidden_states_trains_without_the_head(file: Path, tmp_path: Path) -> None:
+    unit = dilatant.loss(Unit(), of="hidden_states")
+    tree = with_file(project(tmp_path, steps=6, schedule={"kind": "constant"}, optimizer={"learning_rate": 0.1}), file)
+    train(tree, loss=unit)
+    assert unit.widths == {16}
+    assert losses(tmp_path / "run")[-1] < 0.5 * losses(tmp_path / "run")[0]
+    with pytest.raises(UserError, match="of is 'hidden'; give one of logits, hidden_states"):
+        dilatant.loss(of="hidden")(focal)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +386,7 @@ def test_parts_that_contradict_the_config_are_refused(
 def test_parts_over_several_machines_are_refused_with_a_remedy(file: Path, tmp_path: Path) -> None:
     tree = with_file(project(tmp_path), file)
     tree["resilience"] = {"enabled": True, "listen": "127.0.0.1:29517"}
-    with pytest.raises(UserError, match=r"passed \(loss, callbacks\): use files and dotted names \(train.loss, eval"):
+    with pytest.raises(UserError, match=r"passed \(loss, callbacks\): use files and dotted names \(train.loss, train"):
         train(tree, loss=focal, callbacks=[Recorder(1)])
 
 

@@ -1,4 +1,4 @@
-"""Trust in code that a config names: models with custom code, and metrics and a loss by name.
+"""Trust in code that a config names: models with custom code; metrics, callbacks, a loss.
 
 A config that the user wrote, or named on the command line, is trusted. A config found in a run folder may come from
 another person: its code runs only with `--trust-remote-code`, or if a run started by this user wrote the same config
@@ -68,6 +68,7 @@ def _named_code(tree: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (dotted key, named code) pairs."""
     own = [("evaluation.metrics", name) for name in tree["evaluation"]["metrics"] if ":" in name]
     own += [("train.loss", name)] if (name := tree["train"]["loss"]) else []
+    own += [("train.callbacks", name) for name in tree["train"]["callbacks"]]
     return [*_remote_code(tree, ""), *own]
 
 

@@ -204,6 +204,8 @@ class LanguageStage(Stage):
         counts = torch.tensor([sample.target_tokens for sample in packed])
         known = to_device(torch.cat([counts[places[:, :1]], places], dim=1), hidden.device)
         about = torch.cat([targets[:, None], known], dim=1)
+        if own.is_of_hidden:
+            return own(self.vocabulary.whole, packed, hidden, about)
         return chunked_loss(head, hidden, about, self.loss_chunk, partial(own, self.vocabulary.whole, packed))
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:

@@ -70,7 +70,7 @@ class PackedRow:
         share = ContextParallelRow(mask, placed.placement, ranks, block=placed.block, mask_in_windows=in_windows)
         return PackedRow(
             ids=share.take(self.ids, next(number for number in count() if number not in placeholders)),
-            position_ids=share.take(self.position_ids.T).T,
+            position_ids=share.take(self.position_ids.movedim(-1, 0)).movedim(0, -1),
             targets=share.take(self.targets, IGNORED),
             sample_of=self.sample_of[torch.from_numpy(share.tokens)],
             lengths=self.lengths,
