@@ -236,6 +236,9 @@ class GenericEncoderUnit(PackedEncoderUnit):
         stage.shapes, stage.is_through, stage.taps = self.shapes, end == len(self.layers), self.taps
         stage.axes = self.axes
         stage.first_block, stage.end_block = self._blocks(first, end)
+        inside = range(stage.first_block, stage.end_block)
+        # What an encoder that cannot be cut reads is not known.
+        stage.read_blocks = [n - inside.start for n in inside if self.uncut is not None or n in self.taps]
         return stage
 
     def _slice(self, model: nn.Module, first: int, end: int) -> nn.Module:
