@@ -153,11 +153,6 @@ class Stage(nn.Module, ABC):
         self.layers = layers
         self.weights = weights
 
-    @property
-    def behind_blocks(self) -> nn.Module | None:
-        """The module before which tensor-parallel ranks gather all tokens; None to gather them after the last block."""
-        return None
-
     @abstractmethod
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """Run the forward of `samples`, indices into `data.samples`, in the stage's current mode (training or

@@ -337,9 +337,8 @@ class GenericTower(Tower):
             attend_to_items(encoder)
         typical = self.typical(host.config)
         tokens, rows = self.shapes(typical)
-        narrow, blocks = narrow_encoder(self.shapes)
-        width = self.shapes.rows(narrow, layout_of(typical)).shape[-1]
-        width = width // narrow.config.get_text_config().hidden_size * host.text_width
+        _, blocks = narrow_encoder(self.shapes)
+        width = (1 + self.inner_rows(host.config)) * host.text_width
         structure = None if blocks is None else in_order(self.shapes, layout_of(typical))
         geometry = EncoderGeometry(
             kind=self.kind,
@@ -359,6 +358,9 @@ class GenericTower(Tower):
         unit.unused = frozenset(weight.name for weight in unit.weights if adapted_key(weight.key) in keys)
         unit.freeze_names(unit.unused)
         return unit
+
+    def inner_rows(self, config: Any) -> int:
+        return self.shapes.inner_rows(self.typical(config))
 
     def key_of(self, weight: Weight) -> str:
         key = plain_key(weight.key)

@@ -104,14 +104,13 @@ def shard_blocks(
     regions: Sequence[Sequence[Region]],
     experts: Sequence[Sequence[Experts]],
     ranks: TensorGroup,
-    end: nn.Module | None = None,
     read: Collection[int] = (),
 ) -> TokenShards | None:
     """Make consecutive blocks with local weights tensor parallel, in place. regions, experts: per block.
 
     Outside of regions each rank holds a slice of the tokens (sequence parallelism): they are sliced before the first
-    block and gathered after the last one, or before the module `end`, and after the blocks `read` (see
-    `Stage.read_blocks`). Returns None without blocks.
+    block and gathered after the last one, and after the blocks `read` (see `Stage.read_blocks`). Returns None without
+    blocks.
     """
     if not blocks:
         return None
@@ -124,7 +123,7 @@ def shard_blocks(
         for of_block, paths in zip(regions, mixtures, strict=True)
     ]
     around = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
-    shards = shard_tokens(blocks, around, ranks, end, read)
+    shards = shard_tokens(blocks, around, ranks, read)
     for block, paths, inner in zip(blocks, mixtures, within, strict=True):
         if any(region.whole for region in inner):  # runs sample by sample
             block.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
@@ -139,22 +138,15 @@ def shard_blocks(
 
 
 def shard_tokens(
-    blocks: Sequence[nn.Module],
-    regions: Sequence[Sequence[Region]],
-    ranks: SequenceRanks,
-    end: nn.Module | None = None,
-    read: Collection[int] = (),
+    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: SequenceRanks, read: Collection[int] = ()
 ) -> TokenShards:
-    """Make blocks with local weights sequence parallel between regions. end: the module before which all tokens are
-    gathered; None to gather after the last block. read: the blocks after which they are gathered, too."""
+    """Make blocks with local weights sequence parallel between regions. read: see `shard_blocks`."""
     shards = TokenShards(ranks)
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
             _shard_region(block, region, ranks, shards)
         add_contexts(block, shards.recompute_contexts)
-    if end is not None:
-        end.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
-    gathered = {*read} if end is not None else {*read, len(blocks) - 1}
+    gathered = {*read, len(blocks) - 1}
     for number, block in enumerate(blocks):
         if number == 0 or number - 1 in gathered:
             block.register_forward_pre_hook(_input_hook(shards.split), with_kwargs=True)
