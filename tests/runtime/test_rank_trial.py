@@ -23,7 +23,7 @@ from dilatant.runtime import rank_trial
 from dilatant.runtime.layouts import context_problems, require_trainable
 from dilatant.runtime.rank_trial import Trial, compare_ranks, divide_as_planned, divide_where_proven, trial_of
 
-ERNIE = {
+ERNIE: dict[str, Any] = {
     "text_config": {
         "vocab_size": 128,
         "hidden_size": 32,
