@@ -27,8 +27,16 @@ from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import RowAttention, attend_as_configured, place_rows, use_row_attention
+from dilatant.models.row_attention import (
+    RowAttention,
+    attend_as_configured,
+    choose_attention,
+    limits_of,
+    place_rows,
+    use_row_attention,
+)
 from dilatant.models.sources import parse_config
+from dilatant.planning.problem.describe_model import describe_model
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import losses_of_batch
 
@@ -355,12 +363,22 @@ def test_linear_attention_packs_no_rows_without_block_tables() -> None:
         attend_as_configured(model, LanguageModelConfig(id="any", attn_implementation="sdpa"))
     assert model.language.row_attention is None
     assert not model.language.packs_rows
+    (line,) = describe_model(model).limits
+    assert line.startswith("rung 1 of 3: every sample is a row and a microbatch of its own: samples of a packed row")
     model = MultimodalModel({}, parse_config(HYBRID, "language"), seed=0)
     attend_as_configured(model, LanguageModelConfig(id="any"))
     assert model.language.row_attention is not None
     assert model.language.row_attention.placement == "contiguous"
     place_rows(model, "auto")
     assert model.language.row_attention.placement == "contiguous"
+
+
+def test_a_unit_that_cannot_be_cut_is_said_when_the_model_opens() -> None:
+    model = vision_language()
+    assert limits_of(model) == ()
+    model["vision"].uncut = "a reason"
+    with pytest.warns(UserWarning, match="rung 2 of 3: vision stays one stage: a reason"):
+        choose_attention(model, "sdpa")
 
 
 def test_linear_attention_keeps_packed_samples_independent() -> None:

@@ -57,6 +57,24 @@ def test_a_share_drops_what_the_whole_drops_there(packed: bool, size: int) -> No
     assert torch.equal(torch.cat(rows)[: items * tokens], whole.flatten(0, 1))
 
 
+def test_a_block_may_drop_the_batch_dimension_of_one() -> None:
+    hidden = torch.arange(14.0).view(1, 7, 2)
+    parts = torch.stack([TokenShards(OneOf(2, index)).split(hidden)[0] for index in range(2)])
+
+    class Gathering(OneOf):
+        def all_gather(self, own: Any, what: str) -> Any:
+            assert torch.equal(own, parts[0])
+            return parts, Waited()
+
+    class Waited:
+        def wait(self) -> None: ...
+
+    shards = TokenShards(Gathering(2, 0))
+    own = shards.split(hidden)
+    assert torch.equal(shards.gather(own), hidden)
+    assert torch.equal(shards.gather(own.squeeze(0)), hidden.squeeze(0))
+
+
 def test_a_recomputed_block_has_the_shares_of_its_own_microbatch() -> None:
     shards = TokenShards(OneOf(2, 0))
     shards.split(torch.zeros(1, 6, 2))

@@ -46,6 +46,8 @@ def test_a_gpu_gets_rows_that_hold_a_whole_step(tmp_path: Path) -> None:
     assert winner.score.seconds < searched.result.winner.score.seconds
     assert planned.rows[0].startswith("Rows hold up to 4,096 tokens (train.row_tokens is open): the longest of 128 and")
     assert planned.rows[0] in plan_report(planned, "test").reasons
+    limited = replace(planned.problem, model=replace(planned.problem.model, limits=("a reason",)))
+    assert plan_report(replace(planned, problem=limited), "test").limits == ("a reason",)
     timed = time_plan(problem, winner.plan, winner.num_microbatches, winner.row_tokens)
     assert timed.result.winner.score.seconds == pytest.approx(winner.score.seconds)
     (tmp_path / "plan.json").write_text(training_plan(planned.problem, winner).to_json(), encoding="utf-8")

@@ -123,6 +123,11 @@ def test_page_needs_nothing_from_outside():
     assert "default-src 'none'" in page
 
 
+def test_the_page_says_why_a_model_is_neither_cut_nor_packed():
+    report = dataclasses.replace(small_report(), limits=("rung 2 of 3: vision stays one stage: a reason",))
+    assert "Rung 2 of 3: vision stays one stage: a reason." in render_plan_page(report)
+
+
 def test_replicas_that_divide_experts_differently_are_drawn_apart():
     replicas = [Replica((Stage(0, 1, (first, first + 1), 2, 1, ep),)) for first, ep in ((0, 2), (2, 1))]
     plan = Plan((UnitPlan("language", tuple(replicas)),))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cases.generic_steps import pretrained
 from dilatant.config.errors import UserError
 from dilatant.models.families.media_proof import drawn, samples_with_media
+from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.language.extension import ContextParallel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
@@ -19,6 +22,36 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime import rank_trial
 from dilatant.runtime.layouts import context_problems, require_trainable
 from dilatant.runtime.rank_trial import Trial, compare_ranks, divide_as_planned, divide_where_proven, trial_of
+
+ERNIE: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": [16, 24],
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "num_hidden_layers": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    },
+    "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
+    "image_token_id": 127,
+    "image_start_token_id": 126,
+    "image_end_token_id": 125,
+    "video_token_id": 124,
+    "video_start_token_id": 123,
+    "video_end_token_id": 122,
+}
+"""Blocks with experts of text beside experts of images."""
+
+
+def _drawn(small: PretrainedModel) -> MultimodalModel:
+    torch.manual_seed(0)
+    return drawn(small, attend_by_default)
 
 
 def test_two_ranks_compute_what_one_does() -> None:
@@ -30,11 +63,16 @@ def test_two_ranks_compute_what_one_does() -> None:
         assert degree_problems(unit, tensor_plan(unit), 2) == []
 
 
-@pytest.mark.slow
-def test_an_encoder_whose_inner_outputs_are_read_is_not_shared() -> None:
-    trial = trial_of(MultimodalModel({}, pretrained("vipllava"), device="meta"))
-    assert trial.units == ("language",)
-    assert trial.problems["vision"].startswith("on two ranks, ")
+def test_an_encoder_whose_inner_outputs_are_read_is_shared() -> None:
+    small = pretrained("vipllava")
+    stage = drawn(small, attend_by_default)["vision"].stage(1, 5)
+    assert stage.read_blocks == [0]  # of three blocks the first, whose output is a feature
+    assert compare_ranks(partial(_drawn, small), samples_with_media(small), ("vision",), tp=2) is None
+
+
+def test_experts_of_text_and_of_images_are_shared() -> None:
+    small = PretrainedModel.of(CONFIG_MAPPING["ernie4_5_vl_moe"](**ERNIE), "model")
+    assert compare_ranks(partial(_drawn, small), samples_with_media(small), ("language",), tp=2) is None
 
 
 def test_ranks_with_other_weights_are_found() -> None:
@@ -42,8 +80,7 @@ def test_ranks_with_other_weights_are_found() -> None:
     built: list[MultimodalModel] = []
 
     def build() -> MultimodalModel:
-        torch.manual_seed(0)
-        model = drawn(small, attend_by_default)
+        model = _drawn(small)
         with torch.no_grad():
             for name, weight in model.language.named_logical_parameters():
                 if built and name.endswith("layers.1.mlp.up_proj.weight"):
@@ -72,11 +109,7 @@ def test_rows_are_not_split_where_that_is_not_proven(monkeypatch: pytest.MonkeyP
 def test_ranks_that_split_rows_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     small = pretrained("vipllava")
 
-    def build() -> MultimodalModel:
-        torch.manual_seed(0)
-        return drawn(small, attend_by_default)
-
-    assert compare_ranks(build, samples_with_media(small), ("language",), cp=2) is None
+    assert compare_ranks(partial(_drawn, small), samples_with_media(small), ("language",), cp=2) is None
     gather = ContextParallel.begin
 
     def begin(self: ContextParallel, forward: Any) -> None:
@@ -84,7 +117,7 @@ def test_ranks_that_split_rows_wrongly_are_found(monkeypatch: pytest.MonkeyPatch
         forward.row = replace(forward.row, position_ids=forward.row.position_ids * 0)
 
     monkeypatch.setattr(ContextParallel, "begin", begin)
-    problem = compare_ranks(build, samples_with_media(small), ("language",), cp=2)
+    problem = compare_ranks(partial(_drawn, small), samples_with_media(small), ("language",), cp=2)
     assert problem is not None
     assert "changes" in problem
 

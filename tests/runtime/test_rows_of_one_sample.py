@@ -71,7 +71,7 @@ def alone_in_transformers(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), gradients
 
 
-@pytest.mark.filterwarnings("ignore:every sample will be a row")
+@pytest.mark.filterwarnings("ignore:rung 1 of 3")
 @pytest.mark.parametrize(("family", "attention"), [*((name, None) for name in FAMILIES), ("gpt_oss", "eager")])
 def test_a_step_has_the_loss_and_gradients_of_samples_alone(family: str, attention: str | None) -> None:
     model = opened(family, **({} if attention is None else {"attn_implementation": attention}))

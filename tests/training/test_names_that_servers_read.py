@@ -1,8 +1,10 @@
 """An export has the weights that vLLM and SGLang look for: their rules for names, applied to its keys, leave none over,
-and what they hand to the text model has the names and shapes of the plain text model."""
+and what they hand to the text model has the names and shapes of the plain text model. Where vLLM looks for an encoder's
+weights elsewhere, the export says so."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,12 @@ SERVED: Mapping[str, tuple[Mapping[str, str], str]] = {
 }
 """Family → the prefixes that vLLM (September 2026) replaces one after the other, SGLang the same ones; and the plain
 text model that takes what is under language_model."""
+TOWERS = {
+    "clip_vision_model": {"vision_tower.vision_model"},
+    "siglip_vision_model": {"vision_tower.vision_model"},
+    "pixtral": {"vision_tower.patch_conv", "vision_tower.ln_pre", "vision_tower.transformer"},
+}
+"""Encoder → the modules that vLLM 0.32 has in it."""
 MODULES = {"language_model", "vision_tower", "multi_modal_projector", "image_newline", "visual"}
 
 
@@ -57,7 +65,9 @@ def plain_text_model(config: Any, kind: str) -> nn.Module:
 def test_servers_find_every_weight_of_an_export(family: str, tmp_path: Path) -> None:
     rules, kind = SERVED[family]
     whole = pretrained(family) if family in GENERIC else PretrainedModel.of(whole_config(family), "model")
-    write_pretrained(MultimodalModel({}, whole, seed=0), tmp_path, None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        write_pretrained(MultimodalModel({}, whole, seed=0), tmp_path, None)
     stored = {key: each for file in {*tensor_files(tmp_path).values()} for key, each in load_file(file).items()}
     shapes = {}
     for key, tensor in stored.items():
@@ -66,6 +76,9 @@ def test_servers_find_every_weight_of_an_export(family: str, tmp_path: Path) -> 
             name = replacement + name.removeprefix(prefix) if name.startswith(prefix) else name
         shapes[name] = tuple(tensor.shape)
     assert {name.partition(".")[0] for name in shapes} <= MODULES
+    tower = {".".join(name.split(".")[:2]) for name in shapes if name.startswith("vision_tower.")}
+    is_elsewhere = not tower <= TOWERS.get(whole.config.vision_config.model_type, set())
+    assert is_elsewhere == any("vLLM's own classes" in str(each.message) for each in caught)
     inner = "language_model."
     found = {name.removeprefix(inner): shape for name, shape in shapes.items() if name.startswith(inner)}
     plain = plain_text_model(whole.config, kind)

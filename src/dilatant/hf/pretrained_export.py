@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ UNREAD = "model-unread.safetensors"
 _ROTARY = ("rope_theta", "rope_scaling")
 _OF_OTHERS = re.compile(r"visual|vision|audio|inv_freq|attn\.(masked_)?bias")
 """Keys of encoders, which are no part of a language model, and of computed tensors."""
+_BELOW_VISION_MODEL = ("clip_vision_model", "siglip_vision_model")
 _BESIDE = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "chat_template.jinja", "generation_config.json"),
@@ -105,8 +107,23 @@ def _write_model(model: MultimodalModel, whole: PretrainedModel, folder: Path, s
     composite.to(dtype)  # on the meta device; sets the dtype in its config
     composite.save_pretrained(folder, state_dict=state)
     _check(whole, folder, state, source, {*frozen, *lacking})
+    if (line := unknown_to_vllm(whole.config, tensor_files(folder))) is not None:
+        warnings.warn(line, stacklevel=4)
     if source is not None:
         copy_companion_files(source, composite, folder)
+
+
+def unknown_to_vllm(config: Any, keys: Iterable[str]) -> str | None:
+    """Return a line if vLLM's own classes look for an encoder's weights under other names than these keys; else None.
+    Transformers 5 left out a level of the names that vLLM's encoders have."""
+    kind = getattr(getattr(config, "vision_config", None), "model_type", None)
+    has_no_level = any(re.match(r"(model\.)?vision_tower\.(?!vision_model\.)", key) for key in keys)
+    if kind not in _BELOW_VISION_MODEL or not has_no_level:
+        return None
+    return (
+        f"vLLM's own classes (0.32) look for the weights of {kind} under vision_tower.vision_model, but transformers, "
+        "and so this export, has them under vision_tower; serve it by `vllm serve --model-impl transformers`"
+    )
 
 
 def _source_tensors(whole: PretrainedModel, source: str, keys: list[str]) -> dict[str, Tensor]:

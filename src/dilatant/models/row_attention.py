@@ -180,20 +180,25 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     that are not listed), every sample is a separate row. A choice slower than plans is reported by a warning. Raises
     UserError for a requested attention that would be wrong, and for a model of parts about which nothing can be proven.
     """
-    if _why_one_unit(model) is not None:
-        warnings.warn(
-            "the model runs as one unit, a sample after the other: its parts would train otherwise "
-            f"({_why_one_unit(model)})",
-            stacklevel=4,
-        )
     for line in () if model.whole is None else model.whole.family.refused:
         warnings.warn(f"model: {line}", stacklevel=4)
     is_read = model.whole is not None and model.whole.family.narrow
     leak = prove_media(model, partial(_choose, named=named)) if is_read else None
     _choose(model, named)
     if leak is not None and model.language.packs_rows:
-        model.language.packs_rows = False
-        warnings.warn(f"every sample will be a row and a microbatch of its own: in a packed row, {leak}", stacklevel=4)
+        model.language.unpacked = f"in a packed row, {leak}"
+    for line in limits_of(model):
+        warnings.warn(line, stacklevel=4)
+
+
+def limits_of(model: MultimodalModel) -> tuple[str, ...]:
+    """Return the reasons why a model is on a lower rung than 3 (see `hf.check_model`), a line each, the worst first."""
+    if (why := _why_one_unit(model)) is not None:
+        return (f"rung 0 of 3: the model runs as one unit, sample by sample: its parts train otherwise ({why})",)
+    alone = model.language.unpacked
+    lines = [] if alone is None else [f"rung 1 of 3: every sample is a row and a microbatch of its own: {alone}"]
+    uncut = ((name, unit.uncut) for name, unit in model.units.items() if unit.uncut is not None)
+    return (*lines, *(f"rung {1 if lines else 2} of 3: {name} stays one stage: {why}" for name, why in uncut))
 
 
 def attend_by_default(model: MultimodalModel) -> None:
@@ -241,15 +246,13 @@ def _choose(model: MultimodalModel, named: str | None) -> None:
             f"otherwise than a causal model in transformers (on a small copy, {proof.alone})"
         )
     leak = leaks_between_samples(language.model) or proof.packed
-    language.packs_rows = leak is None
-    _settle(model, proof)
     if leak is not None:
-        warnings.warn(
-            "every sample will be a row and a microbatch of its own: samples of a packed row would reach each other "
-            f"({leak}), and attention over plans, which parts them, cannot be used: {reason}",
-            stacklevel=4,
+        language.unpacked = (
+            f"samples of a packed row would reach each other ({leak}), and attention over plans, which parts them, "
+            f"cannot be used: {reason}"
         )
-    elif named is None:
+    _settle(model, proof)
+    if leak is None and named is None:
         warnings.warn(
             f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
             "(train.row_tokens) cost less",

@@ -116,6 +116,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         ),
         zero=winner.zero,
         shard={**_sharded(problem, winner.plan)},
+        limits=problem.model.limits,
     )
     if planned.chain is None:
         return report

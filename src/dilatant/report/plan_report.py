@@ -150,8 +150,9 @@ class PlanReport:
     `cost_source`: origin of the times ("measured on ...", "analytic: ..."). `lower_bound_seconds`: a step time that no
     searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
     counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state, `shard`: unit →
-    what else is sharded. `fewest`: the smallest cluster that was asked for. `reasons` for this plan,
-    `advice` and `warnings` are sentences from the planner, shown unchanged.
+    what else is sharded. `fewest`: the smallest cluster that was asked for. `limits`: why the model cannot be cut or
+    packed like others, a line each. `reasons` for this plan, `advice` and `warnings` are sentences from the planner,
+    shown unchanged.
     """
 
     title: str
@@ -183,6 +184,7 @@ class PlanReport:
     zero: str = ""
     shard: dict[str, str] = field(default_factory=dict)
     fewest: FewestDevices | None = None
+    limits: tuple[str, ...] = ()
 
     @property
     def step_seconds(self) -> float:

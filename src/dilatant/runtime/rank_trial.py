@@ -88,7 +88,7 @@ def trial_of(model: MultimodalModel) -> Trial:
     text, whole = model.language.model.config, model.whole
     small: Any = type(text).from_dict(shrink(text, has_encoders=False)) if whole is None else small_copy(whole)
     settings = (small if whole is None else small.config).to_dict()
-    path = proof_path(["ranks and rows", RANKS, json.dumps(settings, sort_keys=True, default=str)])
+    path = proof_path(["ranks, rows and read blocks", RANKS, json.dumps(settings, sort_keys=True, default=str)])
     trial = read_proof(path, Trial)
     if trial is None:
         with errors_alone(), seeded(0, "ranks"), torch.enable_grad():

@@ -119,6 +119,16 @@ def test_an_encoder_of_one_layer_computes_the_same_rows() -> None:
     assert narrow_encoder(whole.shapes)[1] is None
 
 
+@pytest.mark.parametrize("indexes", [[], [0], [0, 1]])
+def test_rows_for_inner_blocks_are_found_from_the_encoders_output(indexes: list[int]) -> None:
+    encoder = {"hidden_size": 24, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 4}
+    vision = {**encoder, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": indexes}
+    text = {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
+    tokens = {"image_token_id": 127, "video_token_id": 126}
+    config = CONFIG_MAPPING["cosmos3_omni"](text_config=text, vision_config=vision, **tokens)
+    assert read_family(config, "model").towers["vision"].inner_rows(config) == len(indexes)
+
+
 def test_one_unit_computes_what_the_familys_own_forward_does() -> None:
     config = CONFIG_MAPPING["deepseek_vl"]()
     config.vision_config.image_size, config.vision_config.num_hidden_layers = 64, 2

@@ -83,7 +83,7 @@ class TokenShards:
 
     def gather(self, own: Tensor) -> Tensor:
         """All-gather like `join`, but for a tensor-parallel region: the backward sums the gradients of all ranks."""
-        return _Exchange.apply(own, self._gathered(self._whole()), self._reduce_scatter)
+        return _Exchange.apply(own, self._gathered(self._shape_like(own)), self._reduce_scatter)
 
     def gather_products(self, own: Tensor, products: Sequence[TokenProduct]) -> tuple[Tensor, list[Tensor]]:
         """Return `gather(own)` and its products with weights, overlapped in chunks; without chunking, no products."""
@@ -95,7 +95,7 @@ class TokenShards:
             for number, piece in enumerate(_StartAllGather.apply(_rows(own), travel)):
                 hidden = _Exchange.apply(piece, partial(travel.take, number), partial(travel.scatter, number))
                 gathered.append([hidden, *(product(hidden) for product in products)])
-        hidden, *outputs = (_flat(torch.cat(parts, 1), self._whole()) for parts in zip(*gathered))
+        hidden, *outputs = (_flat(torch.cat(parts, 1), self._shape_like(own)) for parts in zip(*gathered))
         return hidden, outputs
 
     def sum_products(self, input: Tensor, product: TokenProduct) -> Tensor:
@@ -177,6 +177,10 @@ class TokenShards:
         own, work = self.ranks.reduce_scatter(rows.unflatten(0, (self.ranks.size, -1)), what)
         work.wait()
         return _shaped(own, part.ndim)
+
+    def _shape_like(self, own: Tensor) -> tuple[int, ...]:
+        """Return the shape of all tokens, without the batch dimension of 1 if a block left it out of `own`."""
+        return self._whole()[-(own.ndim - 1) :]
 
     def _whole(self) -> tuple[int, ...]:
         assert self._shape is not None, "outside of a stage's blocks"

@@ -234,15 +234,13 @@ def run_slice(
     *,
     enters: bool,
     ends: bool,
-    behind: nn.Module | None = None,
     taps: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Run the `forward` of a slice whose list of blocks is `blocks`. Return the hidden states after the stage's last
     block if the stage `ends` there, otherwise the output of `forward`.
 
-    given: the input of `forward` or, if the stage `enters` after other stages, of its first block. behind: the module
-    whose input leaves the stage, if that is not the last block's output. taps: skipped block → its output on its own
-    stage, if more than the next block reads it.
+    given: the input of `forward` or, if the stage `enters` after other stages, of its first block. taps: skipped block
+    → its output on its own stage, if more than the next block reads it.
     """
     skipped = [block for block in blocks.children() if isinstance(block, SkippedBlock)]
     held = held_blocks(blocks)
@@ -255,9 +253,7 @@ def run_slice(
             handles += [
                 block.register_forward_pre_hook(passage.enter, with_kwargs=True, prepend=True) for block in held
             ]
-        if ends and behind is not None:
-            handles.append(behind.register_forward_pre_hook(passage.end_before, with_kwargs=True))
-        elif ends and held and held[-1] is [*blocks.children()][-1]:
+        if ends and held and held[-1] is [*blocks.children()][-1]:
             handles.append(held[-1].register_forward_hook(passage.end_behind))
         # The forward runs on zeros without a graph, so that no gradient bypasses the first block.
         output = forward(torch.zeros_like(given) if enters else given)
@@ -283,7 +279,7 @@ def run_slice(
     try:
         for block in skipped:
             block.width = width
-        return run_slice(forward, given, blocks, enters=enters, ends=ends, behind=behind, taps=taps)
+        return run_slice(forward, given, blocks, enters=enters, ends=ends, taps=taps)
     except Exception:  # not because of the width
         for block, before in zip(skipped, widths, strict=True):
             block.width = before
@@ -343,10 +339,6 @@ class _Passage:
         if args:
             return (arrived, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": arrived}
-
-    def end_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """End the forward before a module (a pre-hook)."""
-        raise _StageEnd(_input_of(args, kwargs))
 
     def end_behind(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the forward after a module (a forward hook)."""

@@ -6,7 +6,7 @@ A unit is the stage that holds all its layers. The caller of a stage sees only s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -144,17 +144,14 @@ class Stage(nn.Module, ABC):
     """The input with the sizes of items, which stays on the host, where shapes and tables are computed; or empty."""
     shards: TokenShards | None = None
     """Under tensor parallelism, the slice of the tokens that this rank holds between attention and feed-forward."""
+    read_blocks: Collection[int] = ()
+    """Those of the stage's blocks, counted from 0, whose outputs are read by more than the next block."""
 
     def __init__(self, unit: str, layers: tuple[str, ...], weights: tuple[Weight, ...]) -> None:
         super().__init__()
         self.unit = unit
         self.layers = layers
         self.weights = weights
-
-    @property
-    def behind_blocks(self) -> nn.Module | None:
-        """The module before which tensor-parallel ranks gather all tokens; None to gather them after the last block."""
-        return None
 
     @abstractmethod
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:

@@ -236,6 +236,9 @@ class GenericEncoderUnit(PackedEncoderUnit):
         stage.shapes, stage.is_through, stage.taps = self.shapes, end == len(self.layers), self.taps
         stage.axes = self.axes
         stage.first_block, stage.end_block = self._blocks(first, end)
+        inside = range(stage.first_block, stage.end_block)
+        # What an encoder that cannot be cut reads is not known.
+        stage.read_blocks = [n - inside.start for n in inside if self.uncut is not None or n in self.taps]
         return stage
 
     def _slice(self, model: nn.Module, first: int, end: int) -> nn.Module:
@@ -334,9 +337,8 @@ class GenericTower(Tower):
             attend_to_items(encoder)
         typical = self.typical(host.config)
         tokens, rows = self.shapes(typical)
-        narrow, blocks = narrow_encoder(self.shapes)
-        width = self.shapes.rows(narrow, layout_of(typical)).shape[-1]
-        width = width // narrow.config.get_text_config().hidden_size * host.text_width
+        _, blocks = narrow_encoder(self.shapes)
+        width = (1 + self.inner_rows(host.config)) * host.text_width
         structure = None if blocks is None else in_order(self.shapes, layout_of(typical))
         geometry = EncoderGeometry(
             kind=self.kind,
@@ -356,6 +358,9 @@ class GenericTower(Tower):
         unit.unused = frozenset(weight.name for weight in unit.weights if adapted_key(weight.key) in keys)
         unit.freeze_names(unit.unused)
         return unit
+
+    def inner_rows(self, config: Any) -> int:
+        return self.shapes.inner_rows(self.typical(config))
 
     def key_of(self, weight: Weight) -> str:
         key = plain_key(weight.key)

@@ -125,6 +125,11 @@ class FeatureShapes:
         """Return these two numbers for an item with this layout."""
         return _counted(self, layout)
 
+    def inner_rows(self, item: Mapping[str, NDArray]) -> int:
+        """Return the number of further rows of the text's width in a row of an item (DeepStack)."""
+        model, _ = narrow_encoder(self)
+        return _seen(self, layout_of(item))[1].shape[-1] // model.config.get_text_config().hidden_size - 1
+
     def rows(self, model: nn.Module, layout: Layout) -> Tensor:
         """Return the rows of the text that a model computes for an item of ones with this layout."""
         ones = {

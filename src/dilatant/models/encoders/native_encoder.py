@@ -175,7 +175,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
             patch_size=config.patch_size,
             channels=channels,
         )
-        self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
+        self._taps = _taps_in(config)
         super().__init__(name, tower, projector, geometry, out * (1 + len(self._taps)))
         self._typical = typical
         self.width_merged = width_merged
@@ -232,6 +232,11 @@ def native_encoder(
     if projector is None:
         return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, merged)
     return NativeEncoderUnit(name, tower, projector, side, frames, width, width_out, merged)
+
+
+def _taps_in(config: Any) -> tuple[int, ...]:
+    """Return the blocks whose outputs are merged for inner blocks of the text model (DeepStack)."""
+    return tuple(getattr(config, "deepstack_visual_indexes", None) or ())
 
 
 def width_of_merged(config: Any) -> int:
@@ -292,6 +297,9 @@ class NativeTower(Tower):
 
     blocks = ("patch_embed", "blocks")
     mergers = MERGERS
+
+    def inner_rows(self, config: Any) -> int:
+        return len(_taps_in(config.vision_config))
 
     def build(self, host: HostModel) -> EncoderUnit:
         _, encoder = self.in_model(host)

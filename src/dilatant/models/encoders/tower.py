@@ -105,6 +105,10 @@ class Tower(ABC):
             return ()
         return CLIP_SETTINGS if self.clips in ("patches", "patches apart") else COUNTS
 
+    def inner_rows(self, config: Any) -> int:
+        """Return the number of further rows of the text's width in a row, which inner blocks of the text model take."""
+        return 0
+
     def cross_attention(self, host: HostModel) -> CrossAttention | None:
         """Return the cross-attention if rows go to blocks of the text model instead of the text."""
         return None

@@ -170,9 +170,8 @@ class PretrainedModel:
     @property
     def extensions(self) -> list[Extension]:
         """The optional features of the text model's stages: cross-attention, and per-token side states."""
-        text, vision = self.config.get_text_config(), getattr(self.config, "vision_config", None)
-        # Number of first blocks that receive further encoder rows (DeepStack).
-        taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        text = self.config.get_text_config()
+        taps = max(tower.inner_rows(self.config) for tower in self.family.towers.values())
         carried = DeepStack(taps, text.hidden_size) if taps else PerLayer.of(text)
         return [extension for extension in (self.crossing, carried) if extension is not None]
 

@@ -99,10 +99,6 @@ class Extension:
         """Return the number of columns that stages append to the hidden states before `block`."""
         return 0
 
-    def gathers_before(self, decoder: nn.Module) -> nn.Module | None:
-        """Return the module before which tensor-parallel ranks gather all tokens, if that is not after the blocks."""
-        return None
-
     def begin(self, forward: LanguageForward) -> None:
         """Change the packed row, the encoder rows, the received rows or the keywords before anything runs."""
 

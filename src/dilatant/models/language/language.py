@@ -71,8 +71,8 @@ class LanguageUnit(Unit, LanguageStage):
     """The attention implementation for `generate`, if it differs from the model's own."""
     proof: Proof | None = None
     """Proven properties of the model with the chosen attention (see `row_attention.choose_attention`)."""
-    packs_rows: bool = True
-    """True if samples may share a row; otherwise every sample is a microbatch of its own."""
+    unpacked: str | None = None
+    """The reason why every sample is a row and a microbatch of its own; None if samples share rows."""
     queries: Queries
     """The learned queries, if they are one of `parts`."""
     without_plans: str | None = None
@@ -151,6 +151,11 @@ class LanguageUnit(Unit, LanguageStage):
         self.generating_attention = None
         self._grids = frozenset(map(grid_part, units_with_grids))
         self._freeze_at_start()
+
+    @property
+    def packs_rows(self) -> bool:
+        """True if samples may share a row."""
+        return self.unpacked is None
 
     @contextmanager
     def decoding(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from dilatant.attention.masks.placement import place_row
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.core.random_draws import SampleLayout
-from dilatant.models.core.slicing import SkippedBlock, run_slice
+from dilatant.models.core.slicing import run_slice
 from dilatant.models.core.stage import Predictions, Stage, StageInputs, StageOutput, StepData
 from dilatant.models.core.weights import Weight
 from dilatant.models.language.chunked_head import (
@@ -291,14 +291,6 @@ class LanguageStage(Stage):
         return self._embed(forward)
 
     @property
-    def behind_blocks(self) -> nn.Module | None:
-        modules = (extension.gathers_before(self._decoder) for extension in self.extensions)
-        module = next((module for module in modules if module is not None), None)
-        skipped = (block for block in self.block_list.children() if isinstance(block, SkippedBlock))
-        following = next((block for block in skipped if block.where == "behind"), module)
-        return None if module is None else following
-
-    @property
     def head(self) -> PreTrainedModel:
         """The model that computes logits of hidden states."""
         return head_of(cast(PreTrainedModel, self.model.get_submodule(self.text.causal)), self.text.container)
@@ -331,7 +323,6 @@ class LanguageStage(Stage):
                 self.block_list,
                 enters=not self.span.is_first,
                 ends=not self.span.is_last,
-                behind=self.behind_blocks,
             ).flatten(2)  # streams
         for extension in self.extensions:
             hidden = extension.leave(forward, hidden)

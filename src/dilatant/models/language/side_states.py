@@ -12,7 +12,8 @@ from abc import abstractmethod
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ class SideStates(Extension):
 
 @dataclass(frozen=True, eq=False)
 class DeepStack(SideStates):
-    """DeepStack: encoder rows that the first `taps` blocks each receive, 0 at text tokens."""
+    """DeepStack: further encoder rows, added to the hidden states after each of the first `taps` blocks, 0 at text
+    tokens. Families select tokens by a mask, for which the host waits; here rows are given for all tokens."""
 
     taps: int
     hidden: int
@@ -65,33 +67,33 @@ class DeepStack(SideStates):
     def width(self, block: int) -> int:
         return max(0, self.taps - block) * self.hidden
 
-    def gathers_before(self, decoder: nn.Module) -> nn.Module:
-        return cast(Any, decoder).norm  # the text model adds rows to hidden states after blocks
-
     def embed(self, forward: LanguageForward, embeddings: Tensor) -> Tensor:
         return functional.pad(embeddings, (0, self.width(0)))
 
     def enter(self, forward: LanguageForward) -> None:
         super().enter(forward)
-        decoder: Any = copy.copy(forward.decoder)
-        # The family selects tokens by a mask, for which the host waits. Here rows are given for all tokens, and None
-        # after skipped blocks.
-        decoder._deepstack_process = lambda hidden, _, rows: hidden if rows is None else hidden + rows.to(hidden.dtype)
-        forward.decoder = decoder
+        first, end, shards = forward.span.first, forward.span.end, forward.shards
+        blocks = forward.decoder.get_submodule(forward.text.blocks.removeprefix(f"{forward.text.decoder}."))
+        for number, rows in zip(range(first, min(end, self.taps)), forward.state[self].split(self.hidden, -1)):
+            if shards is not None and number + 1 < end:  # after its last block a stage has all tokens
+                rows = shards.split_beside(rows)
+            hook = blocks.get_submodule(f"{number}").register_forward_hook(partial(_add, rows))
+            forward.closing.callback(hook.remove)
 
     def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        used = min(states.shape[-1], (end - first) * self.hidden)
-        if not used:
-            return {}
-        states = states[..., :used]
-        states = states if shards is None else shards.split_beside(states)
-        rows = states.split(self.hidden, -1)
-        return {"deepstack_visual_embeds": [*(first * [None]), *rows]}
+        return {}
 
     def from_keywords(
         self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
     ) -> Tensor:
         return states[..., states.shape[-1] - self.width(end) :]
+
+
+def _add(rows: Tensor, block: nn.Module, args: Any, output: Any) -> Any:
+    """Add `rows` to the hidden states that a block returns (a forward hook)."""
+    hidden, *others = output if isinstance(output, tuple) else (output,)
+    hidden = hidden + rows.to(hidden.dtype)
+    return (hidden, *others) if isinstance(output, tuple) else hidden
 
 
 class SharedStates(NamedTuple):

@@ -80,7 +80,7 @@ class WholeUnit(LanguageUnit, WholeStage):
         self.extensions = []
         self.losses = {name: Loss(target_tokens)}
         self.inputs_of = inputs_of
-        self.packs_rows = False
+        self.unpacked = "it runs as one unit"
         self._media = frozenset(media)
         self._freeze_at_start()
 

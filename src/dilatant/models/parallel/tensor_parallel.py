@@ -7,7 +7,7 @@ token embedding, and in the loss, which is computed over vocabulary shards.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -104,12 +104,13 @@ def shard_blocks(
     regions: Sequence[Sequence[Region]],
     experts: Sequence[Sequence[Experts]],
     ranks: TensorGroup,
-    end: nn.Module | None = None,
+    read: Collection[int] = (),
 ) -> TokenShards | None:
     """Make consecutive blocks with local weights tensor parallel, in place. regions, experts: per block.
 
     Outside of regions each rank holds a slice of the tokens (sequence parallelism): they are sliced before the first
-    block and gathered after the last one, or before the module `end`. Returns None without blocks.
+    block and gathered after the last one, and after the blocks `read` (see `Stage.read_blocks`). Returns None without
+    blocks.
     """
     if not blocks:
         return None
@@ -122,7 +123,7 @@ def shard_blocks(
         for of_block, paths in zip(regions, mixtures, strict=True)
     ]
     around = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
-    shards = shard_tokens(blocks, around, ranks, end)
+    shards = shard_tokens(blocks, around, ranks, read)
     for block, paths, inner in zip(blocks, mixtures, within, strict=True):
         if any(region.whole for region in inner):  # runs sample by sample
             block.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
@@ -137,20 +138,20 @@ def shard_blocks(
 
 
 def shard_tokens(
-    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: SequenceRanks, end: nn.Module | None = None
+    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: SequenceRanks, read: Collection[int] = ()
 ) -> TokenShards:
-    """Make blocks with local weights sequence parallel between regions. end: the module before which all tokens are
-    gathered; None to gather after the last block."""
+    """Make blocks with local weights sequence parallel between regions. read: see `shard_blocks`."""
     shards = TokenShards(ranks)
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
             _shard_region(block, region, ranks, shards)
         add_contexts(block, shards.recompute_contexts)
-    blocks[0].register_forward_pre_hook(_input_hook(shards.split), with_kwargs=True)
-    if end is None:
-        blocks[-1].register_forward_hook(_output_hook(shards.join))
-    else:
-        end.register_forward_pre_hook(_input_hook(shards.join), with_kwargs=True)
+    gathered = {*read, len(blocks) - 1}
+    for number, block in enumerate(blocks):
+        if number == 0 or number - 1 in gathered:
+            block.register_forward_pre_hook(_input_hook(shards.split), with_kwargs=True)
+        if number in gathered:  # before the hooks by which families record hidden states
+            block.register_forward_hook(_output_hook(shards.join), prepend=True)
     return shards
 
 
@@ -306,3 +307,6 @@ def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
         module.all_head_size = counts["num_heads"] * module.attention_head_size
     if hasattr(module, "embed_dim") and hasattr(module, "head_dim"):  # width of the attention output
         module.embed_dim = counts["num_heads"] * module.head_dim
+    if hasattr(module, "q_dim") and hasattr(module, "kv_dim"):  # widths in the output of a fused layer
+        module.q_dim = counts["num_heads"] * module.head_dim
+        module.kv_dim = counts["num_key_value_heads"] * module.head_dim

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -278,9 +279,12 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
 
 
 def _experts(block: nn.Module) -> Iterator[Experts]:
-    for path, module in fused_experts(block):
+    found = dict(fused_experts(block))
+    parents = [path.split(".")[:-1] for path in found]
+    around = ".".join(parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*parents)))
+    for path, module in found.items():
         count, _, inner = cast(nn.Parameter, module.down_proj).shape
-        yield Experts(path, count, inner)
+        yield Experts(path, count, inner, around)
 
 
 def _mixtures(block: nn.Module) -> list[str]:

@@ -72,13 +72,10 @@ class Region:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in a block. path: the experts module's path in the block. count: number of experts. inner:
-    inner features of each expert."""
+    inner features of each expert. mixture: path of the module that contains the routers and all experts of the
+    block."""
 
     path: str
     count: int
     inner: int
-
-    @property
-    def mixture(self) -> str:
-        """Path of the module that contains router and experts."""
-        return self.path.rpartition(".")[0]
+    mixture: str

@@ -103,9 +103,7 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     if regions := _regions(entry):
         assert unit.structure is not None
         blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
-        stage.shards = shard_tokens(
-            held_blocks(blocks), [regions], _SingleRankGroup(unit.shared_by), stage.behind_blocks
-        )
+        stage.shards = shard_tokens(held_blocks(blocks), [regions], _SingleRankGroup(unit.shared_by))
     quantize(stage, unit.four_bit, device)
     adapted = any(is_adapter(weight.name) for weight in stage.weights)
     for parameter in stage.parameters():

@@ -19,7 +19,7 @@ from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.experts import fused_experts
-from dilatant.models.row_attention import attend_as_configured
+from dilatant.models.row_attention import attend_as_configured, limits_of
 from dilatant.plan.costs.workload import MediaPairs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.runtime.rank_trial import divide_where_proven
@@ -74,6 +74,7 @@ class ModelDescription:
     A tied weight counts in each layer of `spec` that holds it, since each needs it, and once in `parameters`, which are
     (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → factor on the square of a row of several samples
     if none was measured, where attention does not skip pairs of different samples. `media_pairs`: of media masks.
+    `limits`: see `limits_of`.
     """
 
     spec: ModelSpec
@@ -84,6 +85,7 @@ class ModelDescription:
     parameters: dict[str, tuple[int, int]]
     dense: dict[str, float]
     media_pairs: MediaPairs
+    limits: tuple[str, ...] = ()
 
     def kinds(self, role: str) -> tuple[str, ...]:
         """Return the layer types with this role."""
@@ -172,6 +174,7 @@ def describe_model(model: MultimodalModel, recompute: Mapping[str, Recompute | N
         },
         dense=_dense(model),
         media_pairs=_media_pairs(model),
+        limits=limits_of(model),
     )
 
 

@@ -140,6 +140,7 @@ def _model(report: PlanReport) -> PageSection:
         notes.append("A dashed frame marks a frozen unit.")
     if any(len(placed) > 1 for placed in report.plan.stages_of_rank.values()):
         notes.append("Dashed boxes share their devices with another unit.")
+    notes += [f"{line[0].upper()}{line[1:]}." for line in report.limits]
     graph: Part = "graph", model_graph(report)
     return PageSection("graph", "The model on the devices", " ".join(notes), [graph], "graph")
 

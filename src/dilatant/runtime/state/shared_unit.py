@@ -78,7 +78,7 @@ class ShardedUnit:
         if self._ranks is None:
             return
         regions = self._plan.regions[start : start + len(blocks)]
-        stage.shards = shard_blocks(blocks, regions, experts, self._ranks, stage.behind_blocks)
+        stage.shards = shard_blocks(blocks, regions, experts, self._ranks, stage.read_blocks)
         if isinstance(stage, LanguageStage):
             whole = cast(PreTrainedModel, self._unit.model)
             rows, head_rows = (
