@@ -62,7 +62,18 @@ class Allowed:
         blocks = case.language_layers + max((layers for _, _, layers, _, _ in case.encoders), default=0)
         if any(connector == "transformer" for _, _, connector, _ in case.generators):
             blocks += 2  # `Generator.connector_layers`
-        return cls.of_blocks(blocks, case.dtype)
+        return cls.in_fp8(blocks) if case.fp8 else cls.of_blocks(blocks, case.dtype)
+
+    @classmethod
+    def in_fp8(cls, blocks: int) -> Allowed:
+        """Return the tolerances of a path through so many blocks that multiply in FP8, with activations in fp32.
+
+        The two runs' numbers differ by about 2**-22 of their size. That moves one of them across a border of E4M3,
+        whose steps are up to 2**-3, with the probability of the difference over the step, and then by a step: in the
+        mean square by the product of both. Seven products of two factors in a block, forward and backward, add up
+        independently; four times the root is hardly ever reached."""
+        relative = 4 * (28 * blocks * 2**-22 * 2**-3) ** 0.5
+        return cls(relative, ABSOLUTE, relative, relative)
 
     @classmethod
     def of_blocks(cls, blocks: int, dtype: torch.dtype) -> Allowed:
