@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.parallel.experts import group_experts, grouped_linear, is_fused, ungroup_experts
+from dilatant.models.parallel.experts import (
+    add_grouped_products,
+    group_experts,
+    grouped_linear,
+    has_kernel,
+    is_fused,
+    ungroup_experts,
+)
 from dilatant.runtime.state.fp8_products import Multiply
 from dilatant.runtime.state.linear_operators import handle_of
 from dilatant.runtime.state.linear_operators import linear as operator
@@ -257,10 +264,14 @@ def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None
 
 
 def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts: Sequence[int]) -> None:
-    """Add each expert's product to its matrix of `weight` [experts, out, in], as `_add_product` does."""
+    """Add each expert's product to its matrix of `weight` [experts, out, in]: by torch's kernel for all experts where
+    there is one, which rounds a product to bf16 before it is added; else one by one, as `_add_product` does."""
     dtype = _gradient_dtype(weight)
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=dtype)
+    if has_kernel(inputs, weight):
+        add_grouped_products(weight.grad, gradient, inputs, counts)
+        return
     add, sizes = adder_of(weight.device.type, dtype == inputs.dtype), list(counts)
     for total, out, into in zip(weight.grad, gradient.split(sizes), inputs.split(sizes), strict=True):
         if len(into):
