@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,16 +14,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from cases.engine_case import BATCHES, CASE, Case, build_model
+from cases.engine_case import BATCHES, CASE, TEXT, Case, build_model
 from cases.generic_steps import GenericCase, generic_cases, opened
 from cases.parallel_cases import case_of, plan_of
 from dilatant.config import ClusterConfig, UserError
 from dilatant.config.train import TrainConfig
 from dilatant.cost.analytic import analytic_cost, block_shape, head_shape
 from dilatant.cost.hardware import load_hardware
+from dilatant.models import MultimodalModel
 from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
+from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Stage
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.runtime.precision import pick_precision
@@ -131,8 +134,8 @@ def _unit(**sizes: Any) -> Unit:
     return build_model(replace(CASE, **changes), "meta").units["language"]
 
 
-def test_adapters_routers_and_narrow_gates_are_not_rounded() -> None:
-    """The second layer of the family has experts, their router and a gate of one number."""
+def test_narrow_gates_and_experts_are_not_rounded() -> None:
+    """The second layer of the family has experts, and a gate of one number."""
     unit = _unit(num_experts=16, mlp_only_layers=[0], shared_expert_intermediate_size=32)
     choose_fp8({"language": unit}, "fp8")
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
@@ -141,9 +144,25 @@ def test_adapters_routers_and_narrow_gates_are_not_rounded() -> None:
         (*attention, *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down"))),
     )
     assert unit.fp8 == {f"language.layers.{number}.{name}.weight" for number in (0, 1) for name in layers[number]}
-    adapted = opened(GenericCase("deepseek_vl", (0,), lora=True, fp8=True), "meta").language
-    assert adapted.fp8
-    assert not any("lora" in name or "head" in name or "embed" in name for name in adapted.fp8)
+
+
+def test_routers_that_are_linear_layers_are_not_rounded() -> None:
+    sizes = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1}
+    config = parse_config({"model_type": "afmoe", **TEXT, **WIDE, **sizes, "num_hidden_layers": 2}, "language")
+    unit = MultimodalModel({}, config, seed=0, device="meta").units["language"]
+    choose_fp8({"language": unit}, "fp8")
+    router = "language.layers.1.mlp.router.gate.weight"
+    assert router in dict(unit.named_logical_parameters())
+    assert router not in unit.fp8
+    assert "language.layers.1.mlp.shared_experts.up_proj.weight" in unit.fp8
+
+
+def test_adapters_heads_and_embeddings_are_not_rounded() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unit = opened(GenericCase("deepseek_vl", (0,), lora=True, fp8=True), "meta").language
+    assert {name.split(".")[-2] for name in unit.fp8} == {*(f"{name}_proj" for name in (*"qkvo", "gate", "up", "down"))}
+    assert not any("lora" in str(warning.message) for warning in caught), "nor are adapters what stays in bf16"
 
 
 def test_layers_of_other_sizes_are_named() -> None:
