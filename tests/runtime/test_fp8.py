@@ -257,6 +257,8 @@ def test_steps_in_fp8_match_one_process(workers: WorkerPool, case: Callable[[], 
 @settings(max_examples=4, **COMMON)
 @given(data=st.data())
 def test_steps_in_fp8_with_adapters_match_peft(workers: WorkerPool, data: Any) -> None:
+    """Not under context parallelism, whose attention differs by some 3e-6 of a number: in the oracle itself, noise of
+    that size moves 5 to 10 of 343,000 numbers across borders, and these small gradients by up to 5 %."""
     case = data.draw(generic_cases(["deepseek_vl"], 3, torch.float32, lora=True))
-    assume(all(placed.stage.tp == 1 for placed in case.plan.stages()))
+    assume(all(placed.stage.tp == placed.stage.cp == 1 for placed in case.plan.stages()))
     check_generic_case(workers, replace(case, fp8=True), "node", 1)
