@@ -15,6 +15,7 @@ from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import RowLayout, media_mask
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.language.row_padding import pad_rows
 from dilatant.models.language.token_loss import TargetPlaces, TokenLoss
 from dilatant.models.row_attention import place_rows, use_row_attention
@@ -169,6 +170,8 @@ class Case:
     """One of `OWN_LOSSES`; the cross entropy if empty."""
     compiler: str = ""
     """Backend of `torch.compile` for the blocks; empty to run them as they are."""
+    fp8: bool = False
+    """Whether linear layers of blocks multiply in FP8."""
     fuses: bool = False
     """Whether `cases.attention.stand_in_kernels` replace norms and gated products."""
 
@@ -287,6 +290,7 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     if case.frozen:
         model.freeze(case.frozen)
     model.language.loss_chunk = case.loss_chunk
+    choose_fp8(model.units, "fp8" if case.fp8 and not plain else "")
     if case.loss:
         model.use_loss(OWN_LOSSES[case.loss])
     for unit in model.units.values():

@@ -18,6 +18,7 @@ from cases.drawn_steps import draw_assignment, draw_plan, draw_schedule
 from dilatant.config.model import LoraConfig
 from dilatant.data.media_units.processed_unit import IS_CLIP, SHAPE, flatten
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.encoders.narrow_encoder import auto_class
 from dilatant.models.families.media_proof import samples_with_media
@@ -29,6 +30,7 @@ from dilatant.plan.plan import Plan
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
+from oracles.fp8_linear import round_linears
 
 _TEXT = {
     "model_type": "llama",
@@ -107,6 +109,8 @@ class GenericCase:
     schedule: Schedule = field(default_factory=lambda: Schedule({}))
     compiler: str = ""
     """Backend of `torch.compile` for the blocks; empty to run them as they are."""
+    fp8: bool = False
+    """Whether linear layers of blocks multiply in FP8."""
 
     @property
     def adapters(self) -> LoraConfig | None:
@@ -157,6 +161,7 @@ def opened(case: GenericCase, device: str) -> MultimodalModel:
     use_row_attention(model)
     if case.frozen:
         model.freeze(case.frozen)
+    choose_fp8(model.units, "fp8" if case.fp8 else "")
     for unit in model.units.values():
         unit.recompute(case.recompute)
     return model.train()
@@ -215,6 +220,8 @@ def step_in_transformers(case: GenericCase) -> tuple[float, dict[str, Tensor], d
         name: each.detach().clone() for unit in ours.units.values() for name, each in unit.named_logical_parameters()
     }
     theirs = theirs.to(case.dtype)
+    if case.fp8:
+        round_linears(theirs)
     for parameter in theirs.parameters():
         parameter.grad_dtype = torch.float32
     samples = [samples_of(case.family)[number] for number in case.numbers]

@@ -25,6 +25,7 @@ from cases.engine_case import (
 )
 from dilatant.data.sample import EncodedSample
 from oracles.dense_mask import Token, bidirectional_instances, document_causal, embedded, matrix
+from oracles.fp8_linear import round_linears
 from oracles.keyed_dropout import OneSampleDropout
 from oracles.one_process import losses_of_batch
 
@@ -71,6 +72,8 @@ def expected(
         name: torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for name, p in parameters.items()
     }
     optimizer = build_optimizer(masters)
+    if case.fp8:
+        round_linears(units["language"].model)
     losses, gradients = [], {}
     dropout = OneSampleDropout(case.seed, _layers(units)) if case.dropout else None
     for step in range(steps):

@@ -134,6 +134,14 @@ def test_without_the_safe_settings_delayed_gradients_are_wrong() -> None:
     assert max(pair.worst(rows, True) for rows in (24, 40)) > 0.1
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_inductor_rounds_bf16_where_eager_blocks_do() -> None:
+    """What is left are sums in another order, each of which rounds to a neighbour at worst: half a step of 2**-8."""
+    pair = Pair()
+    assert max(pair.worst(rows, False) for rows in (24, 40)) < 1.5 * 2**-9
+
+
 def test_a_block_that_reads_values_runs_eager_with_one_warning() -> None:
     pair = Pair(Counting, backend="aot_eager")
     with warnings.catch_warnings(record=True) as caught:
@@ -203,7 +211,7 @@ def test_compiled_blocks_under_context_parallelism(workers: WorkerPool, compiler
 @settings(max_examples=4, **COMMON)
 @given(data=st.data())
 def test_compiled_blocks_with_adapters_match_peft(workers: WorkerPool, compiler: str, data: Any) -> None:
-    """In fp32: in bf16, compiled blocks round at other places than the eager ones for which the tolerance holds."""
+    """In fp32: in bf16, the first run of a process rounded otherwise than the next ones, once beyond the tolerance."""
     case = data.draw(generic_cases(["deepseek_vl"], 3, torch.float32, lora=True))
     check_generic_case(workers, replace(case, compiler=compiler), "node", 1)
 

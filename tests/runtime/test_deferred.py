@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from dilatant.models.parallel import experts
+from dilatant.models.parallel.experts import add_grouped_products
 from dilatant.runtime.state.weight_gradients import (
     WeightGradients,
     accumulate,
@@ -256,3 +259,37 @@ def test_restoring_linear_layers_leaves_the_model_unchanged() -> None:
     after = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     assert after == before
     assert net.head.weight is net.embedding.weight
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+        ),
+    ],
+)
+def test_kernels_add_the_products_of_many_experts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Unequal and empty experts, three at once; some GPUs leave anything in place of an empty expert's product."""
+    counts, calls = [0, 5, 0, 1, 9, 0, 17, 0, 0, 0], []
+    kernel = functional.grouped_mm
+
+    def with_garbage(one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        products = kernel(one, other, offs=offs)
+        products[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
+        calls.append(len(products))
+        return products
+
+    monkeypatch.setattr(functional, "grouped_mm", with_garbage)
+    monkeypatch.setattr(experts, "_PRODUCT", 3 * 24 * 16 + 1)
+    draw = torch.Generator().manual_seed(3)
+    gradient, inputs = (torch.randn(sum(counts), width, generator=draw).bfloat16() for width in (24, 16))
+    before = torch.randn(len(counts), 24, 16, generator=draw)
+    split = zip(gradient.double().split(counts), inputs.double().split(counts), strict=True)
+    exact = torch.stack([out.t() @ into for out, into in split])
+    totals = before.clone().to(device)
+    add_grouped_products(totals, gradient.to(device), inputs.to(device), counts)
+    assert calls == [3, 3, 3], "the last expert has no rows"
+    # Each product is rounded to bf16, and its sum to fp32.
+    assert ((totals.cpu() - before - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()

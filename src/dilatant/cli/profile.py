@@ -146,7 +146,6 @@ def _measure_attention(
     model: ModelDescription, target: Target, counts: tuple[int, ...], say: Callable[[str], None]
 ) -> list[str]:
     """Time attention backends on this device, keep the seconds in the cost cache, and return the choices as lines."""
-    import torch
 
     from dilatant.attention.kernels.measured import store_measured
     from dilatant.planning.measuring.attention_seconds import (
@@ -158,7 +157,7 @@ def _measure_attention(
     from dilatant.planning.measuring.layer_probes import LONG_ROW
     from dilatant.runtime.precision import pick_device
 
-    device, dtype = pick_device(), getattr(torch, target.dtype)
+    device, dtype = pick_device(), target.activations
     tokens = LONG_ROW if device.type == "cuda" else max(counts)
     store_measured(measure_attention(rows_of(model), device, dtype, tokens, say), device.type, device.index)
     return [choice_text(row) for row in measured_attention(model, device, dtype)]

@@ -18,3 +18,6 @@ there."""
 
 Kernels = Literal["auto", "liger", "none"]
 """Library of fused norms and gated activations. `auto`: none, until Liger was tested on a GPU."""
+
+Precision = Literal["auto", "fp32", "bf16", "fp8"]
+"""What a run computes in; see `train.precision`."""

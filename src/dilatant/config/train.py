@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import PathRule, Section
-from dilatant.config.memory_modes import Compile, Kernels, Recompute, Shard
+from dilatant.config.memory_modes import Compile, Kernels, Precision, Recompute, Shard
 
 LOSS = "loss"
 METRICS = ("exact_match", "anls", "wer")
@@ -193,9 +193,11 @@ class TrainConfig(Section):
     Not across tp, cp or ep, nor for tied weights whose layers are on one stage in one plan but not in another."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: GPUs if there are any; `cpu`: never."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Precision = "auto"
     """`auto`: bf16 on a GPU that supports it, fp32 on a CPU. With bf16, weights, activations and transferred rows are
-    bf16; gradients, master weights and moments are fp32."""
+    bf16; gradients, master weights and moments are fp32. `fp8`: besides, the linear layers of blocks multiply in FP8
+    (E4M3, a scale for each row) in forward and input gradient; adapters, routers, experts, embeddings and heads do not.
+    It needs NVIDIA GPUs since Ada; a CPU emulates the rounding. Not yet run on a GPU."""
     recompute: Recompute | dict[str, Recompute] | None = None
     """Activation recomputation in the backward, for all units or by unit (`{vision: block}`; others `none`). `block`:
     keep only the input of each block; `block_keep_attention`: also keep the output of attention; `block_offload`: keep
@@ -255,6 +257,8 @@ class TrainConfig(Section):
     def _fuses_once(self) -> Self:
         if self.compile == "blocks" and self.kernels == "liger":
             raise ValueError("'compile: blocks' fuses what 'kernels: liger' would replace; leave one out")
+        if self.compile == "blocks" and self.precision == "fp8":
+            raise ValueError("'compile: blocks' does not compile products of 'precision: fp8'; leave one out")
         if self.compile == "blocks" and self.deterministic:
             raise ValueError(
                 "'compile: blocks' may round otherwise for rows of other lengths; leave out 'deterministic'"

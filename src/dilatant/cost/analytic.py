@@ -26,7 +26,10 @@ from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8 = "float8"
+"""Dtype of runs whose blocks multiply in eight bits (`train.precision: fp8`); their activations are in bf16."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 2}
+"""Bytes of an activation by dtype."""
 GRADIENT_BYTES = 12
 """Bytes per weight and microbatch in which a gradient is written in bf16 and added to its fp32 sum: 2, 2, 4 and 4."""
 TILE = 128 * 256
@@ -213,6 +216,8 @@ def analytic_cost(
 ) -> LayerCost:
     """Model the cost of one layer on a group of devices as a function of a sample's tokens (before cp splits them).
     gpus_per_node: None if all devices are on one node. runner: the program that trains."""
+    if dtype == FP8:
+        return _cost_in_fp8(shape, hardware, degrees, gpus_per_node, runner)
     if not shape.divided:
         degrees = degrees._replace(tp=1)
     links, group, cp = hardware.group_links(degrees, gpus_per_node), degrees.ranks, degrees.cp
@@ -275,6 +280,29 @@ def analytic_cost(
     rounded: dict[str, Any] = {name: curve.rounded() for name, curve in curves.items()}
     host = float(f"{shape.operations * runner.operations * hardware.host:.6g}")
     return LayerCost(**rounded, parameters=-(-shape.parameters // degrees.tp), host=host)
+
+
+def _cost_in_fp8(
+    shape: LayerShape, hardware: Hardware, degrees: Degrees, gpus_per_node: int | None, runner: Runner
+) -> LayerCost:
+    """Return the cost of a layer under `train.precision: fp8`: weight gradients, and layers that are no blocks or have
+    experts, are in bf16; the others cast their weights in each pass."""
+    exact, low = (
+        analytic_cost(shape, hardware, "bfloat16", degrees, gpus_per_node, replace(runner, products=products))
+        for products in (None, FP8)
+    )
+    if not shape.inputs or shape.routed_width:
+        return exact
+    memory = hardware.bandwidth * hardware.memory_efficiency
+    casts = Quadratic(c=float(f"{CAST_BYTES * low.parameters / memory:.6g}"))
+    return replace(
+        low,
+        forward=low.forward + casts,
+        recompute=low.recompute + casts,
+        input_gradient=low.input_gradient + casts,
+        weight_gradient=exact.weight_gradient,
+        first_trainable=low.first_trainable + casts + exact.weight_gradient + low.weight_gradient.scaled(-1.0),
+    )
 
 
 def attention_seconds(shape: LayerShape, hardware: Hardware, dtype: str, kernel: str) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import count_ids, generation_ends, load_tokenizer
 from dilatant.models.build import build_model, inspect_denoisers, open_pretrained, token_of
+from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.core.freeze import choose_orthogonal
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
 from dilatant.models.encoders.media import media_unit
@@ -167,6 +168,7 @@ def assemble_model(config: Config, tokenizer: Any, encoding: Encoding, hollow: b
         model.units[name].recompute(how or "none")
     model.language.loss_chunk = config.train.loss_chunk
     choose_orthogonal(model.units, config.train.optimizer.muon)
+    choose_fp8(model.units, config.train.precision)
     return model
 
 

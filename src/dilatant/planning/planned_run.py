@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES, ONE
 from dilatant.config.files.own_files import require_plain
@@ -212,7 +210,7 @@ def _attention_text(problem: PlanningProblem) -> str:
     """Say which attention backends `dilatant profile` found the fastest, if the devices to plan for are here."""
     if not problem.target.is_local:
         return ""
-    rows = measured_attention(problem.model, pick_device(), getattr(torch, problem.target.dtype))
+    rows = measured_attention(problem.model, pick_device(), problem.target.activations)
     kinds: dict[str, dict[str, None]] = {}
     for row in rows:
         kinds.setdefault(row.ranking[0], {})[row.mask] = None

@@ -27,6 +27,7 @@ from dilatant.plan.buckets import Format, Holdings
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.compiled_blocks import CompiledBlocks
 from dilatant.runtime.routes import stages_before
+from dilatant.runtime.state.fp8_products import fp8_products
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.sharded_stage import ShardedStage
 from dilatant.runtime.state.shared_unit import ShardedUnit
@@ -287,6 +288,7 @@ def local_stages(
         own = placed[index]
         gradients = WeightGradients()
         fused = fuse(blocks_of(model.units[own.unit], module), kernels[own.unit])
+        products = fp8_products(module, model.units[own.unit].fp8)
         inbound: dict[str, tuple[Boundary, bool]] = {}
         for source in before[index]:
             # The frozen rule depends only on layers, so the value is equal in all replicas of a unit.
@@ -301,7 +303,7 @@ def local_stages(
             dropout=StageDropout(module, model.units[own.unit]),
             loss_weights={name: loss.weight for name, loss in model.graph.losses.items()},
             place=own.stage.ranks.index(rank),
-            replaced=replace_linears(module, gradients, module.undeferred),
+            replaced=replace_linears(module, gradients, module.undeferred, products),
             fused=fused,
         )
     return stages

@@ -170,6 +170,8 @@ class Runtime:
             raise UserError(
                 "train.compile: blocks may round otherwise in rows of other lengths; leave out deterministic"
             )
+        if execution.compile == "blocks" and any(unit.fp8 for unit in model.units.values()):
+            raise UserError("train.compile: blocks are not compiled with precision: fp8; leave one out")
         how = "none" if execution.exact else execution.compile
         compiled = {name for name, unit in model.units.items() if compiles(how, comm.device, unit.family)}
         own = execution.kernels

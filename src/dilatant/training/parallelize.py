@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from dilatant.comm.launch import Worker, local_worker
 from dilatant.config import ClusterConfig, Config, DataConfig, ParallelConfig, PlanConfig, TrainConfig, UserError
 from dilatant.config.config import DebugConfig
 from dilatant.config.environment import place_from
+from dilatant.config.memory_modes import Precision
 from dilatant.data.sample import EncodedSample
+from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.parallel.tensor_parallel import with_weights
 from dilatant.models.row_attention import choose_attention, explicit_attention
@@ -76,7 +78,7 @@ def parallelize(
     assignment: NamedPolicy | None = None,
     seed: int = 0,
     row_tokens: int | None = None,
-    precision: Literal["auto", "fp32", "bf16"] | None = None,
+    precision: Precision | None = None,
     **options: Any,
 ) -> Runtime:
     """Build this rank's stages of `model`, distributed over all workers according to `specs`.
@@ -107,6 +109,7 @@ def parallelize(
         raise UserError(f"schedule {schedule!r} is unknown; there are {', '.join(FAMILIES)}")
     if assignment is not None and assignment not in POLICIES:
         raise UserError(f"assignment {assignment!r} is unknown; there are {', '.join(POLICIES)}")
+    choose_fp8(model.units, precision or "")
     name = schedule if isinstance(schedule, str) else None
     shard = options.pop("shard", None)
     layout = StateLayout(options.pop("zero", "none" if shard is None else "node"))

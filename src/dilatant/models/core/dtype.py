@@ -7,7 +7,8 @@ model's source.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+import warnings
+from collections.abc import Iterator, Mapping, Set
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,9 +17,14 @@ from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
 from dilatant.models.adapters.four_bit import FourBitLinear
+from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.core.parallel_linear import ParallelFourBit, ParallelLinear
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
+
+TILE = 16
+"""Sizes of a weight that FP8 kernels multiply by are multiples of this."""
+_ROUTERS = {"router", "gate"}
 
 
 @torch.no_grad()
@@ -60,17 +66,37 @@ def require_four_bit() -> None:
 
 def four_bit_names(unit: Unit) -> frozenset[str]:
     """Return the logical names of the weights that a unit holds in four bits: frozen linear layers of its blocks."""
-    if unit.structure is None:
-        return frozenset()
-    names = {weight.key: weight.canonical for weight in unit.weights if weight.part == "model"}
     return frozenset(
-        names[f"{path}.weight"]
-        for path, module in unit.model.named_modules()
-        if path.startswith(unit.structure.blocks + ".")
-        and type(module) is nn.Linear
-        and not any(parameter.requires_grad for parameter in module.parameters())
-        and names.get(f"{path}.weight") not in unit.tied.values()
+        name
+        for name, module in _linears(unit)
+        if not any(parameter.requires_grad for parameter in module.parameters()) and name not in unit.tied.values()
     )
+
+
+def choose_fp8(units: Mapping[str, Unit], precision: str) -> None:
+    """Choose the weights by which `units` multiply in FP8, under precision "fp8": of the linear layers of their blocks,
+    without adapters, routers, gates of less than a tile, and, with a warning, sizes that are no multiples of a tile.
+    Raises UserError for four-bit weights."""
+    for name, unit in units.items() if precision == "fp8" else ():
+        if unit.four_bit:
+            raise UserError(f"train.precision: fp8 multiplies by no 4-bit weights, which {name} has; write bf16")
+        shapes = {
+            key: tuple(module.weight.shape)
+            for key, module in _linears(unit)
+            if not is_adapter(key) and not _ROUTERS & {*key.split(".")} and module.out_features >= TILE
+        }
+        unit.fp8 = frozenset(key for key, shape in shapes.items() if not any(size % TILE for size in shape))
+        if left := {re.sub(r"\.\d+\.", ".*.", key): shape for key, shape in shapes.items() if key not in unit.fp8}:
+            listed = ", ".join(f"{key} ({' x '.join(map(str, shape))})" for key, shape in left.items())
+            warnings.warn(f"train.precision: fp8 needs multiples of {TILE}; these stay in bf16: {listed}", stacklevel=2)
+
+
+def _linears(unit: Unit) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield logical name of the weight, and module, of the plain linear layers in a unit's blocks."""
+    names = {weight.key: weight.canonical for weight in unit.weights if weight.part == "model"}
+    for path, module in unit.model.named_modules():
+        if unit.structure is not None and path.startswith(unit.structure.blocks + ".") and type(module) is nn.Linear:
+            yield names[f"{path}.weight"], module
 
 
 @torch.no_grad()

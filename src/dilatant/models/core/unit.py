@@ -58,6 +58,8 @@ class Unit(Stage):
     """Tensor-parallel rules of linear layers, if the family has none (see `parallel.tensor_rules`)."""
     four_bit: frozenset[str] = frozenset()
     """Logical names of the weights that stages hold in four bits (see `core.dtype`)."""
+    fp8: frozenset[str] = frozenset()
+    """Logical names of the weights by which stages multiply in FP8 (see `core.dtype`)."""
     orthogonal: frozenset[str] = frozenset()
     """Logical names of the matrices that Muon updates, of which no rank may hold only a part."""
 

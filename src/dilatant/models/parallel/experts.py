@@ -20,6 +20,8 @@ from dilatant.models.core.recompute import mixed
 GroupedProduct = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
 """A product like `grouped_linear`."""
 
+_PRODUCT = 1 << 27
+"""Elements of weight gradients in bf16 that exist at once, before they are added to fp32 sums."""
 _ALIGNED_BYTES = 16
 """Alignment that torch's kernel needs for rows and weights."""
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -29,16 +31,34 @@ _OTHERWISE = ("has_bias", "is_transposed", "has_post_expert_norm")
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Multiply rows [rows, in], sorted by group, by the transposed matrix of their group in `weight` [groups, out, in]:
     [rows, out]. counts: rows of each group, possibly 0."""
-    if _has_kernel(rows, weight):
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return functional.grouped_mm(
-            rows.contiguous(), weight.transpose(-2, -1), offs=ends.to(rows.device, non_blocking=True)
-        )
+    if has_kernel(rows, weight):
+        return functional.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=_ends(counts, rows.device))
     parts = [functional.linear(part, one) for part, one in zip(rows.split(list(counts)), weight, strict=True)]
     return torch.cat(parts)
 
 
-def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
+def add_grouped_products(totals: Tensor, gradient: Tensor, inputs: Tensor, counts: Sequence[int]) -> None:
+    """Add each group's `gradient.t() @ inputs` to its matrix of `totals` [groups, out, in] in fp32, by kernels for many
+    groups at once, whose products are in bf16. gradient: [rows, out]; inputs: [rows, in]; counts: rows of each group,
+    possibly 0. See `has_kernel` for where this works."""
+    together = max(1, _PRODUCT // totals[0].numel())
+    for first in range(0, len(totals), together):
+        own, before = list(counts[first : first + together]), sum(counts[:first])
+        if not (rows := sum(own)):
+            continue
+        factors = [each.narrow(0, before, rows).contiguous() for each in (gradient, inputs)]
+        products = functional.grouped_mm(factors[0].t(), factors[1], offs=_ends(own, totals.device))
+        if empty := [place for place, count in enumerate(own) if not count]:  # some GPUs leave anything there
+            products.index_fill_(0, torch.tensor(empty).to(totals.device, non_blocking=True), 0.0)
+        totals[first : first + together] += products
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the number of the row behind each group's last one."""
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def has_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Return True if torch multiplies all groups in one kernel: in bf16 on GPUs since compute capability 8.0."""
     if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False

@@ -23,6 +23,7 @@ from dilatant.config.degrees import Degrees
 from dilatant.models.adapters.four_bit import BLOCK
 from dilatant.models.adapters.lora import adapted_key, has_adapter, is_adapter, layers_of, plain_key, plain_linear
 from dilatant.models.core.cross_attention import is_cross_attention
+from dilatant.models.core.dtype import TILE
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.experts import fused_experts
 from dilatant.models.parallel.linear_heads import linear_paths, linear_refusals, linear_region
@@ -171,6 +172,15 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
                 "that have one scale in four bits; give it less tp, or leave model.lora.load_in_4bit out"
             ]
     for name, weight in unit.named_logical_parameters():
+        if name in unit.fp8 and any(
+            sum(end - first for first, end in spans) % TILE
+            for index in range(tp)
+            for spans in plan.held(name, tuple(weight.shape), Degrees(tp), index)[0] or ()
+        ):
+            return [
+                f"{unit.unit}: {tp} ranks would cut {name!r}, {list(weight.shape)}, into parts that are no multiples "
+                f"of {TILE}, which FP8 needs; give it less tp, or write train.precision: bf16"
+            ]
         if name in unit.orthogonal and plan.held(name, tuple(weight.shape), Degrees(tp), 0)[0] is not None:
             return [
                 f"{unit.unit}: Muon updates whole matrices, and {tp} ranks would divide {name!r}; give the unit tp: 1, "

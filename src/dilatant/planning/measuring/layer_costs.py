@@ -166,10 +166,10 @@ def measure_layers(
                 continue
             share = replace(entry, unit=shard(entry.unit, tp)) if entry.is_divided else entry
             modelled = analytic_cost(shapes[entry.kind], alone, target.dtype, Degrees(tp))
-            dtype, several = getattr(torch, target.dtype), dense_tokens(model, entry, tokens)
+            several = dense_tokens(model, entry, tokens)
             is_dense = model.dense.get(entry.unit.unit, 1.0) > 1.0
             row = () if is_dense or pick_device().type != "cuda" else long_row(max(tokens))
-            probe = layer_probe(share, pick_device(), dtype, several, row)
+            probe = layer_probe(share, pick_device(), target.activations, several, row)
             probe = replace(probe, degrees=Degrees(tp), modelled=modelled)
             seconds_of_all = counts[entry.kind] * probe.expected(max(probe.tokens or tokens))
             probes.append((known is not None and not lacks, -seconds_of_all, probe))

@@ -24,6 +24,7 @@ from dilatant.models.parallel.tensor_parallel import shard_tokens
 from dilatant.models.parallel.tensor_plan import tensor_plan
 from dilatant.models.parallel.tensor_regions import Region
 from dilatant.planning.problem.describe_model import BLOCK, HEAD, LayerType
+from dilatant.runtime.state.fp8_products import fp8_products
 from dilatant.runtime.state.weight_gradients import WeightGradients, replace_linears
 
 _ROWS = (1, 2, 4, 8)
@@ -111,7 +112,8 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
             parameter.requires_grad_(parameter.is_floating_point())
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-    replace_linears(stage, WeightGradients(), stage.undeferred)  # as in the runtime; it matters for tiny layers
+    # As in the runtime; it matters for tiny layers.
+    replace_linears(stage, WeightGradients(), stage.undeferred, fp8_products(stage, unit.fp8))
     return OneLayer(stage).to(device).train()
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from dilatant.config import Config
 from dilatant.config.memory_modes import Recompute
 from dilatant.models.build import build_model
+from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.core.freeze import audit, choose_orthogonal, thaw
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.unit import Unit
@@ -107,6 +108,7 @@ def build_meta_model(config: Config, vocab_size: int) -> MultimodalModel:
     attend_as_configured(model, config.model.text)
     divide_where_proven(model)
     choose_orthogonal(model.units, config.train.optimizer.muon)
+    choose_fp8(model.units, config.train.precision)
     return model
 
 

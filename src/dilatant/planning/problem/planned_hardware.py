@@ -19,6 +19,7 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.config import ClusterConfig, Config, OptimizerConfig, TrainConfig, UserError
 from dilatant.config.memory_modes import Shard
 from dilatant.config.plan import ReserveConfig
+from dilatant.cost.analytic import FP8
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import (
     BF16,
@@ -53,7 +54,7 @@ class Target:
     """Devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
 
     `is_local`: this machine has such devices, so layers can be measured; `threads` are then those of one CPU process.
-    `dtype` is that of weights and activations, `rules` what a parameter takes. `groups`: of unlike devices, each a
+    `dtype` is that of matrix products, `rules` what a parameter takes. `groups`: of unlike devices, each a
     target of its own; the fields other than `cluster` are then the first group's.
     """
 
@@ -71,6 +72,12 @@ class Target:
         groups = tuple(group.sharing(zero, shard) for group in self.groups)
         words = self.rules.shard if shard is None else tuple(sorted(shard.items()))
         return replace(self, rules=replace(self.rules, zero=zero, shard=words), groups=groups)
+
+    @property
+    def activations(self) -> torch.dtype:
+        """Return the dtype of weights and activations."""
+        kind: torch.dtype = getattr(torch, "bfloat16" if self.dtype == FP8 else self.dtype)
+        return kind
 
     @property
     def text(self) -> str:
@@ -120,6 +127,7 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
     else:
         on_gpu = not is_same_hardware("CPU", hardware.name)
         dtype = "bfloat16" if train.precision == "bf16" or (train.precision == "auto" and on_gpu) else "float32"
+    dtype = FP8 if train.precision == "fp8" else dtype
     return Target(
         hardware=hardware,
         requested=config.hardware or here.name,
@@ -135,7 +143,7 @@ def _target_of_groups(config: ClusterConfig, train: TrainConfig) -> Target:
     """Return the target of groups of unlike devices. None counts as local: layers are modelled for all unless a file
     has their costs. All compute in fp32 if one does. State is shared in nodes whose size divides every group's."""
     each = [plan_target(group, train) for group in config.of_groups]
-    dtype = "float32" if any(target.dtype == "float32" for target in each) else "bfloat16"
+    dtype = "float32" if any(target.dtype == "float32" for target in each) else each[0].dtype
     rules = _rules(dtype, train, math.gcd(*(target.cluster.gpus_per_node for target in each)))
     rules = replace(rules, host_link=min(target.hardware.host_link for target in each))
     groups = tuple(

@@ -14,9 +14,10 @@ gradients behind frozen stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.parallel.experts import group_experts, grouped_linear, is_fused, ungroup_experts
+from dilatant.models.parallel.experts import (
+    add_grouped_products,
+    group_experts,
+    grouped_linear,
+    has_kernel,
+    is_fused,
+    ungroup_experts,
+)
+from dilatant.runtime.state.fp8_products import Multiply
 from dilatant.runtime.state.linear_operators import handle_of
 from dilatant.runtime.state.linear_operators import linear as operator
 
@@ -82,9 +91,12 @@ def accumulate(
 
 
 class DeferredLinear(ParallelLinear):
-    """A linear layer that shares the weights of `linear` and can delay their gradients."""
+    """A linear layer that shares the weights of `linear` and can delay their gradients. multiply: computes its output,
+    and its input gradient with the transposed weight; anything but `functional.linear` is called without autograd."""
 
-    def __init__(self, linear: nn.Linear, gradients: WeightGradients, defers: bool = True) -> None:
+    def __init__(
+        self, linear: nn.Linear, gradients: WeightGradients, defers: bool = True, multiply: Multiply = functional.linear
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -93,19 +105,21 @@ class DeferredLinear(ParallelLinear):
         self.training = linear.training
         self.gradients = gradients
         self.defers = defers
+        self.multiply = multiply
         self.handle = handle_of(self)
         self.enter = linear.enter if isinstance(linear, ParallelLinear) else None
         self.leave = linear.leave if isinstance(linear, ParallelLinear) else None
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         weight, defers = self.weight, self.defers  # each look-up of a parameter is a Python call
-        bias_trains = bias is not None and bias.requires_grad
-        trains = torch.is_grad_enabled() and (weight.requires_grad or bias_trains)
+        bias_trains, is_own = bias is not None and bias.requires_grad, self.multiply is not functional.linear
+        trains = weight.requires_grad or bias_trains or (is_own and input.requires_grad)
+        trains = trains and torch.is_grad_enabled()
         if trains and torch.compiler.is_compiling():
             return operator(input, weight, bias, self.handle)
-        if trains and (self.gradients.splits or not defers or _adds_itself(weight)):
-            return _DeferredProduct.apply(input, weight, bias, self.gradients, defers)
-        return functional.linear(input, weight, bias)
+        if trains and (self.gradients.splits or not defers or is_own or _adds_itself(weight)):
+            return _DeferredProduct.apply(input, weight, bias, self)
+        return self.multiply(input, weight, bias)
 
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor, inputs: Tensor) -> None:
@@ -130,12 +144,15 @@ class ReplacedLayers:
 
 
 def replace_linears(
-    stage: nn.Module, gradients: WeightGradients, undeferred: Collection[nn.Module] = ()
+    stage: nn.Module,
+    gradients: WeightGradients,
+    undeferred: Collection[nn.Module] = (),
+    products: Mapping[nn.Module, Multiply] = MappingProxyType({}),
 ) -> ReplacedLayers:
     """Replace every plain linear layer by a DeferredLinear, and make fused experts delay their gradients, too; returns
     the argument of `restore_linears`.
 
-    undeferred: linear layers whose gradients are not delayed.
+    undeferred: linear layers whose gradients are not delayed. products: those that multiply in their own way.
 
     A layer that is registered in several places becomes one layer in all of them. Only an `nn.Linear` or
     `ParallelLinear` without hooks is replaced; subclasses may compute something else, and get their gradients in `I`.
@@ -150,7 +167,7 @@ def replace_linears(
     made: dict[int, DeferredLinear] = {}
     for parent, name, child in places:
         parent._modules[name] = made.setdefault(
-            id(child), DeferredLinear(child, gradients, defers=child not in undeferred)
+            id(child), DeferredLinear(child, gradients, child not in undeferred, products.get(child, functional.linear))
         )
 
     def product(rows: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
@@ -179,41 +196,38 @@ def restore_linears(replaced: ReplacedLayers) -> None:
 class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        gradients: WeightGradients,
-        defers: bool,
+        ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: DeferredLinear
     ) -> Tensor:
-        output = functional.linear(input, weight, bias)
-        ctx.save_for_backward(input)
+        ctx.save_for_backward(input if any(ctx.needs_input_grad[1:]) else None)
         # The Parameter itself: a saved tensor is a copy after a checkpoint's recomputation, and its gradient
         # would be lost.
-        ctx.weight, ctx.bias, ctx.gradients, ctx.defers = weight, bias, gradients, defers
-        return output
+        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
+        return layer.multiply(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (inputs,) = ctx.saved_tensors
-        weight, bias, gradients = ctx.weight, ctx.bias, ctx.gradients
-        is_wanted, trains, bias_trains, _, _ = ctx.needs_input_grad
-        grad_weight = grad_bias = None
+        weight, bias, layer = ctx.weight, ctx.bias, ctx.layer
+        is_wanted, trains, bias_trains, _ = ctx.needs_input_grad
+        grad_input = grad_weight = grad_bias = None
         flat = gradient.flatten(0, -2)
-        grad_input = (flat @ weight).view(inputs.shape) if is_wanted else None
+        if is_wanted:
+            grad_input = layer.multiply(flat, weight.t(), None).view(*gradient.shape[:-1], weight.shape[1])
+        if not (trains or bias_trains):
+            return grad_input, None, None, None
         rows = inputs.flatten(0, -2)
-        if gradients.is_deferring and ctx.defers:
+        if layer.gradients.is_deferring and layer.defers:
             left = weight if trains else None, bias if bias_trains else None
-            gradients.deferred.append((*left, rows.detach(), flat.detach(), None))
-            return grad_input, None, None, None, None
-        if trains and (not ctx.defers or _adds_itself(weight)):
+            layer.gradients.deferred.append((*left, rows.detach(), flat.detach(), None))
+            return grad_input, None, None, None
+        if trains and (not layer.defers or _adds_itself(weight)):
             # In place, since gradients of row chunks and microbatches add up; accumulation hooks still run.
             _add_product(weight, flat, rows)
         elif trains:
             grad_weight = flat.t() @ rows
         if bias_trains:
             grad_bias = flat.sum(dim=0, dtype=_gradient_dtype(bias))
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -250,10 +264,14 @@ def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None
 
 
 def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts: Sequence[int]) -> None:
-    """Add each expert's product to its matrix of `weight` [experts, out, in], as `_add_product` does."""
+    """Add each expert's product to its matrix of `weight` [experts, out, in]: by torch's kernel for all experts where
+    there is one, which rounds a product to bf16 before it is added; else one by one, as `_add_product` does."""
     dtype = _gradient_dtype(weight)
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=dtype)
+    if has_kernel(inputs, weight):
+        add_grouped_products(weight.grad, gradient, inputs, counts)
+        return
     add, sizes = adder_of(weight.device.type, dtype == inputs.dtype), list(counts)
     for total, out, into in zip(weight.grad, gradient.split(sizes), inputs.split(sizes), strict=True):
         if len(into):
