@@ -20,16 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
-from papers.corpus import (
-    AFTERWARDS,
-    AFTERWARDS_FP16,
-    MEGATRON,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    OVERLAPPED,
-    SEQUENCE_PARALLEL,
-    Sums,
-)
+from papers.corpus import AFTERWARDS, AFTERWARDS_FP16, MEGATRON_2021, MEGATRON_2022, OVERLAPPED, SEQUENCE_PARALLEL, Sums
 from papers.corpus_predictions import corpus, in_turn, memory, simulated
 from papers.models import PaperUnit, Part, gpt, llama, operations_only, seconds
 from papers.planner import Case, even_chain, layout_text, same_samples
@@ -37,7 +28,7 @@ from papers.tables import Outcome, PaperTable, figure, judged, spread
 from rich.console import Console
 
 from dilatant.config.memory_modes import Recompute
-from dilatant.cost.analytic import Runner
+from dilatant.cost.analytic import MEGATRON, Runner
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes, bytes_text
 from dilatant.plan.cluster import cluster_of

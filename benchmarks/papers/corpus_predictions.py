@@ -14,24 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from dilatant.config.degrees import Degrees
-from dilatant.cost.analytic import analytic_cost
+from dilatant.cost.analytic import MEGATRON, analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Plan, PlanScore
 from dilatant.plan.cluster import cluster_of
 from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.rank_mapping import RankOrder
-from papers.corpus import (
-    BALANCED,
-    MEGATRON,
-    REASONS,
-    Measured,
-    MeasuredMemory,
-    Sums,
-    measured_memory,
-    measured_runs,
-    read_lines,
-)
+from papers.corpus import BALANCED, REASONS, Measured, MeasuredMemory, Sums, measured_memory, measured_runs, read_lines
 from papers.models import PaperUnit, model_spec
 from papers.planner import Case, even_chain, same_samples
 
