@@ -22,6 +22,7 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.limiting_links import link_reasons
 from dilatant.planning.measuring.attention_seconds import measured_attention
 from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
@@ -102,7 +103,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         allocated_devices=cluster.num_devices,
         reasons=(
             *(first, *_groups(planned), *_data_parallel(planned), *reasons),
-            *(*planned.rows, *_decoding(planned), *_compared(problem), last),
+            *(*planned.rows, *link_reasons(planned), *_decoding(planned), *_compared(problem), last),
         ),
         advice=plan_advice(planned),
         warnings=(*planned.notes, *([stable] if stable else []), *_warnings(planned)),
