@@ -398,7 +398,8 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     refused(dilatant("plan", project_file := tmp_path / "none.yaml", "--model", "x"), "or a model with --model")
     assert not project_file.exists()
     refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus H100: write it like 64xH100")
-    refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of eight")
+    refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of 8")
+    refused(dilatant("plan", "--model", "x", "--gpus", "6xGB200"), "a multiple of 4")
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
         (("--image-size", "99999x99999", "--images", 1), "--image-size 99999x99999: an image has from 1 to"),
         (("--image-size", "-1x8", "--images", 1), "write it like 1024x768"),
         (("--image-size", "16x8"), "--image-size belongs to --images"),
-        (("--gpus", "0xH100"), "name up to eight"),
+        (("--gpus", "0xH100"), "name up to 8"),
         (("--gpus", f"{'9' * 5000}xH100"), "write it like 64xH100"),
         (("--gpus", "800000000xH100"), "take more than 1 GiB"),
         (("--gpus", "80000xH100", "--text", 100_000), "take more than 1 GiB"),

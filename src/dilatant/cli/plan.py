@@ -74,9 +74,12 @@ class PlanOptions:
         width, height = map(int, _pair(self.image_size, r"(\d{1,9})x(\d{1,9})", "--image-size", "1024x768"))
         if not 0 < width * height <= MOST_PIXELS:
             raise UserError(f"--image-size {self.image_size}: an image has from 1 to {MOST_PIXELS:,} pixels")
-        nodes, rest = divmod(int(count), 8)
+        from dilatant.cost.hardware import load_hardware
+
+        each = load_hardware(hardware).node
+        nodes, rest = divmod(int(count), each)
         if int(count) < 1 or (nodes and rest):
-            raise UserError(f"--gpus {self.gpus}: nodes have eight; name up to eight, or a multiple of eight")
+            raise UserError(f"--gpus {self.gpus}: nodes have {each}; name up to {each}, or a multiple of {each}")
         place = TemporaryFolder()
         atexit.register(place.close)
         folder, samples = Path(place.path), SAMPLES * int(count)
@@ -99,7 +102,7 @@ class PlanOptions:
             "model": {"id": str(model)} if self.images else {"language_model": {"id": str(model)}},
             "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
             "train": {"global_batch_size": samples},
-            "cluster": {"nodes": nodes or 1, "gpus_per_node": 8 if nodes else int(count), "hardware": hardware},
+            "cluster": {"nodes": nodes or 1, "gpus_per_node": each if nodes else int(count), "hardware": hardware},
         }
         (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
         return folder / "config.yaml"
