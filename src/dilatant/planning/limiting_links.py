@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from dilatant.cost.hardware import Hardware, Link
 from dilatant.plan.costs.stage_costs import stage_costs
@@ -54,7 +55,7 @@ def _saved(planned: PlannedRun, link: str) -> dict[str, float]:
     def seconds(costs: StepCosts) -> float:
         return scorer.steps(plan, winner.num_microbatches, winner.row_tokens, costs=costs)[0].seconds
 
-    free = {link: Link(math.inf)}
+    free: dict[str, Any] = {link: Link(math.inf)}
     cluster, rules = replace(target.cluster, **free), target.rules
     own = step_costs(plan, spec, problem.costs, target.cluster, rules)
     others, layers = step_costs(plan, spec, problem.costs, cluster, rules), problem.costs
