@@ -26,7 +26,6 @@ from benchmarks.papers.corpus.predictions import corpus, in_turn, memory, simula
 from benchmarks.papers.corpus.rows import (
     AFTERWARDS,
     AFTERWARDS_FP16,
-    MEGATRON,
     MEGATRON_2021,
     MEGATRON_2022,
     OVERLAPPED,
@@ -37,7 +36,7 @@ from benchmarks.papers.models import PaperUnit, Part, gpt, llama, operations_onl
 from benchmarks.papers.planner import Case, even_chain, layout_text, same_samples
 from benchmarks.papers.tables import Outcome, PaperTable, figure, judged, spread
 from dilatant.config.memory_modes import Recompute
-from dilatant.cost.analytic import Runner
+from dilatant.cost.analytic import MEGATRON, Runner
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes, bytes_text
 from dilatant.plan.cluster import cluster_of

@@ -398,7 +398,8 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     refused(dilatant("plan", project_file := tmp_path / "none.yaml", "--model", "x"), "or a model with --model")
     assert not project_file.exists()
     refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus H100: write it like 64xH100")
-    refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of eight")
+    refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of 8")
+    refused(dilatant("plan", "--model", "x", "--gpus", "6xGB200"), "a multiple of 4")
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
         (("--image-size", "99999x99999", "--images", 1), "--image-size 99999x99999: an image has from 1 to"),
         (("--image-size", "-1x8", "--images", 1), "write it like 1024x768"),
         (("--image-size", "16x8"), "--image-size belongs to --images"),
-        (("--gpus", "0xH100"), "name up to eight"),
+        (("--gpus", "0xH100"), "name up to 8"),
         (("--gpus", f"{'9' * 5000}xH100"), "write it like 64xH100"),
         (("--gpus", "800000000xH100"), "take more than 1 GiB"),
         (("--gpus", "80000xH100", "--text", 100_000), "take more than 1 GiB"),
@@ -423,11 +424,30 @@ def test_options_of_a_model_beside_a_config_are_refused(project: Path, dilatant:
     refused(answer, "--gpus, --text belongs to --model")
 
 
-def test_flags_are_printed_beside_json(project: Path, dilatant: Dilatant) -> None:
-    code, out, err = dilatant("plan", project / "config.yaml", *H100, *FEW, "--for", "megatron", "--json")
+def test_another_framework_is_planned_for(project: Path, dilatant: Dilatant) -> None:
+    asked = (project / "config.yaml", *H100, *FEW, "--set", "cluster.gpus_per_node=2")
+    code, out, err = dilatant("plan", *asked, "--for", "megatron")
     assert code == 0, err
-    PlanReport.from_json(out)
-    assert "--tensor-model-parallel-size" in err
+    line = next(line for line in out.splitlines() if "--tensor-model-parallel-size" in line)
+    report = PlanReport.from_json((project / "run" / "plan" / "report.json").read_text())
+    other = report.framework
+    assert other is not None
+    assert line.strip() == other.command
+    assert other.step_seconds > 0
+    assert "kernels modelled as those of megatron" in other.sentences[0]
+    assert "times as fast" in other.sentences[-1]
+    assert "For megatron" in (project / "run" / "plan" / "plan.html").read_text()
+    refused(dilatant("plan", *asked, "--for", "megatron", "--like", "language: {tp: 2}"), "ask it without --like")
+
+
+def test_a_framework_that_nothing_fits_says_so(project: Path, dilatant: Dilatant) -> None:
+    """Three devices cannot share four samples evenly, and VeOmni has no pipelines."""
+    asked = (project / "config.yaml", *H100, *FEW, "--set", "cluster.gpus_per_node=3")
+    other = planned(dilatant, *asked, "--for", "veomni").framework
+    assert other is not None
+    assert (other.step_seconds, other.flags) == (None, {})
+    (only,) = other.sentences
+    assert only.startswith("Nothing fits under the limits of veomni: ")
 
 
 def test_help_needs_nothing_that_takes_long_to_import() -> None:

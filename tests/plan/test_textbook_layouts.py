@@ -52,6 +52,14 @@ def test_domains_of_nvlink_join_nodes():
     assert [rack.node_of(rank) for rank in (0, 7, 8, 15)] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "reach"), [(1, 4), (2, 8), (16, 64), (18, 72), (32, 64), (36, 72), (20, 40), (64, 64), (288, 72)]
+)
+def test_nodes_spread_evenly_over_domains(nodes, reach):
+    """Trays of four in racks of 72."""
+    assert replace(cluster(nodes, 4), domain=72).reach == reach
+
+
 def test_a_rack_takes_tensor_groups_that_trays_refuse():
     trays = cluster(2, 4)
     only = ((8, 1),)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from cases.engine_case import BATCHES, CASE, TEXT, Case, build_model
 from cases.generic_steps import GenericCase, generic_cases, opened
 from cases.parallel_cases import case_of, plan_of
+from dilatant import MultimodalModel
 from dilatant.config import ClusterConfig, UserError
 from dilatant.config.train import TrainConfig
 from dilatant.cost.analytic import analytic_cost, block_shape, head_shape
 from dilatant.cost.hardware import load_hardware
-from dilatant.models import MultimodalModel
 from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.core.unit import Unit
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from benchmarks.papers.corpus.rows import (
     BALANCED,
-    MEGATRON,
     REASONS,
     Measured,
     MeasuredMemory,
@@ -27,7 +26,7 @@ from benchmarks.papers.corpus.rows import (
 from benchmarks.papers.models import PaperUnit, model_spec
 from benchmarks.papers.planner import Case, even_chain, same_samples
 from dilatant.config.degrees import Degrees
-from dilatant.cost.analytic import analytic_cost
+from dilatant.cost.analytic import MEGATRON, analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Plan, PlanScore

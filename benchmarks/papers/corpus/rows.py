@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.papers.corpus.models import NVLINK_DOMAIN, parts_of
 from benchmarks.papers.models import Part, llama, parameters
 from dilatant.config.memory_modes import Recompute, Shard
-from dilatant.cost.analytic import Runner, analytic_cost
+from dilatant.cost.analytic import AUTOMODEL, MEGATRON, TORCHTITAN, Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
 
@@ -48,7 +48,6 @@ REACHED = 0.75
 DOMAIN = 64
 """GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
 
-MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
 MEGATRON_2021 = replace(MEGATRON, name="megatron of 2021", attention="unfused", whole_rows=10.0, gradient_bytes=12)
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron of 2022", gradient_bytes=0)
 """From 2022 on products add to sums of gradients themselves."""
@@ -58,10 +57,10 @@ SEQUENCE_PARALLEL = replace(MEGATRON_2022, attention="unfused, recomputed", whol
 RUNNERS = {
     "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
     "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
-    "torchtitan": Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0),
+    "torchtitan": TORCHTITAN,
     "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
     "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
-    "automodel": Runner("automodel", "library", operations=0.8),
+    "automodel": AUTOMODEL,
     "torchtune": Runner("torchtune", "library", operations=0.8),
     "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
     "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),

@@ -75,9 +75,12 @@ class PlanOptions:
         width, height = map(int, _pair(self.image_size, r"(\d{1,9})x(\d{1,9})", "--image-size", "1024x768"))
         if not 0 < width * height <= MOST_PIXELS:
             raise UserError(f"--image-size {self.image_size}: an image has from 1 to {MOST_PIXELS:,} pixels")
-        nodes, rest = divmod(int(count), 8)
+        from dilatant.cost.hardware import load_hardware
+
+        each = load_hardware(hardware).node
+        nodes, rest = divmod(int(count), each)
         if int(count) < 1 or (nodes and rest):
-            raise UserError(f"--gpus {self.gpus}: nodes have eight; name up to eight, or a multiple of eight")
+            raise UserError(f"--gpus {self.gpus}: nodes have {each}; name up to {each}, or a multiple of {each}")
         place = TemporaryFolder()
         atexit.register(place.close)
         folder, samples = Path(place.path), SAMPLES * int(count)
@@ -100,7 +103,7 @@ class PlanOptions:
             "model": {"id": str(model)} if self.images else {"language_model": {"id": str(model)}},
             "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
             "train": {"global_batch_size": samples},
-            "cluster": {"nodes": nodes or 1, "gpus_per_node": 8 if nodes else int(count), "hardware": hardware},
+            "cluster": {"nodes": nodes or 1, "gpus_per_node": each if nodes else int(count), "hardware": hardware},
         }
         (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
         return folder / "config.yaml"
@@ -161,8 +164,8 @@ def plan(
         str | None,
         typer.Option(
             "--for",
-            help="Also print the layout as flags of megatron, megatron-bridge, ms-swift, torchtitan, automodel or "
-            "veomni.",
+            help="Also plan for megatron, megatron-bridge, ms-swift, torchtitan, automodel or veomni: its flags, and "
+            "what it cannot express.",
             show_default=False,
         ),
     ] = None,
@@ -176,14 +179,16 @@ def plan(
         raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
     if like is not None and (why_not or fault_tolerance is not None):
         raise UserError("--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like")
+    if like is not None and framework is not None:
+        raise UserError("--for searches what a framework can run; ask it without --like")
     resolved = with_cost_file(options.read(), costs)
 
     from dilatant.plan.errors import DoesNotFitError
-    from dilatant.plan.framework_flags import FRAMEWORKS, framework_flags
-    from dilatant.plan.model_spec import roles_of
+    from dilatant.plan.search.frameworks import FRAMEWORKS
     from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.fewest import fewest_devices
     from dilatant.planning.memberships import plan_resiliently
+    from dilatant.planning.other_frameworks import plan_for
     from dilatant.planning.planned_run import (
         check_plan_folder,
         fixed_plan_report,
@@ -198,7 +203,7 @@ def plan(
     from dilatant.report.text.plan_summary import short_answer
 
     if framework is not None and framework not in FRAMEWORKS:
-        raise UserError(f"--for {framework}: there are flags of {', '.join(FRAMEWORKS)}")
+        raise UserError(f"--for {framework}: there are {', '.join(FRAMEWORKS)}")
     console = open_console(stderr=as_json)
     check_plan_folder(resolved)  # fail before the search
     problem = open_problem(resolved, like)
@@ -220,29 +225,27 @@ def plan(
             report = plan_report(planned, options.name, asked)
             if options.config is None:
                 report = replace(report, fewest=fewest_devices(problem, fits=True))
+            if framework is not None:
+                report = replace(report, framework=plan_for(planned, framework))
     folder = write_plan_folder(planned, report)
-    winner, file = planned.result.winner, out or folder / "plan.json"
+    file = out or folder / "plan.json"
     if out is not None:
-        out.write_text(training_plan(planned.problem, winner, planned.chain).to_json(), encoding="utf-8")
+        out.write_text(training_plan(planned.problem, planned.result.winner, planned.chain).to_json(), encoding="utf-8")
     if page is not None:
         write_plan_page(report, page)
     link_pages(folder.parent)
     if fault_tolerance is not None:
         _show_fault_tolerance(problem, folder, console)
-    if framework is not None:
-        language, batch = roles_of(problem.model.spec).language, problem.global_batch
-        as_flags = framework_flags(winner.plan, framework, language, batch, winner.num_microbatches, winner.zero)
     if as_json:
         print(report.to_json())
     elif options.config is None:
         print_line(console, f"{options.model} on {options.gpus}: {short_answer(report)}", wrap=False)
     else:
         print_plan(report, console)
-    if framework is not None:
+    if report.framework is not None and not as_json:
         print_line(console, f"\nFor {framework}:")
-        print_line(console, f"  {as_flags.command()}", wrap=False)
-        for lost in as_flags.lost:
-            print_line(console, f"  It cannot express {lost}")
+        for line in filter(None, [report.framework.command, *report.framework.sentences]):
+            print_line(console, f"  {line}", wrap=False)
     if as_json or options.config is None:
         return
     console.print()

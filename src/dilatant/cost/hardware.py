@@ -46,9 +46,9 @@ class Hardware:
     efficiencies are the fractions of peak that large kernels reach; `attention`: those of its forward and backward, by
     kernel ("packed": ours). `processors`: units that each compute a tile of a product; 0: products have no tiles.
     `host_link`: bytes per second between a device and its host in one direction, while all devices of a node copy; 0:
-    they share memory, or it is unknown. `domain`: devices of an NVLink domain that spans nodes, which `inside` links;
-    0: none does. `source`: origin of the numbers. `compared`: by program, how far modelled steps
-    of its published runs on this device are from the measured ones in the mean.
+    they share memory, or it is unknown. `node`: devices of a usual node. `domain`: devices of an NVLink domain that
+    spans nodes, which `inside` links; 0: none does. `source`: origin of the numbers. `compared`: by program, how far
+    modelled steps of its published runs on this device are from the measured ones in the mean.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Hardware:
     host: float = 0.0
     processors: Annotated[int, Meta(ge=0)] = 0
     host_link: float = 0.0
+    node: Annotated[int, Meta(ge=1)] = 8
     domain: Annotated[int, Meta(ge=0)] = 0
     compared: Mapping[str, float] = field(default_factory=dict)
 
@@ -179,7 +180,7 @@ _WORDS = {
 }
 
 
-_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "domain", "compared"}
+_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "node", "domain", "compared"}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:

@@ -43,8 +43,11 @@ class Cluster:
 
     @property
     def reach(self) -> int:
-        """Devices that `inside` links to each other: those of a node, or of the whole nodes of an NVLink domain."""
-        return max(1, self.domain // self.gpus_per_node) * self.gpus_per_node
+        """Devices that `inside` links to each other: those of a node, or of an NVLink domain. The nodes spread evenly
+        over as few domains as hold them: 128 devices are two domains of 64, although each has 72."""
+        most = max(1, self.domain // self.gpus_per_node)
+        domains = -(-self.nodes // most)
+        return -(-self.nodes // domains) * self.gpus_per_node
 
     @property
     def groups(self) -> tuple[Cluster, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilatant.plan.plan import Plan
+from dilatant.config.memory_modes import Recompute
+from dilatant.plan.plan import Plan, Stage, UnitPlan
+from dilatant.plan.search.frameworks import FRAMEWORKS
 
 _CORE = {
     "tensor-model-parallel-size": "tp",
@@ -67,8 +69,6 @@ _FLAGS = {
 }
 """By framework: its flags, and which value of `framework_flags` each takes; without a value a flag is left out."""
 
-FRAMEWORKS = tuple(_FLAGS)
-
 
 @dataclass(frozen=True, slots=True)
 class FrameworkFlags:
@@ -84,25 +84,34 @@ class FrameworkFlags:
 
 
 def framework_flags(
-    plan: Plan, framework: str, unit: str, batch: int, microbatches: int, zero: str = "none"
+    plan: Plan,
+    framework: str,
+    unit: str,
+    batch: int,
+    microbatches: int,
+    zero: str = "none",
+    recompute: Recompute = "none",
 ) -> FrameworkFlags:
     """Return the flags for the layout of the language model `unit`, which all units share there. batch: samples of a
-    step; microbatches: of a replica. framework: one of `FRAMEWORKS`."""
+    step; microbatches: of a replica. framework: a key of `FRAMEWORKS`. recompute: of all blocks, if the plan
+    leaves it to the config."""
     chosen = plan.unit(unit)
     stages, replicas = chosen.replicas[0].stages, len(chosen.replicas)
     groups = len({stage.ranks for stage in stages})
     degrees, names = max(stage.degrees for stage in stages), {*_FLAGS[framework].values()}
     chunks, size = len(stages) // groups, max(1, batch // (replicas * microbatches))
-    kinds = {"block" if how == "block_offload" else how for how in chosen.recompute} - {"none"}
-    others = [other.name for other in plan.units if other.name != unit]
-    lost = [f"stages and replicas of their own: {other!r} runs in the first stage" for other in others]
+    again = chosen.recompute or (recompute,)
+    kinds = {"block" if how == "block_offload" else how for how in again} - {"none"}
+    others = [other.name for other in plan.units if other.name != unit and not _is_in_first_stage(other, chosen)]
+    lost = [f"stages, replicas or degrees of their own: {other!r} runs in the first stage" for other in others]
     if len({replica.shape for replica in chosen.replicas}) > 1 or len({one.degrees for one in stages}) > 1:
         lost.append("replicas or stages of unlike shape: all are as the first replica's largest")
-    if len({stage.end - stage.first for stage in stages[1:-1]}) > 1:
+    firsts = tuple(stage.first for stage in stages)
+    if framework != "veomni" and firsts != FRAMEWORKS[framework].cuts(stages[-1].end, len(stages)):
         lost.append("cuts by what layers take: stages get equal numbers of blocks")
-    if "block_offload" in chosen.recompute:
+    if "block_offload" in again:
         lost.append("inputs of blocks in host memory: they stay on the device")
-    if kinds and "none" in chosen.recompute:
+    if kinds and "none" in again:
         lost.append("recomputation of some blocks only: all are recomputed")
     of_core = framework in ("megatron", "megatron-bridge", "ms-swift")
     if of_core and kinds and "block" not in kinds:
@@ -137,3 +146,12 @@ def framework_flags(
     }
     flags = {flag: values[name] for flag, name in _FLAGS[framework].items()}
     return FrameworkFlags({flag: value for flag, value in flags.items() if value is not None}, tuple(lost))
+
+
+def _is_in_first_stage(other: UnitPlan, host: UnitPlan) -> bool:
+    """Return True if each replica of a unit is one stage, on the ranks and at the degrees of the host's first stage."""
+
+    def places(stages: tuple[Stage, ...]) -> list[object]:
+        return [(stage.ranks, stage.degrees.axes) for stage in stages]
+
+    return [places(own.stages) for own in other.replicas] == [places(own.stages[:1]) for own in host.replicas]

@@ -20,6 +20,7 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.limiting_links import link_reasons
 from dilatant.planning.measuring.attention_seconds import measured_attention
 from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
@@ -124,7 +125,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
 def _reasons(planned: PlannedRun) -> tuple[str, ...]:
     """Return why the search chose its plan, from the plan's shape to how sure the search is."""
     first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
-    more = *planned.rows, *_decoding(planned), *_compared(planned.problem)
+    more = *planned.rows, *link_reasons(planned), *_decoding(planned), *_compared(planned.problem)
     return (first, *_groups(planned), *_data_parallel(planned), *reasons, *more, last)
 
 

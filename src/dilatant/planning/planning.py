@@ -248,7 +248,7 @@ def plan_like(problem: PlanningProblem, asked: AskedLayout) -> PlannedRun:
 
 
 def _why_not(problem: PlanningProblem, asked: AskedLayout, result: SearchResult | None) -> WhyNot:
-    searched = _search_problem(problem)
+    searched = search_problem(problem)
     return why_not(searched.spaces(), searched.cluster, asked, result, scorer_of(problem))
 
 
@@ -271,7 +271,7 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
     (first, *others), rescored = zero_variants(problem.config, problem.target, fault_tolerance)
     problem = problem.sharing(first)
     return search(
-        _search_problem(problem, all_devices, fault_tolerance),
+        search_problem(problem, all_devices, fault_tolerance),
         scorer_of(problem),
         problem.config.debug.finalists,
         others={zero: scorer_of(problem.sharing(zero)) for zero in others},
@@ -279,7 +279,8 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
     )
 
 
-def _search_problem(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> SearchProblem:
+def search_problem(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> SearchProblem:
+    """Return the input of `search`."""
     config, target = problem.config, problem.target
     settings = SearchSettings(
         microbatch_sizes=searched_sizes(config, target),

@@ -34,6 +34,18 @@ class FewestDevices:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherFramework:
+    """The fastest plan that another framework can run: its `flags`, as one line in `command`, seconds of a step (None
+    if nothing fits), and sentences on memory, on what it cannot express and on what that costs."""
+
+    name: str
+    command: str
+    flags: dict[str, str | int]
+    step_seconds: float | None
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SizeDistribution:
     """Tokens per sample in one unit: `counts[i]` samples have `edges[i] <= tokens < edges[i + 1]`.
 
@@ -150,9 +162,9 @@ class PlanReport:
     `cost_source`: origin of the times ("measured on ...", "analytic: ..."). `lower_bound_seconds`: a step time that no
     searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
     counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state, `shard`: unit →
-    what else is sharded. `fewest`: the smallest cluster that was asked for. `limits`: why the model cannot be cut or
-    packed like others, a line each. `reasons` for this plan, `advice` and `warnings` are sentences from the planner,
-    shown unchanged.
+    what else is sharded. `fewest`: the smallest cluster that was asked for. `framework`: the plan for another one.
+    `limits`: why the model cannot be cut or packed like others, a line each. `reasons` for this plan, `advice` and
+    `warnings` are sentences from the planner, shown unchanged.
     """
 
     title: str
@@ -185,6 +197,7 @@ class PlanReport:
     shard: dict[str, str] = field(default_factory=dict)
     fewest: FewestDevices | None = None
     limits: tuple[str, ...] = ()
+    framework: OtherFramework | None = None
 
     @property
     def step_seconds(self) -> float:

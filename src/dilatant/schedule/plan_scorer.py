@@ -92,15 +92,20 @@ class PlanSimulator:
         return _mean(steps, self.global_batch, roles_of(self.model).language)
 
     def steps(
-        self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, schedule: str | None = None
+        self,
+        plan: Plan,
+        num_microbatches: int,
+        row_tokens: int | None = None,
+        schedule: str | None = None,
+        costs: StepCosts | None = None,
     ) -> list[Step]:
-        """Simulate one step for every global batch; arguments as in `PlanScorer`."""
+        """Simulate one step for every global batch; arguments as in `PlanScorer`. costs: instead of the plan's own."""
         families = self.families or families_for
         tried = families(plan) if callable(families) else families
         return best_steps(
             plan,
             self.model,
-            step_costs(plan, self.model, self.costs, self.cluster, self.rules),
+            costs or step_costs(plan, self.model, self.costs, self.cluster, self.rules),
             self.workload.steps(self.global_batch),
             self.cluster.bytes_of(plan.ranks),
             Microbatching(

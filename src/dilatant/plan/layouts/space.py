@@ -20,6 +20,7 @@ from dilatant.plan.layouts.option import ChainTimes, Option, ParallelChains, sid
 from dilatant.plan.layouts.option_table import OptionTable
 from dilatant.plan.limits import LARGE_CLUSTER, SMALL_CLUSTER
 from dilatant.plan.model_spec import ModelSpec, Roles, roles_of
+from dilatant.plan.rank_mapping import RankOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class SearchSettings:
     with every layer on that many nodes of `ranks_per_node` devices (default: the cluster's). `fills_idle`: idle devices
     of promising plans may form one more pipeline, unlike the others and with fewer samples; bounds do not cover these
     plans. `fills_microbatches`: the scorer leaves no microbatch empty while there are samples, which raises the bounds.
+    `orders`: of ranks, on several nodes.
     """
 
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8)
@@ -48,6 +50,7 @@ class SearchSettings:
     ranks_per_node: int | None = None
     fills_idle: bool = False
     fills_microbatches: bool = False
+    orders: Sequence[RankOrder] = tuple(RankOrder)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -138,7 +138,7 @@ class Finals:
 
     def _plans(self, candidate: PlanCandidate) -> list[Plan]:
         """Return the plans of every rank order with enough copies; none if tensor groups do not pack into nodes."""
-        orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
+        orders = self._space.settings.orders if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
         found: dict[Plan, None] = {}
         for order in orders:
             with suppress(PlanError):

@@ -46,24 +46,32 @@ def textbook_shapes(space: Space) -> Iterator[PlanCandidate]:
     """Yield the layouts that people choose without a search. They are equal pipelines on all devices, with
     tensor-parallel degrees and numbers of stages in powers of two and encoders in the first stage; among them is data
     parallelism alone. Models with generators have none."""
-    roles, devices = space.roles, space.cluster.num_devices
-    if roles.generators:
-        return
+    roles = space.roles
     for degrees in space.table.units.all_degrees([*roles.encoders, roles.language]):
         most = space.model.unit(roles.language).most_stages if degrees.cp == 1 and degrees.tp.bit_count() == 1 else 0
-        for stages in (1 << power for power in range(most.bit_length())):
-            replicas, rest = divmod(devices, degrees.ranks * stages)
-            for count, row_tokens in space.microbatch_counts(replicas).items() if replicas and not rest else ():
-                table = (space.table if row_tokens is None else space.by_tokens).shared_by(
-                    replicas, devices // replicas
-                )
-                samples = space.global_batch / (replicas * count)
-                shape = _Shape(space, table, replicas, samples, count, row_tokens, math.inf, {})
-                request = ChainRequest(roles.language, degrees, stages, samples, count, roles.encoders)
-                option = table.chain(request, 0)
-                if option is not None:
-                    where = EncoderPosition.IN_LANGUAGE if roles.encoders else EncoderPosition.PARALLEL
-                    yield shape.candidate(where, ParallelChains(), option, ParallelChains())
+        for power in range(most.bit_length()):
+            yield from equal_pipelines(space, degrees, 1 << power)
+
+
+def equal_pipelines(
+    space: Space, degrees: Degrees, stages: int, chunks: int = 1, cuts: tuple[int, ...] = ()
+) -> Iterator[PlanCandidate]:
+    """Yield the layouts of equal pipelines on all devices, one for each number of microbatches: the encoders run in the
+    first of `stages` stages, of which each group of devices has `chunks`. cuts: their first layers, instead of the best
+    ones. Models with generators have none."""
+    roles, devices = space.roles, space.cluster.num_devices
+    replicas, rest = divmod(devices, degrees.ranks * stages // chunks)
+    if rest or not replicas or roles.generators:
+        return
+    for count, row_tokens in space.microbatch_counts(replicas).items():
+        table = space.table if row_tokens is None else space.by_tokens
+        table = (table.varied(None, {roles.language: cuts}) if cuts else table).shared_by(replicas, devices // replicas)
+        samples = space.global_batch / (replicas * count)
+        shape = _Shape(space, table, replicas, samples, count, row_tokens, math.inf, {})
+        option = table.chain(ChainRequest(roles.language, degrees, stages, samples, count, roles.encoders, chunks), 0)
+        if option is not None:
+            where = EncoderPosition.IN_LANGUAGE if roles.encoders else EncoderPosition.PARALLEL
+            yield shape.candidate(where, ParallelChains(), option, ParallelChains())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.degrees import ONE, Degrees
-from dilatant.cost.analytic import LayerShape, analytic_cost, analytic_costs, group_cost
+from dilatant.cost.analytic import DILATANT, LayerShape, Runner, analytic_cost, analytic_costs, group_cost
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, load_costs
@@ -66,13 +66,17 @@ def layer_costs(
         return _costs_of_groups(config, model, target, say)
     if config.plan.costs is not None:
         return read_costs(Path(config.plan.costs), model, target)
-    degrees = planned_degrees(config.plan, model, target)
     if target.is_local:
         counts, seconds = measured_tokens(config), config.plan.measure_seconds
+        degrees = planned_degrees(config.plan, model, target)
         return measure_layers(model, target, counts, 7, say, degrees, seconds, known, again)
-    per_node = target.cluster.reach
-    by_kind = degrees_by_kind(model, degrees)
-    return analytic_costs(layer_shapes(model), target.hardware, by_kind, target.dtype, per_node)
+    return modelled_costs(config, model, target)
+
+
+def modelled_costs(config: Config, model: ModelDescription, target: Target, runner: Runner = DILATANT) -> CostModel:
+    """Return the modelled costs of layers as `runner` computes them."""
+    by_kind, per_node = degrees_by_kind(model, planned_degrees(config.plan, model, target)), target.cluster.reach
+    return analytic_costs(layer_shapes(model), target.hardware, by_kind, target.dtype, per_node, runner)
 
 
 def _costs_of_groups(config: Config, model: ModelDescription, target: Target, say: Say) -> CostModel:

@@ -62,7 +62,7 @@ def render_plan_page(report: PlanReport) -> Page:
         f"{report.title} · Dilatant plan",
         report.title,
         f"{report.hardware} · schedule {_schedule(report)} · costs {report.cost_source}",
-        plan_parts(report),
+        [*plan_parts(report), *_framework(report)],
         _footer(report),
         [pack_chart(chart, report.plan, title, longest) for title, chart in charts.items()],
     )
@@ -302,6 +302,14 @@ def _why_not(report: PlanReport) -> list[PageSection]:
         PageSection(f"why-{index}", f"Why not {one.asked}?", parts=[("list", ("reasons", one.answer))])
         for index, one in enumerate(report.why_not, 1)
     ]
+
+
+def _framework(report: PlanReport) -> list[Part]:
+    """Return the plan for another framework, which the command prints in lines that can be copied."""
+    if (other := report.framework) is None:
+        return []
+    lines = (*other.sentences, *filter(None, [other.command]))
+    return [("section", PageSection("framework", f"For {other.name}", parts=[("list", ("reasons", lines))]))]
 
 
 def _devices(report: PlanReport) -> PageSection:

@@ -1,0 +1,76 @@
+"""Which link limits a step, and which messages: the step is simulated again with links that take no time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from dilatant.cost.hardware import Hardware, Link
+from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.step_costs import StepCosts
+from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.planning.planning import PlannedRun, scorer_of
+from dilatant.planning.remodelled import remodelled
+from dilatant.report.text.wording import listed, percent_text
+from dilatant.schedule.plan_scorer import step_costs
+
+NOTABLE = 0.01
+"""Share of a step that a link must take to be named."""
+
+
+def link_reasons(planned: PlannedRun) -> list[str]:
+    """Say how much of a step the links inside nodes, or those between nodes, take, and for which messages. Nothing for
+    one device, or for unlike ones."""
+    cluster = planned.problem.target.cluster
+    if len(planned.result.winner.plan.ranks) == 1 or cluster.parts:
+        return []
+    names = {"inside": _inside(planned.problem.target.hardware), "between": "the network between nodes"}
+    found = {names[name]: _saved(planned, name) for name in names if name == "inside" or cluster.nodes > 1}
+    texts = []
+    for link, parts in sorted(found.items(), key=lambda one: -one[1][""]):
+        whole = parts.pop("")
+        by = [f"{what} {percent_text(share)}" for what, share in parts.items() if share >= NOTABLE / 2]
+        if whole >= NOTABLE:
+            texts.append(f"{link} by {percent_text(whole)}{f' ({listed(by)})' if by else ''}")
+    if not texts:
+        return ["No link limits the step: it would be less than 1 % shorter if messages took no time."]
+    return [f"Links make the step longer: {listed(texts)}."]
+
+
+def _inside(hardware: Hardware) -> str:
+    """Return the name of the links inside a node, by the hardware's data sheet."""
+    kind = next((word for word in ("NVLink", "Infinity Fabric", "PCIe") if word in hardware.source), "the links")
+    return f"{kind} inside {'NVLink domains' if hardware.domain else 'nodes'}"
+
+
+def _saved(planned: PlannedRun, link: str) -> dict[str, float]:
+    """Return by kind of message, largest first, the share of a step that is saved if they took no time on this link, a
+    field of `Cluster`; under "" for all of them together."""
+    problem, winner = planned.problem, planned.result.winner
+    target, plan, spec = problem.target, winner.plan, problem.model.spec
+    step = problem.samples.first(problem.global_batch)
+    scorer = replace(scorer_of(problem, winner.score.schedule or None), workload=step)
+
+    def seconds(costs: StepCosts) -> float:
+        return scorer.steps(plan, winner.num_microbatches, winner.row_tokens, costs=costs)[0].seconds
+
+    free: dict[str, Any] = {link: Link(math.inf)}
+    cluster, rules = replace(target.cluster, **free), target.rules
+    own = step_costs(plan, spec, problem.costs, target.cluster, rules)
+    others, layers = step_costs(plan, spec, problem.costs, cluster, rules), problem.costs
+    if any(placed.stage.degrees.ranks > 1 for placed in plan.stages()):
+        layers = remodelled(problem, replace(target.hardware, **free)).costs
+    whole = seconds(own)
+    kinds = {
+        "": replace(others, stages=stage_costs(plan, spec, layers, rules, cluster)),
+        "rows between stages": replace(own, cluster=cluster),
+        "gradients and updated weights": replace(own, sync=sync_seconds(plan, spec, cluster, rules)),
+        "sharded weights and gradients": replace(own, stages=others.stages),
+        "collectives inside stages": replace(own, stages=stage_costs(plan, spec, layers, rules, target.cluster)),
+    }
+    saved: dict[str, float] = {}
+    for kind, costs in kinds.items():
+        if saved.get("", 1.0) >= NOTABLE:
+            saved[kind] = 1.0 - seconds(costs) / whole
+    return dict(sorted(saved.items(), key=lambda one: -one[1]))

@@ -1,0 +1,128 @@
+"""Plans for other training frameworks: the search of a run among what such a framework can run, by its kernels."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from dilatant.config.memory_modes import Recompute, Shard
+from dilatant.cost.memory import Zero
+from dilatant.plan.errors import PlanError
+from dilatant.plan.framework_flags import FrameworkFlags, framework_flags
+from dilatant.plan.rank_mapping import RankOrder
+from dilatant.plan.search.finals import RankedPlan
+from dilatant.plan.search.frameworks import FRAMEWORKS
+from dilatant.plan.search.search import search
+from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, search_problem
+from dilatant.planning.remodelled import remodelled
+from dilatant.report.plan_report import OtherFramework
+from dilatant.report.text.wording import seconds_text
+
+LEVELS: tuple[Recompute, ...] = "none", "block"
+"""What other frameworks can recompute: in no block, or in all."""
+
+
+def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
+    """Return the fastest plan of this run that the framework can run, what the framework lacks of the plan of
+    `planned`, and how much that costs. name: one of `FRAMEWORKS`."""
+    runner = FRAMEWORKS[name].runner
+    try:
+        problem, found = _fastest(planned.problem, name)
+    except PlanError as error:
+        return OtherFramework(name, "", {}, None, (f"Nothing fits under the limits of {name}: {error}.",))
+    flags, ours = _flags(problem, found, name), _flags(planned.problem, planned.result.winner, name)
+    lacks = (*ours.lost, *_unlike(planned, planned.result.winner))
+    as_theirs = remodelled(planned.problem, runner=runner)
+    winner = planned.result.winner
+    score = scorer_of(as_theirs)(winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None)
+    seconds, times = found.score.seconds, found.score.seconds / score.seconds
+    most, rows = planned.problem.config.row_tokens, found.microbatch_size * _longest(problem)
+    why = f"; its rows hold up to {most:,} tokens (train.row_tokens), theirs {rows:,}" if rows > most else ""
+    modelled = as_theirs.measured is not planned.problem.measured
+    kernels = f"kernels modelled as those of {runner.name}" if modelled else "layers as measured with our kernels"
+    return OtherFramework(
+        name,
+        flags.command(),
+        flags.flags,
+        seconds,
+        (
+            f"{seconds_text(seconds)} a step, {problem.memory_text(found.plan, found.score)}; {kernels}.",
+            *(f"Note {lost}." for lost in flags.lost),
+            *(f"It cannot express {lost}." for lost in lacks if lost not in flags.lost),
+            f"The plan above takes {seconds_text(score.seconds)} with the same layers: {times:.2f} times as fast{why}.",
+        ),
+    )
+
+
+def _fastest(problem: PlanningProblem, name: str) -> tuple[PlanningProblem, RankedPlan]:
+    """Return the fastest plan that the framework can run, and the problem under which it was scored. Raises the first
+    PlanError if none fits."""
+    if problem.target.groups:
+        raise PlanError("the devices are unlike, and it divides work evenly")
+    framework, language = FRAMEWORKS[name], problem.model.spec.unit(problem.model.anchor)
+    levels = LEVELS if language.recompute is None else LEVELS[language.recompute != "none" :][:1]
+    schedules = ("1f1b", "interleaved") if max(framework.chunks, default=1) > 1 else ("1f1b",)
+    refused: list[PlanError] = []
+    found: list[tuple[PlanningProblem, RankedPlan]] = []
+    modelled = remodelled(problem, runner=framework.runner)
+    for (zero, shard), level, schedule in itertools.product(framework.sharing, levels, schedules):
+        own = _restricted(modelled, zero, shard, level, schedule)
+        searched = search_problem(own, all_devices=True)
+        settings = replace(searched.settings, orders=(RankOrder.REPLICAS,))
+        try:
+            result = search(
+                replace(searched, settings=settings), scorer_of(own), own.config.debug.finalists,
+                only=framework.candidates,
+            )  # fmt: skip
+        except PlanError as error:
+            refused.append(error)
+        else:
+            found.append((own, result.winner))
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda one: one[1].score.seconds)
+
+
+def _restricted(problem: PlanningProblem, zero: Zero, shard: Shard, level: Recompute, schedule: str) -> PlanningProblem:
+    """Return the problem of a run without what only Dilatant does: microbatches by tokens or by seconds, recomputation
+    of some blocks, and recovery."""
+    config, spec = problem.config, problem.model.spec
+    sections = {
+        "plan": {"microbatch_tokens": (), "assignment": "random"},
+        "parallel": {"schedule": schedule},
+        "train": {"zero": zero},
+        "resilience": {"enabled": False},
+    }
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    target = problem.target.sharing(zero, {"": shard})
+    units = tuple(replace(unit, recompute=level) for unit in spec.units)
+    own = replace(
+        problem,
+        config=config.model_copy(update=changed),
+        target=replace(target, rules=replace(target.rules, keeps_gradients=False)),
+        model=replace(problem.model, spec=replace(spec, units=units)),
+    )
+    return own.with_row_tokens(_longest(problem) * max(config.plan.microbatch_sizes))  # microbatches are not cut
+
+
+def _longest(problem: PlanningProblem) -> int:
+    return max(1, int(max(problem.samples.workload.tokens[problem.model.anchor])))
+
+
+def _flags(problem: PlanningProblem, ranked: RankedPlan, name: str) -> FrameworkFlags:
+    language = problem.model.anchor
+    fixed = problem.model.spec.unit(language).recompute or "none"
+    batch = problem.global_batch, ranked.num_microbatches
+    return framework_flags(ranked.plan, name, language, *batch, ranked.zero, fixed)
+
+
+def _unlike(planned: PlannedRun, winner: RankedPlan) -> list[str]:
+    """Return what of a plan's steps no other framework can run."""
+    found = []
+    if winner.score.schedule not in ("", "1f1b", "interleaved"):
+        found.append(f"the order {winner.score.schedule}: its pipelines run 1f1b")
+    if winner.row_tokens is not None:
+        found.append("microbatches by tokens: they get equally many samples")
+    elif max(winner.microbatches[0], winner.replicas) > 1 and planned.problem.policy != "random":
+        found.append("microbatches of samples that take equally long: each gets the next samples")
+    return found
