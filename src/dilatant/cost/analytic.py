@@ -68,8 +68,8 @@ MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_by
 TORCHTITAN = Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0)
 AUTOMODEL = Runner("automodel", "library", operations=0.8)
 FSDP = Runner("fsdp", "flash", operations=0.8)
-"""Other programs, with which `benchmarks/planning/published.py` compares their published steps; FSDP: torchtitan's on one
-tensor-parallel rank."""
+"""Other programs, with which `benchmarks/planning/published.py` compares their published steps; FSDP: torchtitan's on
+one tensor-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
