@@ -13,9 +13,7 @@ import pytest
 
 from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 from dilatant.config import DataSource, UserError
-from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
-from dilatant.data.index import sizes
 from dilatant.data.index.sizes import blend_sizes, known_sizes
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend
 from dilatant.data.readers.reader import open_source
@@ -176,9 +174,9 @@ class Progress:
 
 
 def index_of(source, encoding=ENCODING, cache_dir=None, workers=None):
-    progress, reader = Progress(), open_source(source)
-    found = sizes._source(reader, encoding, open_cache(cache_dir), workers, progress)
-    return sizes._index(found, encoding, reader.name_of, [found]), progress.calls
+    progress, blend, cache = Progress(), open_blend([source]), open_cache(cache_dir)
+    found = sizes._source(blend.readers[0], encoding, cache, workers, progress)
+    return sizes._index(blend, encoding, cache, [found]), progress.calls
 
 
 def test_the_index_is_kept_in_the_cache_and_read_again(source, tmp_path, cache):

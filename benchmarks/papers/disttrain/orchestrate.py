@@ -210,7 +210,7 @@ def _check(modules: Sequence[ModuleCost], num_gpus: int, global_batch: int, micr
     needed = sum(min(module.seconds) for module in modules)
     if num_gpus < needed:
         raise TooFewDevicesError(
-            f"{len(modules)} units on devices of their own need at least {needed} devices, there are {num_gpus}", needed
+            f"{len(modules)} units on devices of their own need at least {needed} devices, there are {num_gpus}"
         )
 
 
