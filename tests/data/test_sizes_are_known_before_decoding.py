@@ -13,7 +13,9 @@ import pytest
 
 from cases.data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 from dilatant.config import DataSource, UserError
+from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
+from dilatant.data.index import sizes
 from dilatant.data.index.sizes import blend_sizes, known_sizes
 from dilatant.data.order.blend import Blend, StreamBlend, open_blend
 from dilatant.data.readers.reader import open_source
