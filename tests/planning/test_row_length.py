@@ -17,7 +17,7 @@ from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.planned_run import plan_report, training_plan
 from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of, time_plan, with_faster
 from dilatant.planning.problem import planned_hardware
-from dilatant.planning.row_length import row_length, with_long_rows
+from dilatant.planning.row_length import row_length, with_best_rows, with_long_rows
 from dilatant.training.prepare import prepare
 
 SHORT = 128  # data.max_length
@@ -101,6 +101,27 @@ def test_pipelines_keep_their_microbatches(tmp_path: Path) -> None:
     staged = [plan for plan in pipelines if any(len(r.stages) > 1 for unit in plan.units for r in unit.replicas)]
     assert staged
     assert all(row_length(problem, plan) is None for plan in staged)
+
+
+def test_a_second_search_with_long_rows_decides_where_pipelines_win(tmp_path: Path) -> None:
+    """A step of small samples is many rows of 128 tokens, and one of 4,096 on each device."""
+    problem = _problem(tmp_path, cluster={"gpus_per_node": 2, "memory_gib": 80})
+    searched = plan_run(problem)
+    staged = next(
+        (one for one in (searched.result.winner, *searched.result.runners_up) if row_length(problem, one.plan) is None),
+        None,
+    )
+    assert staged is not None
+    pipelined = replace(searched, result=replace(searched.result, winner=staged, seconds=staged.score.seconds))
+    found = with_best_rows(pipelined)
+    assert with_long_rows(pipelined) is pipelined
+    assert found.result.seconds < staged.score.seconds
+    assert found.result.winner.row_tokens is not None
+    assert found.rows[0].startswith("Rows hold up to")
+    fixed = time_plan(
+        problem, found.result.winner.plan, found.result.winner.num_microbatches, found.result.winner.row_tokens
+    )
+    assert fixed.result.seconds == pytest.approx(found.result.seconds)
 
 
 def test_a_run_in_one_process_chooses_as_its_plan_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

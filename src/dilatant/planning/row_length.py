@@ -1,7 +1,8 @@
 """Row length on GPUs: choose the tokens of a microbatch if the config leaves `train.row_tokens` open.
 
 The host issues as many operations for a short row as for a long one. A GPU computes a row of a few thousand tokens
-faster than the host issues its operations, so rows are as long as memory allows, unless pipelines need microbatches.
+faster than the host issues its operations, so rows are as long as memory allows. Pipelines need microbatches: where
+they win, a second search with the longest rows decides.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import numpy as np
 
 from dilatant.config import Config
 from dilatant.plan.costs.score import PlanScore
+from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
-from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, typical_step
+from dilatant.planning.planning import PlannedRun, PlanningProblem, plan_run, scorer_of, typical_step
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
+from dilatant.report.text.wording import seconds_text
 
 LENGTHS = (4096, 8192, 16384)
 """Row lengths to try besides `data.max_length`, in tokens of the language model."""
@@ -74,3 +77,33 @@ def with_long_rows(planned: PlannedRun) -> PlannedRun:
     result = replace(planned.result, winner=winner, seconds=score.seconds, lower_bound=bound)
     typical = typical_step(problem, winner).timeline
     return replace(planned, problem=problem, result=result, typical=typical, rows=(reason,))
+
+
+def with_best_rows(planned: PlannedRun, all_devices: bool = False) -> PlannedRun:
+    """Return the result of a search with long rows: the same plan, or for a plan with pipelines the result of a second
+    search with the longest rows, if that is faster. all_devices: as in `plan_run`."""
+    problem, longest = planned.problem, LENGTHS[-1]
+    config, shortest, before = problem.config, problem.config.row_tokens, planned.result
+    found = with_long_rows(planned)
+    # With a number of microbatches, or copies for recovery, a second search would compare other plans.
+    asked = config.parallel.microbatches is not None or config.resilience.enabled or planned.chain is not None
+    if found is not planned or asked or shortest >= longest or not is_row_length_open(config, problem.target):
+        return found
+    try:
+        again = plan_run(problem.with_row_tokens(longest), all_devices)
+    except PlanError:
+        return planned
+    winner = again.result.winner
+    same = replace(again, problem=replace(again.problem, config=config, costs=problem.costs))
+    found = with_long_rows(same)
+    if found is same:
+        reason = (
+            f"Rows hold up to {longest:,} tokens (train.row_tokens is open): with {shortest:,} the fastest plan takes "
+            f"{seconds_text(before.seconds)}."
+        )
+        winner = replace(winner, row_tokens=winner.row_tokens or longest)
+        found = replace(again, result=replace(again.result, winner=winner), rows=(reason,))
+    if found.result.seconds >= before.seconds:
+        return planned
+    bound = min(before.lower_bound, found.result.lower_bound)
+    return replace(found, result=replace(found.result, lower_bound=bound))
