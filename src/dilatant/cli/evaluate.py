@@ -142,6 +142,8 @@ def _run_of(folder: Path, trust: bool, needs_data: bool) -> tuple[Path, Config |
     """Return the export, and the config of its run: that of the run folder, or of the one which holds the export."""
     from dilatant.config.files.trust import run_folder_of
 
+    if not folder.is_dir():
+        raise UserError(f"{str(folder)!r} is no folder; give a run folder, or the export of a run")
     is_run = run_folder_of(folder / "config.yaml") is not None
     export, run = (folder / "export", folder) if is_run else (folder, folder.resolve().parent)
     if is_run and not export.is_dir():

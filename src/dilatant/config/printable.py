@@ -8,12 +8,13 @@ MASK = "***"
 """What is shown in the place of a secret."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 and C1 controls except tab and newline, marks that change text direction, and lone surrogates."""
-_ACCOUNT = re.compile(r"(:/{1,2})(?:[^\s/?#]*|[^\s/?#\[:@]*:(?!\d*(?:[/?#\s]|$))\S*)@")
-"""User and password of an address. A password with / ? or # ends no address; one after a port is a part of the path."""
-_PEER = re.compile(r"(?<![\w/@.])[^\s/@:'\"(]+:[^\s/@]*@(?=[\w.\-\[\]:]*:\d)")
+_ACCOUNT = re.compile(r"(:/{1,2})(?:[^\s/?#]{0,999}|[^\s/?#\[:@]{0,99}:(?!\d{0,9}(?:[/?#\s]|$))\S{0,999})@")
+"""User and password of an address. A password with / ? or # ends no address; one after a port is a part of the path. No
+pattern is without a limit of length: hostile texts would take minutes."""
+_PEER = re.compile(r"(?<![\w/@.])[^\s/@:'\"(]{1,99}:[^\s/@]{0,999}@(?=[\w.\-\[\]:]*:\d)")
 """User and password before HOST:PORT."""
 _SIGNED = re.compile(
-    r"([?&;][^\s=&;?]*(?:sig|token|secret|key|pass|pwd|credential|auth|sas)[^\s=&;?]*=)"
+    r"([?&;][^\s=&;?]{0,99}(?:sig|token|secret|key|pass|pwd|credential|auth|sas)[^\s=&;?]{0,99}=)"
     r"(?:[^\s&#'\"<>;,:)]|['\";,:)](?=\w))+",
     re.IGNORECASE,
 )

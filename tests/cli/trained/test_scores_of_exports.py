@@ -66,6 +66,7 @@ def test_an_export_is_scored_as_its_run_was(judged: Path, dilatant: Dilatant, mo
     (judged / "run" / "export").rename(judged / "moved")
     for arguments, says in (
         ((judged / "run",), "has no export yet"),
+        ((judged / "gone",), "is no folder"),
         ((judged / "moved",), "give --data"),
         ((judged / "moved", "--metric", "wer", "--judge", "own.py"), "give one of them"),
         ((judged / "moved", "--metric", "bleu"), "'bleu'"),
