@@ -1,7 +1,7 @@
 """Compare published step times with predictions for the very same layouts.
 
     python -m benchmarks.planning.published [--only NAME ..] [--json FILE]
-    python -m benchmarks.planning.published [--rows FILE [--in-turn]] [--memory FILE] [--every N]  # papers.corpus.rows
+    python -m benchmarks.planning.published [--rows FILE [--in-turn]] [--memory FILE] [--every N]  # benchmarks.papers.corpus.rows
 
 A prediction is the exact simulation of a step of the published layout, gradient sums included, with the shipped
 analytic costs of the GPU (its efficiencies are assumptions of the hardware file; nothing is fitted to these figures).

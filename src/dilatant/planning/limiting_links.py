@@ -1,4 +1,4 @@
-"""Which link limits a step, and which messages: the step is simulated again with links that take no time."""
+"""Links that limit a step, and their messages: the step is simulated again with links that take no time."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -401,3 +403,14 @@ def test_an_unreadable_sample_of_a_stream_stops_the_run_when_due() -> None:
             next(feed)
         with pytest.raises(UserError, match="file:11: no form"):
             next(feed)
+
+
+def test_a_feed_that_was_not_closed_keeps_no_process_from_ending() -> None:
+    """A source may wait for a rank that is gone, such as in a script that failed: the interpreter must not join it."""
+    script = (
+        "import threading\n"
+        "from dilatant.training.feeding.feed import Prefetcher\n"
+        "feed = Prefetcher(number for number in range(9) if number == 0 or threading.Event().wait())\n"
+        "assert next(feed) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What other training frameworks can run: their limits as a part of the search space."""
+"""Limits of other training frameworks: the search leaves out layouts that they cannot run."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ Everything but the decoded parts is computed alike by all ranks, from the order 
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Self, TypeVar
 
@@ -80,25 +80,45 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, source: Generator[T]) -> None:
         self._source = source
-        self._thread = ThreadPoolExecutor(1, "dilatant-feed")
-        self._coming = deque(self._thread.submit(next, source) for _ in range(2))
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
+        self._closing = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="dilatant-feed", daemon=True)
+        self._thread.start()
 
     def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:
-        with suppress(RuntimeError):  # it is closed
-            self._coming.append(self._thread.submit(next, self._source))
-        try:
-            return self._coming.popleft().result()
-        except (IndexError, CancelledError):
-            raise StopIteration from None
+        if self._over or self._closing.is_set():
+            raise StopIteration
+        kind, value = self._ready.get()
+        if kind == "item":
+            return value
+        self._over = True
+        raise value if kind == "error" else StopIteration
 
     def close(self) -> None:
-        """Wait for the item in production, and close `source`. Idempotent."""
-        self._thread.shutdown(cancel_futures=True)
-        self._coming.clear()
-        self._source.close()
+        """Close `source` in its thread and wait for the thread to end. Idempotent."""
+        self._closing.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get_nowait()  # the thread may wait for space in the queue
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+        with suppress(queue.Full):
+            self._ready.put_nowait(("end", None))  # for a consumer in another thread
+
+    def _run(self) -> None:
+        try:
+            with closing(self._source) as source:
+                for item in source:
+                    self._ready.put(("item", item))
+                    if self._closing.is_set():
+                        return
+            self._ready.put(("end", None))
+        except BaseException as error:
+            self._ready.put(("error", error))
 
 
 class StepPrefetcher(Generic[Step]):
