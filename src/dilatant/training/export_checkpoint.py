@@ -45,12 +45,14 @@ def model_card(config: Config, run: Path, step: int, licence: str | None = None)
     except (OSError, ValueError, UserError):
         plan = "not stored"
     versions = (f"{name} {_version(name)}" for name in ("dilatant", "torch", "transformers"))
+    own = train.optimizer.own or ("given in Python" if "optimizer" in config.python else None)
+    peak = f"{train.optimizer.learning_rate:g} at its peak" if own is None else f"as set by its optimizer ({own})"
     rows = {
         "from": ", ".join(name if name in ids else Path(name).name for name in names) or "random weights",
         "data": ", ".join(f"{name} (weight {weight:g})" for name, weight in data.items()) or "given in Python",
         "steps": f"{step:,} of {train.global_batch_size:,} samples each",
         "trained": trained,
-        "learning rate": f"{train.optimizer.learning_rate:g} at its peak, {train.schedule.kind}",
+        "learning rate": f"{peak}, {'given in Python' if 'schedule' in config.python else train.schedule.kind}",
         "plan": plan,
         "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
         "licence": licence or "not stated; that of the model it comes from holds for its weights",
