@@ -63,6 +63,9 @@ class OptimizerConfig(NamedSection):
     gradients. Slower; refused without a GPU, since they are in host memory anyway."""
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
     muon: MuonConfig | None = None
+    stored_moments: bool = True
+    """Go on with AdamW's moments if a checkpoint of torch (DCP) from which the run starts holds them
+    ([running.md](running.md)); `false`: begin without."""
 
     @model_validator(mode="after")
     def _one_way_to_save(self) -> Self:

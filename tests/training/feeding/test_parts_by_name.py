@@ -137,10 +137,7 @@ def test_an_optimizer_by_name_is_the_passed_one(tree: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        (
-            {"optimizer": "parts_by_name.halved"},
-            "train.optimizer: 'parts_by_name.halved' is not declared as an opt",
-        ),
+        ({"optimizer": "parts_by_name.halved"}, "train.optimizer: 'parts_by_name.halved' is not declared as an opt"),
         ({"schedule": "parts_by_name.momentum"}, "is not declared as a schedule; put @dilatant.rate_schedule above"),
         ({"optimizer": "torch.optim.SGD"}, "train.optimizer: 'torch.optim.SGD' is not declared as an optimizer"),
         ({"optimizer": "parts_by_name.gone"}, "train.optimizer: 'parts_by_name.gone' cannot be imported"),
