@@ -112,12 +112,14 @@ def _unread(config: Config, state: Mapping[str, Mapping[str, str]], names: Set[s
 def _require_shapes(
     files: Mapping[str, Path], moments: list[dict[str, str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    for keys in moments:
-        for name, shape in shapes.items():
-            with open_tensors(files[keys[name]]) as tensors:
-                found = tuple(tensors.get_slice(keys[name]).get_shape())
-            if found != shape:
+    """Raise UserError for a moment that has another shape than its weight. moments: name of a weight → stored key."""
+    of_keys = {keys[name]: shape for keys in moments for name, shape in shapes.items()}
+    for file in {files[key] for key in of_keys}:
+        with open_tensors(file) as tensors:  # reads the metadata of all tensors
+            found = {key: tuple(tensors.get_slice(key).get_shape()) for key in of_keys if files[key] == file}
+        for key, shape in found.items():
+            if shape != of_keys[key]:
                 raise UserError(
-                    f"{str(files[keys[name]])!r}: {keys[name]!r} is {list(found)}, and its weight {list(shape)}; set "
+                    f"{str(file)!r}: {key!r} is {list(shape)}, and its weight {list(of_keys[key])}; set "
                     "train.optimizer.stored_moments: false to begin without moments"
                 )
