@@ -205,7 +205,7 @@ def test_moments_are_those_of_their_weights(form: Any, whole: bool, tmp_path: Pa
     model, moments, remark = moments_of(config)
     boxes = {name: Box.of(name, tuple(weight.shape)) for unit in model.units.values()
              for name, weight in unit.named_logical_parameters()}  # fmt: skip
-    assert f"AdamW goes on with the moments of {len(boxes)} weights" in remark
+    assert f"begins with AdamW's moments of {len(boxes)} weights" in remark
     weights = read_pretrained(model, config.model, boxes, 0)
     read = dict(moments.read(boxes))
     for name in boxes:
@@ -261,7 +261,7 @@ def test_moments_that_do_not_fit_are_named(
     _, moments, remark = moments_of(config)
     assert re.search(says, remark)
     assert bool(moments.files) == ("muon" in optimizer)
-    assert ("AdamW goes on" in remark or "is not read:" in remark) == bool(says)
+    assert ("begins with AdamW" in remark or "is not read:" in remark) == bool(says)
 
 
 def read_all(config: Config) -> None:
