@@ -33,9 +33,8 @@ class Moments:
     def as_torchtitan(self, name_of: Mapping[str, str]) -> dict[str, Any]:
         """Return the flat state of torch.distributed.checkpoint.state_dict, which has settings for each parameter.
         name_of: parameter → logical name."""
-        plain = self.settings
-        options = {"lr": plain.learning_rate, "betas": plain.betas, "eps": plain.eps}
-        group = torch.optim.AdamW([torch.zeros(1)], **options, weight_decay=plain.weight_decay).param_groups[0]
+        how, any_weight = self.settings, [torch.zeros(1)]
+        group = torch.optim.AdamW(any_weight, how.learning_rate, how.betas, how.eps, how.weight_decay).param_groups[0]
         found: dict[str, Any] = {}
         for parameter, name in name_of.items():
             if (moments := self.of_weights.get(name)) is not None:

@@ -85,13 +85,12 @@ def _keys_of_weights(
 ) -> dict[str, str]:
     """Map names of weights to stored keys, tied ones by their first name. stored: parameter → stored key."""
     of_parameters = {parameter: files[key] for parameter, key in stored.items()}
-    if model.whole is not None:
-        layout, tied = Layout.of_vlm(model, of_parameters), {}
-        for unit in model.units.values():
-            tied |= unit.tied
+    units = [model.units[unit_name]] if model.whole is None else [*model.units.values()]
+    tied = {name: first for unit in units for name, first in unit.tied.items()}
+    if model.whole is None:
+        layout = Layout.of_unit(units[0], "model", of_parameters)
     else:
-        unit = model.units[unit_name]
-        layout, tied = Layout.of_unit(unit, "model", of_parameters), unit.tied
+        layout = Layout.of_vlm(model, of_parameters)
     return {tied.get(name, name): stored[parameter] for name, parameter in layout.keys.items()}
 
 

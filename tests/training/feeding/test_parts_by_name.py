@@ -134,6 +134,23 @@ def test_an_optimizer_by_name_is_the_passed_one(tree: dict[str, Any], tmp_path: 
     assert "as set by its optimizer (parts_by_name.momentum), parts_by_name:halved" in card
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("resilience", [{}, {"enabled": True}], ids=["ranks", "agents"])
+def test_ranks_divide_the_state_of_an_optimizer_by_name(
+    tree: dict[str, Any], tmp_path: Path, resilience: dict[str, Any]
+) -> None:
+    named: dict[str, Any] = {"optimizer": "parts_by_name.momentum", "schedule": "parts_by_name:halved", "steps": 3}
+    layout = {"units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}}
+    train(with_own(tree, "alone", **named))
+    train({**with_own(tree, "two", zero="node", **named), "parallel": layout, "resilience": resilience})
+    alone, two = (
+        [(record["loss"], record["learning_rates"]) for record in records(tmp_path / name) if "loss" in record]
+        for name in ("alone", "two")
+    )
+    assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in alone], rel=1e-5)  # sums in another order
+    assert [rates for _, rates in two] == [rates for _, rates in alone]
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
