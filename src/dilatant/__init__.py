@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dilatant.config.signatures import callback as callback
     from dilatant.config.signatures import loss as loss
     from dilatant.config.signatures import metric as metric
+    from dilatant.config.signatures import optimizer as optimizer
+    from dilatant.config.signatures import rate_schedule as rate_schedule
     from dilatant.data.sample import EncodedSample as EncodedSample
     from dilatant.models.encoders.encoder_spec import Encoder as Encoder
     from dilatant.models.generators.generator import Generator as Generator
@@ -38,7 +40,7 @@ __getattr__, __all__ = lazy_names(
     {
         "comm.launch": "Worker launch",
         "config": "Config UserError load_config",
-        "config.signatures": "callback loss metric",
+        "config.signatures": "callback loss metric optimizer rate_schedule",
         "data.sample": "EncodedSample",
         "models.encoders.encoder_spec": "Encoder",
         "models.generators.generator": "Generator",

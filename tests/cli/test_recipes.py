@@ -30,7 +30,7 @@ from dilatant.training.run import RunResult, train
 RECIPES = {path.stem: path for path in sorted((Path(package.__file__).parent / "recipes").glob("*.yaml"))}
 CLUSTERS = ("cluster-64", "spot-nodes")
 """Recipes whose model and data are those of others, and whose layouts are what is tried."""
-LIKE_OTHERS = ("chart-qa", "preferences", "sharded-8", "video", "vlm-lora")
+LIKE_OTHERS = ("chart-qa", "preferences", "robot", "sharded-8", "video", "vlm-lora")
 """Recipes that train as others do: by default only their data, models and plans are opened."""
 RARELY = (*LIKE_OTHERS, "interleaved", "omni-drawing")
 """Recipes that train only as slow tests."""
@@ -56,9 +56,9 @@ FAMILIES = {"Qwen/Qwen2.5-VL-": "qwen2_5_vl", "OpenGVLab/InternVL3-": "internvl"
 """Beginning of the id of a whole model → its family."""
 
 
-def asked(item: dict[str, str]) -> dict[str, Any]:
+def asked(item: dict[str, str], answer: str = "yes") -> dict[str, Any]:
     question = {"role": "user", "content": [item, {"type": "text", "text": "?"}]}
-    return {"messages": [question, {"role": "assistant", "content": "yes"}]}
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
 
 
 def of_assistant(*content: dict[str, str], question: str = "") -> dict[str, Any]:
@@ -81,6 +81,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     "photos.jsonl": {"image": "images/1.png", "caption": "a heron"},
     "drawings.jsonl": of_assistant(PICTURE, question="Draw a cat."),
     "pairs.jsonl": {"image": "images/1.png", "question": "What?", "chosen": "A heron.", "rejected": "A stork."},
+    "actions.jsonl": asked(PICTURE, "132 114 128 25 156 127 255"),
     "clips.jsonl": asked({"type": "video", "video": "clips/1.gif"}),
     "documents.jsonl": of_assistant(TEXT, PICTURE, TEXT),
 }
@@ -210,6 +211,30 @@ def test_a_recipe_trains_on_data_in_its_form(name: str, workplace: Path, trained
     assert math.isfinite(result.loss)
     assert result.folder == workplace / "runs" / name
     assert any((result.folder / "export").iterdir())
+
+
+@pytest.mark.parametrize("name", ["captioning", "llava-stage1", pytest.param("vlm-lora", marks=pytest.mark.slow)])
+def test_random_weights_begin_at_the_loss_that_headers_tell(name: str, trained: Trained, workplace: Path) -> None:
+    loss = trained(name).loss
+    found = [json.loads(file.read_text()) for file in (workplace / "runs" / name / "export").rglob("config.json")]
+    (size,) = {
+        each["vocab_size"] for tree in found for each in (tree, tree.get("text_config", {})) if "vocab_size" in each
+    }
+    # Initial weights of 0.02 in a width of 16 leave all tokens alike.
+    assert loss == pytest.approx(math.log(size), rel=0.05)
+
+
+@pytest.mark.slow
+def test_pairs_begin_at_the_loss_that_their_header_tells(trained: Trained) -> None:
+    assert trained("preferences").loss == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_headers_tell_which_loss_to_expect() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    for file in (*RECIPES.values(), *examples.glob("*.yaml")):
+        header = file.read_text().partition("\noutput_dir:")[0]
+        assert "\n# Loss: " in header, file
+        assert all(line.startswith("#") for line in header.splitlines()), file
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

@@ -53,6 +53,27 @@ def test_a_run_of_mlflow_that_the_user_began_goes_on(monkeypatch: pytest.MonkeyP
     assert asked == ["active_run", "log_dict", "log_metrics"]
 
 
+@pytest.mark.slow
+def test_the_real_mlflow_stores_what_a_run_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions ask for a database else
+    mlflow = pytest.importorskip("mlflow", reason="without MLflow only a stand-in shows what it is asked for")
+    check_trackers(["mlflow"])
+    (tracker,) = open_trackers(["mlflow"], RUN, CONFIG, 0)
+    tracker.log(1, SCALARS)
+    tracker.log(2, {"train/loss": 0.25})
+    tracker.close()
+    assert mlflow.active_run() is None
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs(["0"])
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 0.25)]
+    assert run.data.metrics == {"train/loss": 0.25, "source_losses/photos _v2_": 0.25}
+    assert mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/config.json") == CONFIG
+
+
 def test_comet_names_an_experiment_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     called = calls_of("comet_ml", monkeypatch, **{"ExperimentConfig.return_value": "the config"})
     assert called == [

@@ -20,6 +20,7 @@ class ExportFormat(StrEnum):
 
     HF = "hf"
     DCP = "dcp"
+    DCP_MOMENTS = "dcp-moments"
 
 
 def export(
@@ -29,7 +30,12 @@ def export(
         typer.Option(help="Where to: a new folder, or an earlier export. The run's own export/ by default."),
     ] = None,
     layout: Annotated[
-        ExportFormat, typer.Option("--format", help="Weights as safetensors (hf), or as a checkpoint of torch (dcp).")
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="Weights as safetensors (hf), as a checkpoint of torch (dcp), or as one with the moments of AdamW, "
+            "from which other programs continue (dcp-moments).",
+        ),
     ] = ExportFormat.HF,
     licence: Annotated[
         str | None, typer.Option("--license", help="Licence in the model card, as on the hub: apache-2.0.")
@@ -46,10 +52,10 @@ def export(
     config = read_run(folder, trust=trust, needs_data=False)
     target = to or folder / "export"
     lora = config.model.lora
-    if layout is ExportFormat.DCP and lora is not None and not lora.merge:
+    if layout is not ExportFormat.HF and lora is not None and not lora.merge:
         raise UserError(
-            "--format dcp is for whole models, but model.lora.merge is false: the export is the adapter alone, in "
-            "peft's format; leave --format out"
+            f"--format {layout} is for whole models, but model.lora.merge is false: the export is the adapter alone, "
+            "in peft's format; leave --format out"
         )
     say_loading()
 
@@ -71,7 +77,7 @@ def export(
         checkpoint = best_of(checkpoint)
     tokenizer, encoding = assemble_encoding(config)
     model = assemble_model(config, tokenizer, encoding, hollow=True)
-    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout is ExportFormat.DCP, licence)
+    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout.value, licence)
     say(console, f"step {checkpoint.step} exported to {target}")
     result = {"export": str(target), "step": checkpoint.step}
     if push_to_hub is not None:

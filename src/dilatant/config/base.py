@@ -9,13 +9,15 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from dilatant.config.environment import expand_path
 from dilatant.config.files.remote_files import RemotePath, is_address
 
+OWN_NAME = r"^[A-Za-z_]\w*(\.\w+)*[.:]\w+$"
+"""Pattern of the dotted name of a user's function or object."""
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+]?\d{1,2}")
 
 
@@ -38,6 +40,36 @@ class Section(BaseModel):
             return value
         is_whole = annotation in (int, int | None) and float(value).is_integer()
         return int(float(value)) if is_whole else value
+
+
+class NamedSection(Section):
+    """Section whose first key is one of WORDS, or the dotted name of a user's part, which makes all keys useless but
+    those in BESIDE. A text in place of the section is its first key."""
+
+    WORDS: ClassVar[tuple[str, ...]]
+    BESIDE: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def own(self) -> str | None:
+        """Dotted name of the user's part, if any."""
+        name: str = getattr(self, next(iter(type(self).model_fields)))
+        return None if name in self.WORDS else name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_the_first_key(cls, value: object) -> object:
+        return {next(iter(cls.model_fields)): value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _own_part_has_its_own_values(self) -> Self:
+        (first, _), *fields = type(self).model_fields.items()
+        if self.own is not None and not re.fullmatch(OWN_NAME, self.own):
+            words = ", ".join(self.WORDS)
+            raise ValueError(f"{first!r} is {self.own!r}; give one of {words}, or your own as package.module.function")
+        for key, field in fields if self.own is not None else ():
+            if key not in self.BESIDE and getattr(self, key) != field.get_default(call_default_factory=True):
+                raise ValueError(f"{key!r} is not used with your own {self.own!r}; set it there, or leave it out")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

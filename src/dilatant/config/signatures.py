@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeVar, get_args
 from dilatant.config.errors import UserError, type_and_text
 
 _Function = TypeVar("_Function")
-_DECLARED = "__dilatant_metric__"
-_CALLBACK = "__dilatant_callback__"
-_LOSS = "__dilatant_loss__"
+Declared = Literal["metric", "callback", "loss", "optimizer", "rate_schedule"]
+_COUNT = "__dilatant_loss_count__"
 _TAKEN = "__dilatant_loss_takes__"
 Count = Literal["tokens", "samples"] | Callable[[Any], float]
 Taken = Literal["logits", "hidden_states"]
@@ -24,25 +23,30 @@ Taken = Literal["logits", "hidden_states"]
 def metric(function: _Function) -> _Function:
     """Declare a function (or an object with `__call__`) as a metric, which `evaluation.metrics` may name as
     `module:function`. It is called with two lists of texts, expected and generated answers, and returns a number."""
-    setattr(function, _DECLARED, True)
-    return function
-
-
-def is_metric(function: object) -> bool:
-    """Return True for a function declared by `metric`. A config can cause no other function to be called."""
-    return callable(function) and getattr(function, _DECLARED, None) is True
+    return _declared(function, "metric")
 
 
 def callback(part: _Function) -> _Function:
     """Declare a class that needs no arguments, or an object, as a callback, which `train.callbacks` may name as
     `package.module.name`. Its methods are on_step, on_evaluation, on_checkpoint and on_end, or some of these."""
-    setattr(part, _CALLBACK, True)
+    return _declared(part, "callback")
+
+
+def optimizer(factory: _Function) -> _Function:
+    """Declare a function, or a class, that makes a torch.optim.Optimizer of a list of weights (or of weights and their
+    names) as an optimizer, which `train.optimizer` may name as `package.module.name`."""
+    return _declared(factory, "optimizer")
+
+
+def rate_schedule(function: _Function) -> _Function:
+    """Declare a function of the step, counted from 0, or of the step and the run's steps as a schedule, which
+    `train.schedule` may name as `package.module.name`. It returns a factor of the optimizer's learning rates."""
+    return _declared(function, "rate_schedule")
+
+
+def _declared(part: _Function, kind: Declared) -> _Function:
+    setattr(part, f"__dilatant_{kind}__", True)
     return part
-
-
-def is_callback(found: object) -> bool:
-    """Return True for what `callback` declared."""
-    return getattr(found, _CALLBACK, None) is True
 
 
 def loss(function: Any = None, *, count: Count = "tokens", of: Taken = "logits") -> Any:
@@ -64,14 +68,14 @@ def loss(function: Any = None, *, count: Count = "tokens", of: Taken = "logits")
         raise UserError(f"count is {count!r}; give 'tokens', 'samples', or a function of an EncodedSample")
     if of not in get_args(Taken):
         raise UserError(f"of is {of!r}; give one of {', '.join(get_args(Taken))}")
-    setattr(function, _LOSS, count)
+    setattr(function, _COUNT, count)
     setattr(function, _TAKEN, of)
-    return function
+    return _declared(function, "loss")
 
 
 def count_of_loss(function: object) -> Count | None:
     """Return the divisor that `loss` declared; None for a function that it did not declare."""
-    return getattr(function, _LOSS, None) if callable(function) else None
+    return getattr(function, _COUNT, None) if callable(function) else None
 
 
 def takes_hidden_states(function: object) -> bool:
@@ -79,7 +83,7 @@ def takes_hidden_states(function: object) -> bool:
     return getattr(function, _TAKEN, "logits") == "hidden_states"
 
 
-def import_declared(key: str, name: str, is_declared: Callable[[Any], bool], decorator: str) -> Any:
+def import_declared(key: str, name: str, decorator: Declared) -> Any:
     """Import the function, or callback, that `module:function` or `module.function` names, of a module that Python
     finds or that is in the working directory. Only what is declared is returned, so that a config cannot name just any
     function of any package; modules of the standard library are not even imported.
@@ -87,7 +91,8 @@ def import_declared(key: str, name: str, is_declared: Callable[[Any], bool], dec
     Raises UserError with a text of one line, whatever the module does.
     """
     module, _, function = name.replace(":", ".").rpartition(".")
-    undeclared = UserError(f"{key}: {name!r} is not declared as a {decorator}; put @dilatant.{decorator} above it")
+    kind = {"optimizer": "an optimizer", "rate_schedule": "a schedule"}.get(decorator, f"a {decorator}")
+    undeclared = UserError(f"{key}: {name!r} is not declared as {kind}; put @dilatant.{decorator} above it")
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise undeclared
     here = os.getcwd()
@@ -103,7 +108,8 @@ def import_declared(key: str, name: str, is_declared: Callable[[Any], bool], dec
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
-    if not is_declared(found):
+    is_called = callable(found) or decorator == "callback"
+    if not is_called or getattr(found, f"__dilatant_{decorator}__", None) is not True:
         raise undeclared
     return found
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dilatant.config.base import PathRule, Section
+from dilatant.config.base import OWN_NAME, NamedSection, PathRule, Section
 from dilatant.config.memory_modes import Compile, Kernels, Precision, Recompute, Shard
 
 LOSS = "loss"
@@ -41,11 +41,15 @@ class MuonConfig(Section):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
 
-class OptimizerConfig(Section):
-    """AdamW and its settings."""
+class OptimizerConfig(NamedSection):
+    """AdamW and its settings, or the user's own optimizer."""
 
-    name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit`: each moment takes one byte (bitsandbytes, `pip install 'dilatant[8bit]'`; GPUs only)."""
+    WORDS = ("adamw", "adamw_8bit")
+    BESIDE = ("ema",)
+    name: str = "adamw"
+    """`adamw`, or `adamw_8bit`: each moment takes one byte (bitsandbytes, `pip install 'dilatant[8bit]'`; GPUs only).
+    Or your own as `package.module.function`, declared with `@dilatant.optimizer`, beside which only `ema` applies;
+    `optimizer: package.module.function` is short for that ([python.md](python.md#optimizer-and-schedule))."""
     learning_rate: float = Field(1e-4, gt=0)
     """Peak learning rate of AdamW; `weight_decay`, `betas` and `eps` are as in torch."""
     weight_decay: float = Field(0.01, ge=0)
@@ -59,6 +63,9 @@ class OptimizerConfig(Section):
     gradients. Slower; refused without a GPU, since they are in host memory anyway."""
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
     muon: MuonConfig | None = None
+    stored_moments: bool = True
+    """Go on with AdamW's moments if a checkpoint of torch (DCP) from which the run starts holds them
+    ([running.md](running.md)); `false`: begin without."""
 
     @model_validator(mode="after")
     def _one_way_to_save(self) -> Self:
@@ -72,9 +79,12 @@ class OptimizerConfig(Section):
         return self
 
 
-class RateSchedule(Section):
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate's decay after the warm-up."""
+class RateSchedule(NamedSection):
+    WORDS = ("cosine", "linear", "constant")
+    kind: str = "cosine"
+    """Shape of the learning rate's decay after the warm-up: `cosine`, `linear` or `constant`. Or your own function as
+    `package.module.function`, declared with `@dilatant.rate_schedule`, instead of all other keys;
+    `schedule: package.module.function` is short for that."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
@@ -170,7 +180,7 @@ class TrainConfig(Section):
     gathers those of each block before use, in every microbatch. Default: `none`, or `weights` in a plan if nothing else
     fits memory. Not with `deterministic` or `resilience.enabled`
     ([parallel.md](parallel.md#sharded-weights-and-gradients))."""
-    loss: str | None = Field(None, pattern=r"^[A-Za-z_]\w*(\.\w+)*[.:]\w+$")
+    loss: str | None = Field(None, pattern=OWN_NAME)
     """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy
     ([python.md](python.md#loss)). The `loss` of evaluations stays the cross entropy."""
     callbacks: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ import math
 import mmap
 import pickle
 import pickletools
+import re
 import warnings
 import zipfile
 from collections import defaultdict
@@ -29,6 +30,8 @@ from dilatant.plan.boxes import Box
 
 METADATA = ".metadata"
 """File of a DCP folder that says which file holds which part of which tensor."""
+OPTIMIZER_STATE = re.compile(r"(?:[^.]+\.)*?optim\w*\.state\.(.+)\.(\w+)")
+"""Key of a tensor of an optimizer's state: name of a parameter, and what is kept for it."""
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -213,8 +216,8 @@ def is_dcp(folder: str | Path) -> bool:
     return is_there
 
 
-def write_dcp(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Write tensors as a DCP folder. Raises UserError."""
+def write_dcp(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write tensors, or nested mappings of them, as a DCP folder. Raises UserError."""
     from torch.distributed import checkpoint  # takes long to import
 
     try:

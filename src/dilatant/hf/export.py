@@ -31,7 +31,7 @@ from dilatant.data.text.chat import chat_tokenizer
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.text.tokenizer import generation_ends, load_tokenizer
 from dilatant.hf.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
-from dilatant.hf.dcp_export import convert_to_dcp
+from dilatant.hf.dcp_export import Moments, convert_to_dcp
 from dilatant.hf.dcp_files import METADATA
 from dilatant.hf.pretrained_export import copy_companion_files, write_pretrained
 from dilatant.hf.stored_weights import read_pretrained_vlm
@@ -75,13 +75,14 @@ def export_model(
     config: ModelConfig | None = None,
     dcp: bool = False,
     card: str = "",
+    moments: Moments | None = None,
 ) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
     run: the run folder, which is never replaced. source: the id or folder of a pretrained VLM, None if it began from
     scratch. config: the model's section; without it, adapters are not written. dcp: write the weights as checkpoints of
-    torch (see `convert_to_dcp`). card: the model card. Raises UserError if `folder` holds anything else (see
-    `check_target`, which can be called before the work begins) or the disk cannot take the export.
+    torch (see `convert_to_dcp`), with `moments`, if any. card: the model card. Raises UserError if `folder` holds
+    anything else (see `check_target`, which can be called before the work begins) or the disk cannot take the export.
     """
     check_target(folder, run)
     generation = getattr(model.language.model, "generation_config", None)
@@ -105,7 +106,7 @@ def export_model(
                     place = writing / ADAPTERS / adapted.folder if config.lora.merge else writing
                     write_adapter(adapted, config.lora, place)
                 if dcp:
-                    convert_to_dcp(model, writing)
+                    convert_to_dcp(model, writing, moments)
             for unit in encoding.units:
                 place = writing if model.whole else writing / unit.name
                 _save_settings(unit, place, config is not None and config.processor is not None)

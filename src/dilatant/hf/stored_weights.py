@@ -23,7 +23,7 @@ from dilatant.config import Config, ModelConfig
 from dilatant.config.errors import UserError
 from dilatant.config.model import EncoderConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
-from dilatant.hf.dcp_files import METADATA, DcpTensors, is_dcp
+from dilatant.hf.dcp_files import METADATA, OPTIMIZER_STATE, DcpTensors, is_dcp
 from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key, tied_keys
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
@@ -173,13 +173,18 @@ def read_pretrained(
     return weights | _read_generators(model, config, held) | read_adapters(model, config, held)
 
 
+def sources_of(model: MultimodalModel, config: ModelConfig) -> dict[str, tuple[str, str | None]]:
+    """Return the sources of weights that transformers knows: the config's key → unit, and id or folder, if any."""
+    sources = {f"model.encoders.{name}": (name, entry.id) for name, entry in config.encoders.items()}
+    place = "model.id" if config.is_whole else "model.language_model"
+    return sources | {place: (model.graph.anchor, config.text.id)}
+
+
 def check_sources(model: MultimodalModel, config: ModelConfig) -> None:
     """Check that folders among the sources of a model hold weights. Of checkpoints of torch (DCP), warn of tensors that
     are not read, and raise UserError for weights that one lacks; transformers, which begins some at random, does not
     read this format."""
-    sources = {f"model.encoders.{name}": (name, entry.id) for name, entry in config.encoders.items()}
-    place = "model.id" if config.is_whole else "model.language_model"
-    for where, (name, source) in (sources | {place: (model.graph.anchor, config.text.id)}).items():
+    for where, (name, source) in sources_of(model, config).items():
         if source is None:
             continue
         folder = Path(source)
@@ -201,7 +206,7 @@ def check_sources(model: MultimodalModel, config: ModelConfig) -> None:
             own = [weight for weight in unit.weights if weight.part == "model" and not is_adapter(weight.name)]
             wanted = {weight.name: plain_key(weight.key) for weight in own}
         lacking = [wanted[name] for name in wanted if name not in found and name not in tied]
-        others = sorted(files.keys() - found.values())
+        others = sorted(key for key in files.keys() - found.values() if not OPTIMIZER_STATE.fullmatch(key))
         if lacking:
             raise UserError(
                 f"{where}: {source!r} lacks {len(lacking)} weights of its model, such as {lacking[0]!r}, and holds "

@@ -77,7 +77,7 @@ def train_as_configured(config: Config, *, overwrite: bool = False, show: Show =
         raise UserError(
             "resilience over several machines starts workers from the run's config, which cannot hold what Python "
             f"passed ({', '.join(config.python)}): use files and dotted names (train.loss, train.callbacks, "
-            "evaluation.metrics), one machine, or no resilience"
+            "train.optimizer, train.schedule, evaluation.metrics), one machine, or no resilience"
         )
     if config.launcher is not None:
         if place is not None:

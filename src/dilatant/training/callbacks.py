@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dilatant.config import Config
 from dilatant.config.errors import UserError, type_and_text
-from dilatant.config.signatures import import_declared, is_callback
+from dilatant.config.signatures import import_declared
 from dilatant.report.metrics import StepMetrics
 
 
@@ -121,7 +121,7 @@ class CallbackList:
 def named_callbacks(config: Config) -> dict[str, Any]:
     """Return the classes and objects of `train.callbacks` by their names there. Raises UserError."""
     names = config.train.callbacks
-    return {name: import_declared("train.callbacks", name, is_callback, "callback") for name in names}
+    return {name: import_declared("train.callbacks", name, "callback") for name in names}
 
 
 def open_callbacks(config: Config) -> CallbackList | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -12,7 +13,9 @@ from dilatant.config import Config, UserError
 from dilatant.config.files.own_files import read_text
 from dilatant.config.printable import printable
 from dilatant.data.text.encoding import Encoding
+from dilatant.hf.dcp_export import Moments
 from dilatant.hf.export import export_model
+from dilatant.hf.stored_moments import KINDS
 from dilatant.hf.stored_weights import read_pretrained, stored_dtypes
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.build import source_dtypes
@@ -45,12 +48,14 @@ def model_card(config: Config, run: Path, step: int, licence: str | None = None)
     except (OSError, ValueError, UserError):
         plan = "not stored"
     versions = (f"{name} {_version(name)}" for name in ("dilatant", "torch", "transformers"))
+    own = train.optimizer.own or ("given in Python" if "optimizer" in config.python else None)
+    peak = f"{train.optimizer.learning_rate:g} at its peak" if own is None else f"as set by its optimizer ({own})"
     rows = {
         "from": ", ".join(name if name in ids else Path(name).name for name in names) or "random weights",
         "data": ", ".join(f"{name} (weight {weight:g})" for name, weight in data.items()) or "given in Python",
         "steps": f"{step:,} of {train.global_batch_size:,} samples each",
         "trained": trained,
-        "learning rate": f"{train.optimizer.learning_rate:g} at its peak, {train.schedule.kind}",
+        "learning rate": f"{peak}, {'given in Python' if 'schedule' in config.python else train.schedule.kind}",
         "plan": plan,
         "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
         "licence": licence or "not stated; that of the model it comes from holds for its weights",
@@ -81,11 +86,14 @@ def export_checkpoint(
     encoding: Encoding,
     folder: Path,
     run: Path,
-    dcp: bool = False,
+    form: Literal["hf", "dcp", "dcp-moments"] = "hf",
     licence: str | None = None,
 ) -> None:
     """Load `checkpoint` into `model` and export it in the dtypes of its source files, with a model card. See
-    `export_model` and `model_card`."""
+    `export_model` and `model_card`. form: the weights as safetensors, as a checkpoint of torch, or as one with AdamW's
+    moments."""
+    if form == "dcp-moments":
+        _require_moments(config)
     dtypes = source_dtypes(config.model)
     of_source = stored_dtypes(model, config.model)
     for name, unit in model.units.items():
@@ -111,4 +119,28 @@ def export_checkpoint(
     if averages:
         load(checkpoint, {"model": {}, "optimizer": averages}, known=set(weights))
     card = model_card(config, run, read_manifest(checkpoint).step, licence)
-    export_model(model, encoding, folder, run, config.model.id, config.model, dcp, card)
+    moments = _moments(checkpoint, config, set(weights)) if form == "dcp-moments" else None
+    export_model(model, encoding, folder, run, config.model.id, config.model, form != "hf", card, moments)
+
+
+def _require_moments(config: Config) -> None:
+    optimizer = config.train.optimizer
+    for is_wrong, why in (
+        (optimizer.own is not None or "optimizer" in config.python, "the run has an optimizer of your own"),
+        (optimizer.muon is not None, "Muon has other moments than AdamW"),
+        (optimizer.ema is not None, "the export holds averages of the weights ('train.optimizer.ema')"),
+        (config.model.lora is not None, "the run trained adapters, which are merged"),
+    ):
+        if is_wrong:
+            raise UserError(f"--format dcp-moments: {why}; use --format dcp")
+
+
+def _moments(checkpoint: Path, config: Config, weights: set[str]) -> Moments:
+    shapes = stored_shapes(checkpoint, "optimizer")
+    found = {
+        name: {kind: torch.zeros(shapes[f"{name}.{kind}"]) for kind in KINDS}
+        for name in weights
+        if f"{name}.{KINDS[0]}" in shapes
+    }
+    load(checkpoint, {"model": {}, "optimizer": found}, known=weights)
+    return Moments(found, config.train.optimizer)

@@ -14,8 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dilatant.config import Config, OptimizerConfig, RateSchedule, UserError, load_config
 from dilatant.config.config import parse_config
 from dilatant.config.environment import place_from
-from dilatant.config.own_parts import PART_NAMES, Parts, refuse_missing_part
-from dilatant.config.signatures import count_of_loss, import_declared, require_call, takes, takes_hidden_states
+from dilatant.config.own_parts import PART_NAMES, PartName, Parts, refuse_missing_part
+from dilatant.config.signatures import (
+    Declared,
+    count_of_loss,
+    import_declared,
+    require_call,
+    takes,
+    takes_hidden_states,
+)
 from dilatant.config.train import LOSS
 from dilatant.data.sample import EncodedSample
 from dilatant.hf.opened_model import check_opened, write_opened
@@ -169,11 +176,7 @@ def find_loss(config: Config) -> TokenLoss | None:
         return TokenLoss(smoothed, "train.label_smoothing", _target_tokens)
     if part is None and name is None:
         return None
-    function = (
-        part.value
-        if part is not None
-        else import_declared("train.loss", str(name), lambda found: count_of_loss(found) is not None, "loss")
-    )
+    function = part.value if part is not None else import_declared("train.loss", str(name), "loss")
     where = "the loss" if name is None else f"train.loss: {name!r}"
     if not callable(function):
         raise UserError(f"{where} is a {type(function).__name__}; give a function of (logits, targets)")
@@ -184,6 +187,33 @@ def find_loss(config: Config) -> TokenLoss | None:
     count = count_of_loss(function) or "tokens"
     by = COUNTS[count] if isinstance(count, str) else count
     return TokenLoss(function, where, by, arguments, is_of_hidden=of_hidden)
+
+
+def find_optimizer(config: Config) -> Callable[..., Any] | None:
+    """Return the factory of the user's optimizer, as passed or as `train.optimizer` names it; None for AdamW. Raises
+    UserError."""
+    name = config.train.optimizer.own
+    return _own_function(config, "optimizer", "train.optimizer", name, "optimizer", "weights", "names")
+
+
+def find_schedule(config: Config) -> Callable[..., float] | RateSchedule:
+    """Return the user's schedule, as passed or as `train.schedule` names it, or else that section. Raises UserError."""
+    schedule = config.train.schedule
+    own = _own_function(config, "schedule", "train.schedule", schedule.own, "rate_schedule", "step", "total_steps")
+    return own or schedule
+
+
+def _own_function(
+    config: Config, part: PartName, key: str, name: str | None, decorator: Declared, *arguments: str
+) -> Callable[..., Any] | None:
+    """Return the function of one or all of these `arguments` that was passed as `part` or that `key` names."""
+    passed = config.part(part)
+    if passed is None and name is None:
+        return None
+    found: Callable[..., Any] = passed.value if passed is not None else import_declared(key, str(name), decorator)
+    where = f"the {part}" if name is None else f"{key}: {name!r}"
+    require_call(where, found, *arguments[: len(arguments) if takes(found, len(arguments)) else 1])
+    return found
 
 
 def checked_loss(loss: TokenLoss, language: PreTrainedConfig) -> TokenLoss:

@@ -14,6 +14,7 @@ from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
 from dilatant.data.order.blend import Blend
+from dilatant.hf.stored_moments import find_moments
 from dilatant.hf.stored_weights import check_sources
 from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.language.embedding_noise import EmbeddingNoise
@@ -114,6 +115,8 @@ def open_model(config: Config, samples: Samples) -> MultimodalModel:
     if (refused := unkeyed_dropout(model.units.values())) is not None:
         raise refused
     check_sources(model, config.model)
+    for remark in find_moments(model, config).remarks:
+        warnings.warn(remark, stacklevel=2)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
     return model

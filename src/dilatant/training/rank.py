@@ -101,7 +101,7 @@ def train_rank(
         trainer = Trainer(config, prepared.samples, prepared.model, planned, worker, folder.checkpoints)
     try:
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
-        find_references(trainer, checkpoint is not None, show)
+        begin_state(trainer, checkpoint is not None, show)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         others = unlike_devices(trainer.comm, planned.costs)
@@ -119,12 +119,15 @@ def train_rank(
         folder.close()
 
 
-def find_references(trainer: Trainer, keeps: bool, show: Show) -> None:
-    """Compute the references of pairs before the weights change, if there are any, and show the progress on rank 0."""
+def begin_state(trainer: Trainer, resumes: bool, show: Show) -> None:
+    """Read the moments that a new run begins with, and compute the references of pairs before the weights change, if
+    there are any; show the progress on rank 0."""
+    if not resumes:
+        trainer.state.begin_moments()
     if trainer.references is not None:
         console = console_for(show if trainer.rank == 0 else "nothing")
         with show_progress(console, "comparing with the start model") as progress:
-            trainer.find_references(keeps, progress)
+            trainer.find_references(resumes, progress)
 
 
 def begin_folder(

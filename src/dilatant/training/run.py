@@ -34,7 +34,7 @@ from dilatant.training.checkpoints.starting_point import StartingPoint, find_sta
 from dilatant.training.evaluation.answer_metrics import find_metric
 from dilatant.training.export_checkpoint import export_checkpoint
 from dilatant.training.optimizers.optimizer import check_optimizer
-from dilatant.training.own_parts import find_loss
+from dilatant.training.own_parts import find_loss, find_optimizer, find_schedule
 from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.stop_signal import RunStopped, StopSignal
@@ -71,8 +71,8 @@ def train(
     check_trackers(config.train.report_to)
     for metric in config.evaluation.metrics if config.holds_out else ():
         find_metric(metric)
-    find_loss(config)
-    named_callbacks(config)
+    for find in (find_loss, find_optimizer, find_schedule, named_callbacks):
+        find(config)
     place = place_from()
     plans = is_planned_here(config, place)
     devices = devices_at_hand(config, place)

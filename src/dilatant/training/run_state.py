@@ -17,6 +17,7 @@ from dilatant.config import Config, UserError
 from dilatant.config.train import EvaluationConfig
 from dilatant.data.index.data_identity import DataIdentity
 from dilatant.data.order.sampler import SamplerState
+from dilatant.hf.stored_moments import find_moments
 from dilatant.plan.boxes import Box, parse_key
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
@@ -196,6 +197,16 @@ class RunState:
         self.stopped = False  # whoever resumes wants more steps
         if self.averages is not None:
             self.averages.begin(self.optimizer.masters, begins)
+
+    def begin_moments(self) -> None:
+        """Fill in the moments that are stored beside the weights from which the run starts. Raises UserError."""
+        stored = find_moments(self.runtime.model, self._config)
+        if stored.files:
+            moments = self.allocate({*stored.keys["step"]})["optimizer"]
+            for kind, found in stored.read(self.runtime.owned.boxes):
+                for key, tensor in found.items():
+                    moments[key][kind].copy_(tensor.reshape(moments[key][kind].shape))
+            self.optimizer.loaded()
 
     def allocate(self, moments: Set[str]) -> Tensors:
         """Return `tensors` with moments allocated for the weights named in `moments`; fill it, then `go_on_from`."""

@@ -47,6 +47,7 @@ from dilatant.training.model_flops import ModelFlops, model_flops, peak_flops
 from dilatant.training.optimizers.master_weights import Averages, WithMasters, make_masters
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor
 from dilatant.training.optimizers.own_optimizer import OwnOptimizer
+from dilatant.training.own_parts import find_optimizer, find_schedule
 from dilatant.training.references import FILE, References
 from dilatant.training.run_state import RunState
 from dilatant.training.saving import Saving
@@ -122,7 +123,7 @@ class Trainer:
         self.done = StepLog(config.train.logging_steps, self._gate is not None)
         self._background = contextlib.ExitStack()
         self._steps: Steps | None = None
-        self._schedule = config.part("schedule")
+        self._schedule = find_schedule(config)
         self.callbacks: CallbackList | None = open_callbacks(config) if before is None else before.callbacks
         units = model.units.values()
         self._layer_of = {weight.name: weight.layer for unit in units for weight in unit.weights}
@@ -315,8 +316,7 @@ class Trainer:
             )
         batch = inputs.batch
         self._data_wait = DataWait(self.rank, turned, time.perf_counter() - began, batch.slowest)
-        schedule = self._config.train.schedule if self._schedule is None else self._schedule.value
-        self._rate = rate_factor(schedule, self.step, self.state.total_steps)
+        self._rate = rate_factor(self._schedule, self.step, self.state.total_steps)
         if self.state.rate_factor != 1.0:
             self._rate *= self.state.rate_factor
         set_rate_factor(self.state.optimizer, self._rate)
@@ -465,9 +465,9 @@ def _open_optimizer(
     }
     matching = partial(_matching, runtime.model)
     optimizer: WithMasters
-    masters = make_masters(owned.parameters, exact) if (own := config.part("optimizer")) is not None else None
+    masters = make_masters(owned.parameters, exact) if (own := find_optimizer(config)) is not None else None
     if own is not None and masters:
-        optimizer = OwnOptimizer(own.value, owned.parameters, masters, owned.boxes)
+        optimizer = OwnOptimizer(own, owned.parameters, masters, owned.boxes)
     else:
         orthogonal = frozenset().union(*(unit.orthogonal for unit in runtime.model.units.values()))
         optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact, orthogonal)
@@ -490,7 +490,7 @@ def _open_meter(
         if weight.requires_grad
     ]
     rates = peak_rates(names, config.train.optimizer, partial(_matching, model))
-    if config.part("optimizer") is not None:
+    if find_optimizer(config) is not None:
         groups = optimizer.param_groups if isinstance(optimizer, OwnOptimizer) else ()
         rates = {f"group {number}": group["peak_lr"] for number, group in enumerate(groups)}
     return StepMeter(len(planned.plan.ranks), model.graph.anchor, sources, rates, flops, peak_flops(config))

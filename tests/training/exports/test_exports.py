@@ -61,7 +61,9 @@ def export_of(
     writer.close()
     encoding = Encoding(chat_tokenizer(tokenizer), media_units(config.model, tokenizer))
     export = base / ("dcp" if dcp else "export")
-    export_checkpoint(base / "run/step-00000001", build(), config, encoding, export, base / "run", dcp)
+    export_checkpoint(
+        base / "run/step-00000001", build(), config, encoding, export, base / "run", "dcp" if dcp else "hf"
+    )
     return export
 
 

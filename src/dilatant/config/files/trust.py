@@ -1,4 +1,4 @@
-"""Trust in code that a config names: models with custom code; metrics, callbacks, a loss.
+"""Trust in code that a config names: models with custom code; metrics, callbacks, a loss, an optimizer, a schedule.
 
 A config that the user wrote, or named on the command line, is trusted. A config found in a run folder may come from
 another person: its code runs only with `--trust-remote-code`, or if a run started by this user wrote the same config
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -69,6 +70,8 @@ def _named_code(tree: dict[str, Any]) -> list[tuple[str, str]]:
     own = [("evaluation.metrics", name) for name in tree["evaluation"]["metrics"] if ":" in name]
     own += [("train.loss", name)] if (name := tree["train"]["loss"]) else []
     own += [("train.callbacks", name) for name in tree["train"]["callbacks"]]
+    for section, key in (("optimizer", "name"), ("schedule", "kind")):
+        own += [(f"train.{section}", name)] if re.search("[.:]", name := tree["train"][section][key]) else []
     return [*_remote_code(tree, ""), *own]
 
 

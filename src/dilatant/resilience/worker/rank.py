@@ -53,7 +53,7 @@ from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_c
 from dilatant.training.commit import RunMembership
 from dilatant.training.feeding.decoding import PersistentPool, decoding_of, warm_up_next_owner
 from dilatant.training.prepare import PreparedRun, prepare
-from dilatant.training.rank import RunResult, Show, begin_folder, console_for, find_references, train_to_end
+from dilatant.training.rank import RunResult, Show, begin_folder, begin_state, console_for, train_to_end
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
@@ -405,7 +405,7 @@ class ResilientRank:
             newest, _ = newest_valid(self._folder.checkpoints)
             checkpoint = checkpoint if newest is None else newest.path
         agreed = agreed_checkpoint(trainer.comm, checkpoint)
-        find_references(trainer, agreed is not None, self._show)
+        begin_state(trainer, agreed is not None, self._show)
         if agreed is not None:
             trainer.restore(agreed)
         if trainer.rank == 0 and not begun:

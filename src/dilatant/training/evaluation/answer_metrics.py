@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from dilatant.config.errors import UserError, type_and_text
-from dilatant.config.signatures import import_declared, is_metric, require_call
+from dilatant.config.signatures import import_declared, require_call
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 """(expected answers, written answers) → a number."""
@@ -56,7 +56,7 @@ def find_metric(name: str) -> Metric:
     UserError."""
     if name in METRICS:
         return METRICS[name]
-    found = import_declared("evaluation.metrics", name, is_metric, "metric")
+    found = import_declared("evaluation.metrics", name, "metric")
     require_call(f"evaluation.metrics: {name!r}", found, "expected", "written")
     return found
 
