@@ -88,9 +88,9 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
     """
     left, tree = dict(theirs), dict[str, Any]()
     stage = left.get("stage", "sft")
-    if not left or stage not in ("sft", "pt", "dpo", "rlhf"):
+    if not left or stage not in ("sft", "pt", "dpo", "kto", "rlhf"):
         raise UserError(
-            "only configs and command lines of supervised training (sft, pt) and of pairs of answers (dpo, rlhf) are "
+            "only configs and command lines of supervised training (sft, pt) and of preferences (dpo, kto, rlhf) are "
             "converted"
         )
 

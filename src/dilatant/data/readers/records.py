@@ -188,7 +188,7 @@ def _mark(fields: Fields) -> bool | None:
     for name in DESIRED_COLUMNS:
         mark = fields.peek(name)
         mark = mark == "True" if mark in ("True", "False") else mark  # CSV holds texts
-        if isinstance(mark, bool) and name in fields.unused():
+        if isinstance(mark, bool) and (fields.is_named(name) or name in fields.unused()):
             fields.take(name)
             return mark
     return None
