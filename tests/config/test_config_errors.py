@@ -153,7 +153,9 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("train.profile.step=[1, 5]", "did you mean 'train.profile.steps'?"),
         ("train={steps: 4, profile: {steps: [5, 7]}}", "'profile.steps' begin after 'steps: 4'"),
         ("train.steps=many", "(given: 'many')"),
-        ("train.preferences.method=kto", "train.preferences.method"),
+        ("train.preferences.method=ppo", "train.preferences.method"),
+        ("train.preferences={desirable_weight: 2}", "'desirable_weight' is for kto, and the method is dpo"),
+        ("train.preferences={method: kto, sft_weight: 1}", "'sft_weight' is for pairs, and the method is kto"),
         ("train.preferences={gamma: 1}", "'gamma' is for simpo, and the method is dpo"),
         ("train.preferences={method: ipo, label_smoothing: 0.1}", "'label_smoothing' is for dpo and simpo"),
         ("train={preferences: {}, loss: a.b}", "train.loss: 'train.preferences' is a loss already"),
@@ -432,6 +434,13 @@ def test_keys_that_pairs_have_no_use_for_are_refused(tmp_path: Path, override: s
     path = write(tmp_path, changed(train={"preferences": {}}))
     with pytest.raises(UserError, match=re.escape(says)):
         load_config(path, ["data.val_size=2", override])
+
+
+def test_kto_repeats_steps_whole(tmp_path: Path) -> None:
+    path = write(tmp_path, changed(train={"preferences": {"method": "kto"}}))
+    with pytest.raises(UserError, match=r"resilience\.salvage: with kto all samples of a step decide its loss"):
+        load_config(path, ["resilience.enabled=true"])
+    assert not load_config(path, ["resilience={enabled: true, salvage: false}"]).resilience.keeps_gradients
 
 
 def test_a_date_needs_no_quotation_marks(tmp_path: Path) -> None:

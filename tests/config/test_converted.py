@@ -139,6 +139,11 @@ def test_a_command_line_of_ms_swift_keeps_its_meaning() -> None:
             "stage: dpo\nmodel_name_or_path: x\npref_loss: sigmoid\npref_beta: 0.3\npref_ftx: 1.0",
             {"method": "dpo", "beta": 0.3, "sft_weight": 1.0},
         ),
+        (
+            "stage: kto\nmodel_name_or_path: x\npref_beta: 0.2\nkto_chosen_weight: 1.0\nkto_rejected_weight: 1.5",
+            {"method": "kto", "beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.5},
+        ),
+        ("swift rlhf --model x --rlhf_type kto --undesirable_weight 0.5", {"method": "kto", "undesirable_weight": 0.5}),
         ("swift rlhf --model x --rlhf_type dpo --loss_type ipo --beta 0.2", {"method": "ipo", "beta": 0.2}),
         ("swift rlhf --model x --rlhf_type simpo", {"method": "simpo"}),
     ],

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig
 
-from cases.engine_case import CASE, TEXT, VOCABULARY, Case, build_model
-from dilatant import MultimodalModel, ParallelSpec, parallelize
+from cases.engine_case import CASE, VOCABULARY, Case, build_model
+from dilatant import ParallelSpec, parallelize
 from dilatant.comm import launch
 from dilatant.config import UserError
 from dilatant.config.train import PreferencesConfig
 from dilatant.data.sample import EncodedSample
-from dilatant.data.text.tokenizer import byte_tokenizer
-from dilatant.models.row_attention import use_row_attention
-from dilatant.training.references import score_pairs
+from dilatant.models.language.pair_loss import with_margins
+from dilatant.training.feeding.feed import StepInput
+from dilatant.training.references import complete_samples, score_pairs
 from harness.checked_steps import COMMON, Allowed, assert_close, part_of
 from harness.worker_pool import Worker, WorkerPool
 from oracles.engine_step import _seen_in
@@ -61,11 +57,17 @@ def documents(seed: int, number: int) -> list[Any]:
     return found
 
 
-def references(number: int) -> tuple[float, float]:
-    return -2.0 - number, -3.5 + number
+MARKS = (True, False, False, True)
+"""For KTO, whether each pair's first answer is desired; the second one tells the divergence."""
+WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
 
 
-def pairs(seed: int, shares: bool) -> list[EncodedSample]:
+def references(number: int, method: str) -> tuple[float, float]:
+    # Random models give every token about 1 / 30, so that answers have -7 to -20: the divergence of KTO is above 0.
+    return -2.0 - number, -20.0 if method == "kto" else -3.5 + number
+
+
+def pairs(seed: int, shares: bool, method: str = "dpo") -> list[EncodedSample]:
     """Return the pairs as rows of a step have them."""
     found = []
     for number, (text, pictures, *_) in enumerate(PAIRS):
@@ -88,7 +90,8 @@ def pairs(seed: int, shares: bool) -> list[EncodedSample]:
                 sizes,
                 number + 1,
                 branch=(shared, len(chosen.input_ids)),
-                reference=references(number),
+                reference=references(number, method),
+                desired=MARKS[number] if method == "kto" else None,
             )
         )
     return found
@@ -97,7 +100,7 @@ def pairs(seed: int, shares: bool) -> list[EncodedSample]:
 def loss_by_hand(method: str, chosen: Tensor, rejected: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return a pair's loss and the difference of its rewards, as the papers write them, with the default settings.
     chosen, rejected: log-probabilities."""
-    first, second = references(number)
+    first, second = references(number, method)
     many, few = PAIRS[number][2:]
     if method == "dpo":
         margin = 0.1 * ((chosen - first) - (rejected - second))
@@ -114,6 +117,22 @@ def loss_by_hand(method: str, chosen: Tensor, rejected: Tensor, number: int) -> 
     return -0.1 * torch.log(1 / (1 + torch.exp(-ratio))) - chosen / many, 0.1 * (chosen / many - rejected / few)
 
 
+def kto_by_hand(sums: list[list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return each answer's loss, and what its reward adds to the difference of the mean rewards, as the paper writes
+    them (equations 7 and 8), with the divergence of the whole batch."""
+    known = [references(number, "kto") for number in range(len(sums))]
+    apart = [float(both[1].detach()) - own[1] for both, own in zip(sums, known, strict=True)]
+    divergence = max(0.0, sum(apart) / len(apart))
+    assert divergence > 0.5
+    found = []
+    for both, own, mark in zip(sums, known, MARKS, strict=True):
+        moved = both[0] - own[0] - divergence
+        value = 1 / (1 + torch.exp(-0.1 * (moved if mark else -moved)))
+        weight = WEIGHTS["desirable_weight" if mark else "undesirable_weight"]
+        found.append((weight * (1 - value), (2 if mark else -2) * 0.1 * (both[0] - own[0])))
+    return found
+
+
 def expected(case: Case, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Return the mean loss and margin, each pair's log-probabilities, and the gradients."""
     model = build_model(case, plain=True)
@@ -128,7 +147,8 @@ def expected(case: Case, method: str) -> tuple[Tensor, Tensor, Tensor, dict[str,
             for document in documents(case.seed, number)
         ]
         sums.append(both)
-    judged = [loss_by_hand(method, *both, number) for number, both in enumerate(sums)]
+    judged = [loss_by_hand(method, *both, number) for number, both in enumerate(sums) if method != "kto"]
+    judged = judged or kto_by_hand(sums)
     loss, margin = (torch.stack(each).mean() for each in zip(*judged, strict=True))
     loss.backward()
     parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
@@ -144,7 +164,8 @@ def _step(
     if pooled is not None:
         worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
     model = build_model(case, "meta")
-    model.use_preferences(PreferencesConfig(method=method, share_prompt=shares))  # type: ignore[arg-type]
+    weights: Any = WEIGHTS if method == "kto" else {}
+    model.use_preferences(PreferencesConfig(method=method, share_prompt=shares, **weights))  # type: ignore[arg-type]
     runtime = parallelize(
         model,
         {"language": language, "vision": ParallelSpec()},
@@ -153,13 +174,14 @@ def _step(
         num_microbatches=microbatches,
         seed=case.seed,
     )
-    samples = pairs(case.seed, shares)
-    batch: Any = SimpleNamespace(batch=SimpleNamespace(samples=samples), step=runtime.plan_step(samples, forwards=True))
-    scores = score_pairs(runtime, batch)
-    losses = runtime.execute(samples).losses
+    samples = pairs(case.seed, shares, method)
+    batch: Any = SimpleNamespace(samples=samples)
+    scores = score_pairs(runtime, StepInput(batch, runtime.plan_step(samples, forwards=True)))
+    step = StepInput(batch, runtime.plan_step(samples))
+    losses = with_margins(runtime.execute(complete_samples(runtime, step), step.step).losses)
     found = {key: p.grad.clone() for key, p in runtime.owned.parameters.items() if p.grad is not None}
     runtime.close()
-    return dict(losses), found, [scores[number][0] for number in range(len(samples))]
+    return losses, found, [scores[number][0] for number in range(len(samples))]
 
 
 def check(case: Case, method: str, results: list[Any]) -> None:
@@ -187,6 +209,10 @@ def check(case: Case, method: str, results: list[Any]) -> None:
         ("pipeline", "dpo", True),
         ("tensor", "dpo", True),
         ("context", "simpo", False),
+        ("pipeline", "kto", True),
+        ("replicas", "kto", True),
+        pytest.param("tensor", "kto", True, marks=pytest.mark.slow),
+        pytest.param("context", "kto", False, marks=pytest.mark.slow),
         pytest.param("replicas", "dpo", True, marks=pytest.mark.slow),
         pytest.param("context", "dpo", True, marks=pytest.mark.slow),
     ],
@@ -209,13 +235,13 @@ def test_pairs_are_the_same_under_drawn_layouts(workers: WorkerPool, data: Any) 
         seed=data.draw(st.integers(0, 10**6)),
         tied=data.draw(st.booleans()),
     )
-    method = data.draw(st.sampled_from(["dpo", "ipo", "simpo", "orpo"]))
+    method = data.draw(st.sampled_from(["dpo", "ipo", "simpo", "orpo", "kto"]))
     microbatches = data.draw(st.integers(1, len(PAIRS) // language.replicas))
     ranks = 2 ** len(divided) + 1  # vision has one of its own
     check(case, method, workers.run(_step, ranks, case, language, method, data.draw(st.booleans()), microbatches))
 
 
-@pytest.mark.parametrize("method", ["ipo", "simpo", "orpo"])
+@pytest.mark.parametrize("method", ["ipo", "simpo", "orpo", "kto"])
 def test_methods_have_the_losses_of_their_papers(method: str) -> None:
     case = replace(CASE, attention="causal")
     check(case, method, [_step(None, case, ParallelSpec(), method, shares=True)])
@@ -243,78 +269,20 @@ def test_models_whose_answers_cannot_share_a_prompt_are_refused(changes: dict[st
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
-    [({"branch": None}, "pair-0: has one answer"), ({"reference": None}, "pair-0: its log-probabilities by")],
+    ("change", "problem", "method"),
+    [
+        ({"branch": None}, "pair-0: has one answer", "dpo"),
+        ({"reference": None}, "pair-0: its log-probabilities by", "dpo"),
+        ({"divergence": 1.0}, "pair-0: its mark or divergence is unknown", "kto"),
+        ({"desired": True}, "pair-0: its mark or divergence is unknown", "kto"),
+    ],
 )
-def test_a_sample_that_is_no_pair_is_named(change: dict[str, Any], problem: str) -> None:
+def test_a_sample_that_is_no_pair_is_named(change: dict[str, Any], problem: str, method: Any) -> None:
     model = build_model(replace(CASE, attention="causal"), "meta")
-    model.use_preferences(PreferencesConfig())
+    model.use_preferences(PreferencesConfig(method=method))
     specs = {"language": ParallelSpec(), "vision": ParallelSpec()}
     runtime = parallelize(model, specs, colocated={"vision": "language"}, seed=CASE.seed)
     first, *others = pairs(CASE.seed, True)
     with pytest.raises(Exception, match=problem):
         runtime.execute([replace(first, **change), *others])
-    runtime.close()
-
-
-@pytest.mark.parametrize(("kind", "method"), [("sigmoid", "dpo"), ("ipo", "ipo"), ("simpo", "simpo")])
-def test_trl_has_the_same_losses_and_gradients(kind: str, method: Any, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    config = LlamaConfig(**{**TEXT, "vocab_size": len(tokenizer), "num_hidden_layers": 2})
-    model = MultimodalModel({}, config, seed=0)
-    theirs, reference = (copy.deepcopy(model.language.model) for _ in range(2))
-    with torch.no_grad():
-        for weight in reference.parameters():
-            weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    texts = [("one?", " two", " three!"), ("four", "five six", "7"), ("and now", "no", "something else")]
-    records = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in texts]
-    data, common = Dataset.from_list(records), {"output_dir": str(tmp_path), "loss_type": kind, "use_cpu": True}
-    common |= {"bf16": False, "report_to": "none", "gradient_checkpointing": False}
-    trainer: Any
-    if kind == "simpo":
-        cpo = pytest.importorskip("trl.experimental.cpo")
-        judged = cpo.CPOConfig(**common, beta=2.0, simpo_gamma=1.0, cpo_alpha=0.0)
-        trainer = cpo.CPOTrainer(theirs, judged, train_dataset=data, processing_class=tokenizer)
-    else:
-        judged = trl.DPOConfig(**common, beta=0.1, max_length=None)
-        trainer = trl.DPOTrainer(theirs, reference, judged, train_dataset=data, processing_class=tokenizer)
-    rows = list(trainer.train_dataset)
-    trainer.model.train()
-    wanted = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
-    wanted.backward()
-    samples = []
-    for number, row in enumerate(rows):
-        suffix = "_input_ids" if kind == "simpo" else "_ids"
-        prompt, *answers = (row[f"{name}{suffix}"] for name in ("prompt", "chosen", "rejected"))
-        if kind == "simpo":  # whole conversations
-            answers = [answer[len(prompt) :] for answer in answers]
-        ids = [*prompt, *answers[0], prompt[-1], *answers[1]]
-        labels = [*[-100] * len(prompt), *answers[0], -100, *answers[1]]
-        scores = []
-        for answer in answers:
-            with torch.no_grad():
-                likely = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            scores.append(float(likely.gather(-1, torch.tensor(answer)[:, None]).sum()))
-        samples.append(
-            EncodedSample(
-                f"{number}",
-                np.array(ids),
-                np.array(labels),
-                sizes={"language": len(ids)},
-                branch=(len(prompt) - 1, len(prompt) + len(answers[0])),
-                reference=(scores[0], scores[1]),
-            )
-        )
-    use_row_attention(model)
-    model.use_preferences(PreferencesConfig(method=method))
-    runtime = parallelize(model, {"language": ParallelSpec()})
-    found = runtime.execute(samples)
-    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
-    largest = max(float(p.grad.abs().max()) for p in trainer.model.parameters())
-    for weight in model.language.weights:
-        theirs_of = trainer.model.get_parameter(weight.key).grad
-        own = runtime.parameters[weight.canonical].grad
-        assert_close(own, theirs_of, 1e-5 * theirs_of.norm().item() + 1e-6 * largest, weight.canonical)
     runtime.close()

@@ -62,6 +62,49 @@ def test_a_run_learns_to_prefer_and_judges_pairs(pairs: Path) -> None:
     assert (record["samples"], record["wrong_examples"]) == (12, [])
 
 
+def marks(pairs: Path, kind: str = "both") -> Path:
+    """Write every pair as two records with marked answers, first the good ones; these only, or one without its mark."""
+    records = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
+    lines = []
+    for mark, name in ((True, "chosen"), (False, "rejected")) if kind != "good" else ((True, "chosen"),):
+        for number, record in enumerate(records):
+            label = "good" if kind == "unmarked" and number == 3 else mark
+            fields = {"image": record["image"], "prompt": record["prompt"], "completion": record[name]}
+            lines.append(json.dumps({**fields, "label": label}))
+    file = pairs.parent / "marks.jsonl"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
+    file, kto = marks(pairs), {"method": "kto", "beta": 0.5, "desirable_weight": 1.5}
+    result = train(project(file, "run", steps=16, global_batch_size=24, preferences=kto))
+    first, *_, last = steps(file, "run")
+    assert first["loss"] == pytest.approx((1.5 / 2 + 1 / 2) / 2, abs=1e-5)  # the start model is the reference
+    assert first["rewards"]["kl"] == first["rewards"]["margins"] == pytest.approx(0, abs=1e-4)
+    assert last["rewards"]["margins"] > 1
+    assert last["rewards"]["margins"] == pytest.approx(last["rewards"]["chosen"] - last["rewards"]["rejected"])
+    assert result.evaluation is not None
+    figures = result.evaluation.figures
+    assert figures["rewards/accuracies"] == 1
+    assert figures["rewards/margins"] == figures["rewards/chosen"] - figures["rewards/rejected"] > 1
+    record = json.loads((file.parent / "run" / "eval.json").read_text(encoding="utf-8"))
+    assert (record["samples"], record["wrong_examples"]) == (24, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("good", "data.train: all answers are marked true, and kto learns from good and bad ones"),
+        ("unmarked", "marks.jsonl:4: has no mark of its answer"),
+    ],
+)
+def test_data_without_both_marks_are_refused(pairs: Path, kind: str, problem: str) -> None:
+    file = marks(pairs, kind)
+    with pytest.raises(UserError, match=problem):
+        train(project(file, "run", steps=1, preferences={"method": "kto"}))
+
+
 @pytest.mark.slow
 def test_a_resumed_run_compares_with_the_model_that_it_began_with(pairs: Path) -> None:
     adapters = {"lora": {"r": 2}}
@@ -90,11 +133,13 @@ def test_methods_without_a_reference_learn_without_one(pairs: Path, preferences:
 
 
 @pytest.mark.slow
-def test_a_pipeline_on_pairs_learns_what_one_process_learns(pairs: Path) -> None:
-    train(project(pairs, "one", steps=3))
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_pipeline_on_pairs_learns_what_one_process_learns(pairs: Path, method: str) -> None:
+    file, settings = marks(pairs) if method == "kto" else pairs, {"preferences": {"method": method}, "steps": 3}
+    train(project(file, "one", **settings))
     units = {"vision": {}, "language": {"pp": 2}}
-    train({**project(pairs, "three", steps=3), "parallel": {"units": units, "microbatches": 2}})
-    for one, three in zip(steps(pairs, "one"), steps(pairs, "three"), strict=True):
+    train({**project(file, "three", **settings), "parallel": {"units": units, "microbatches": 2}})
+    for one, three in zip(steps(file, "one"), steps(file, "three"), strict=True):
         assert three["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert three["rewards"] == pytest.approx(one["rewards"], abs=1e-5)
 
@@ -115,11 +160,13 @@ def test_ranks_that_go_on_with_a_run_read_its_references(pairs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_pairs_survives_the_loss_of_a_rank(pairs: Path) -> None:
-    few = {"steps": 8, "optimizer": {"learning_rate": 0.002}}
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_run_on_pairs_survives_the_loss_of_a_rank(pairs: Path, method: str) -> None:
+    pairs = marks(pairs) if method == "kto" else pairs
+    few = {"steps": 8, "optimizer": {"learning_rate": 0.002}, "preferences": {"method": method}}
     train(project(pairs, "alone", **few))
     layout = {"units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}, "microbatches": 2}
-    limits = {"enabled": True, "lease_seconds": 10.0, "fence_seconds": 60.0}
+    limits = {"enabled": True, "lease_seconds": 10.0, "fence_seconds": 60.0, "salvage": method != "kto"}
     tree = {**project(pairs, "run", **few), "parallel": layout, "resilience": limits}
     (pairs.parent / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     ended = run_with_faults(pairs.parent, Fault(3, "worker:1"))

@@ -32,13 +32,16 @@ _ZEROS = {"seed": 0, "train.optimizer.weight_decay": 0.0, "train.max_grad_norm":
 """Keys here for which zero is a value, and what it is here; for others it means that nothing was chosen."""
 _SAID = frozenset({"formatting", "ranking", "tags", "ms_hub_url", "om_hub_url", "file_sha1"})
 """Keys of `dataset_info.json` for what files show by themselves, or for other places of the same data."""
-_PAIRS = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
-"""Their losses of pairs of answers → the method here."""
+_PAIRS = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo",
+          "kto": "kto"}  # fmt: skip
+"""Their losses of pairs of answers, and of marked ones → the method here."""
 _OF_PAIRS = {
     "beta": ("pref_beta", "beta"),
     "gamma": ("simpo_gamma",),
     "label_smoothing": ("dpo_label_smoothing", "label_smoothing"),
     "sft_weight": ("pref_ftx",),
+    "desirable_weight": ("kto_chosen_weight", "desirable_weight"),
+    "undesirable_weight": ("kto_rejected_weight", "undesirable_weight"),
 }
 _WORDS = {
     "lr_scheduler_type": {"cosine": "train.schedule.kind=cosine", "linear": "train.schedule.kind=linear",
@@ -85,9 +88,9 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
     """
     left, tree = dict(theirs), dict[str, Any]()
     stage = left.get("stage", "sft")
-    if not left or stage not in ("sft", "pt", "dpo", "rlhf"):
+    if not left or stage not in ("sft", "pt", "dpo", "kto", "rlhf"):
         raise UserError(
-            "only configs and command lines of supervised training (sft, pt) and of pairs of answers (dpo, rlhf) are "
+            "only configs and command lines of supervised training (sft, pt) and of preferences (dpo, kto, rlhf) are "
             "converted"
         )
 
@@ -101,9 +104,9 @@ def convert(theirs: Mapping[str, Any], devices: int) -> tuple[dict[str, Any], li
     def take(*names: str, default: Any = None) -> Any:
         return next((left.pop(name) for name in names if name in left), default)
 
-    if stage in ("dpo", "rlhf"):
+    if stage in ("dpo", "kto", "rlhf"):
         said = [left.pop(name, None) for name in ("stage", "loss_type", "pref_loss", "rlhf_type")]
-        loss = next(filter(None, said[1:]), "dpo")
+        loss = "kto" if stage == "kto" else next(filter(None, said[1:]), "dpo")
         if loss not in _PAIRS:
             raise UserError(f"{loss!r} is no loss of pairs here; {', '.join(_PAIRS)} are converted")
         # LLaMA-Factory's own values where they are others than those here

@@ -14,6 +14,7 @@ Column = Literal[
     "answer",
     "chosen",
     "rejected",
+    "kto_tag",
     "input",
     "system",
     "history",

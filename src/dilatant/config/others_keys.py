@@ -41,6 +41,8 @@ _KEYS_BY_ANSWER = {
     "write 'train.preferences.beta'": "pref_beta dpo_beta",
     "write 'train.preferences.gamma'": "simpo_gamma",
     "write 'train.preferences.sft_weight'": "pref_ftx rpo_alpha",
+    "write 'train.preferences.desirable_weight'": "kto_chosen_weight",
+    "write 'train.preferences.undesirable_weight'": "kto_rejected_weight",
     "the reference is the model that the run starts from: delete the key": "ref_model ref_model_name_or_path",
     "write 'train.epochs'": "num_train_epochs num_epochs",
     "write 'train.steps'": "max_steps train_iters",

@@ -123,11 +123,12 @@ class ProfileConfig(Section):
 
 
 class PreferencesConfig(Section):
-    """Training on pairs of a better and a worse answer to one prompt; `{}` for DPO."""
+    """Training on pairs of a better and a worse answer to one prompt, or on answers with marks; `{}` for DPO."""
 
-    method: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
-    """The loss of a pair of answers ([preferences.md](preferences.md)). `dpo` and `ipo` compare with the model that the
-    run starts from; `simpo` and `orpo` need no such reference."""
+    method: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """The loss of a pair of answers or, with `kto`, of an answer that is marked as good or bad
+    ([preferences.md](preferences.md)). `dpo`, `ipo` and `kto` compare with the model that the run starts from; `simpo`
+    and `orpo` need no such reference."""
     beta: float | None = Field(None, gt=0)
     """Scale of the rewards; with `orpo`, weight of the odds ratio. Default: 0.1, with `simpo` 2."""
     gamma: float | None = Field(None, ge=0)
@@ -136,14 +137,21 @@ class PreferencesConfig(Section):
     """With `dpo` and `simpo`: the share of pairs whose answers are supposed to be in the wrong order."""
     sft_weight: float | None = Field(None, ge=0)
     """Weight of the mean cross entropy of the chosen answer's tokens, added to the loss of its pair. Default: 0, with
-    `orpo` 1."""
+    `orpo` 1. Not with `kto`."""
+    desirable_weight: float | None = Field(None, ge=0)
+    """With `kto`: the weight of the loss of good answers. Default: 1."""
+    undesirable_weight: float | None = Field(None, ge=0)
+    """With `kto`: the weight of the loss of bad answers. Default: 1."""
     share_prompt: bool = True
     """Run the prompt and its media once for both answers. `false` runs them for each answer, as some models need."""
 
     @model_validator(mode="after")
     def _keys_of_the_method(self) -> Self:
-        if self.gamma is not None and self.method != "simpo":
-            raise ValueError(f"'gamma' is for simpo, and the method is {self.method}; leave it out")
+        for key, method in (("gamma", "simpo"), ("desirable_weight", "kto"), ("undesirable_weight", "kto")):
+            if getattr(self, key) is not None and self.method != method:
+                raise ValueError(f"{key!r} is for {method}, and the method is {self.method}; leave it out")
+        if self.sft_weight and self.method == "kto":
+            raise ValueError("'sft_weight' is for pairs, and the method is kto; leave it out")
         if self.label_smoothing and self.method not in ("dpo", "simpo"):
             raise ValueError(f"'label_smoothing' is for dpo and simpo, not {self.method}; leave it out")
         return self
@@ -151,7 +159,12 @@ class PreferencesConfig(Section):
     @property
     def has_reference(self) -> bool:
         """Return True if the loss needs log-probabilities by the model that the run starts from."""
-        return self.method in ("dpo", "ipo")
+        return self.method in ("dpo", "ipo", "kto")
+
+    @property
+    def is_of_marks(self) -> bool:
+        """Return True if records have one answer and its mark instead of a pair of answers."""
+        return self.method == "kto"
 
 
 class TrainConfig(Section):

@@ -69,7 +69,7 @@ class Sample:
     tools that the assistant may call, as JSON text for chat templates; "" for none.
     unused: the record's columns, and keys inside them, that the sample does not use.
     encoded: the user's own tokens and inputs, in place of a conversation. rejected: the whole conversation with the
-    worse answer, if `turns` ends with the better one of two.
+    worse answer, if `turns` ends with the better one of two. desired: the record's mark of its answer as good or bad.
     """
 
     id: str
@@ -79,6 +79,7 @@ class Sample:
     unused: tuple[str, ...] = field(default=(), compare=False)
     encoded: EncodedSample | None = field(default=None, compare=False)
     rejected: tuple[Turn, ...] = ()
+    desired: bool | None = None
 
 
 class Dataset(Protocol):
@@ -163,7 +164,8 @@ class EncodedSample:
     computed. made_seconds: time spent on reading and decoding.
     branch: of a chosen and a rejected answer to one prompt, (shared, second): both sequences begin with the first
     `shared` tokens; the chosen one goes on to token `second`, and the rejected one from there. reference: the
-    log-probabilities of both answers by the reference model.
+    log-probabilities of both answers by the reference model. desired: the mark of the first answer as good or bad, if
+    the second one is another record's (see `MarkedLoss`). divergence: of the model from the reference, in a step.
     """
 
     id: str
@@ -178,6 +180,8 @@ class EncodedSample:
     made_seconds: float = 0.0
     branch: tuple[int, int] | None = None
     reference: tuple[float, float] | None = None
+    desired: bool | None = None
+    divergence: float | None = None
 
     @property
     def shared_tokens(self) -> int:

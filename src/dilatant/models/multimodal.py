@@ -43,7 +43,7 @@ from dilatant.models.language.language import LanguageUnit
 from dilatant.models.language.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.language.media_attention import MediaMasks, in_words, read_media_attention
 from dilatant.models.language.merge import prepend_placeholders
-from dilatant.models.language.pair_loss import MEASURES, PairLoss
+from dilatant.models.language.pair_loss import MarkedLoss, PairLoss, count_one
 from dilatant.models.language.token_loss import TokenLoss
 from dilatant.models.language.whole_unit import WholeUnit
 from dilatant.models.saving import load_model, read_connectors, save_model
@@ -158,8 +158,9 @@ class MultimodalModel(nn.Module):
             why = "cannot run one prompt for two answers; set train.preferences.share_prompt: false"
         if why is not None:
             raise UserError(f"{language.family} {why}")
-        self._count_loss(_one)
-        language.pair_loss, measures = PairLoss(how), dict.fromkeys(MEASURES, Loss(_one, weight=0.0))
+        self._count_loss(count_one)
+        language.pair_loss = loss = MarkedLoss(how) if how.is_of_marks else PairLoss(how)
+        measures = {name: Loss(count, weight=0.0) for name, count in loss.measures.items()}
         self.graph = replace(self.graph, losses={**self.graph.losses, **measures})
 
     def _count_loss(self, count: Callable[[EncodedSample], float]) -> None:
@@ -493,7 +494,3 @@ class MultimodalModel(nn.Module):
         if not tokens:
             return input_ids, attention_mask, labels
         return prepend_placeholders(input_ids, attention_mask, labels, tokens)
-
-
-def _one(sample: EncodedSample) -> float:
-    return 1.0

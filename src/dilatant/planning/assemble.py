@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
 from dilatant.config.config import unit_problems
 from dilatant.config.memory_modes import Recompute
@@ -54,6 +56,8 @@ def assemble_samples(config: Config) -> Samples:
     size = config.data.val_size
     train, held_out = (_open_train(config), open_held_out(config)) if size is None else _split(config, size)
     tokenizer, encoding = assemble_encoding(config)
+    if encoding.marks:
+        train, held_out = (each.contrasted() if isinstance(each, Blend) else each for each in (train, held_out))
     return Samples(tokenizer, encoding, train, held_out)
 
 
@@ -102,6 +106,7 @@ def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
         targets=image_targets(config.model, tokenizer),
         truncates=data.truncation == "right",
         pairs=preferences is not None,
+        marks=preferences is not None and preferences.is_of_marks,
         shares_prompt=preferences is None or preferences.share_prompt,
         system=data.system,
     )
@@ -145,6 +150,14 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
                 "samples that cannot be trained on (`dilatant data lint` lists all; 'data.on_error: skip' leaves them "
                 "out):",
                 [*found[:8], *more],
+            )
+    index = sized.train_sizes
+    if index is not None and index.desired is not None:
+        marks = np.unique(np.delete(index.desired, list(index.problems)))
+        if len(marks) == 1:
+            raise UserError(
+                f"data.train: all answers are marked {'true' if marks[0] else 'false'}, and kto learns from good and "
+                "bad ones; add the other kind"
             )
     return sized
 

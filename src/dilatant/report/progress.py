@@ -80,7 +80,8 @@ def describe(metrics: StepMetrics, smoothed_seconds: float | None) -> str:
     memory = "" if metrics.peak_bytes is None else f"  mem {metrics.peak_bytes / 2**30:.1f} GiB"
     loss = f"loss {metrics.loss:.4f}"
     if metrics.rewards:
-        loss += f"  prefers the chosen {metrics.rewards['accuracies']:.0%}"
+        what = "judges right" if "kl" in metrics.rewards else "prefers the chosen"
+        loss += f"  {what} {metrics.rewards['accuracies']:.0%}"
     return f"{loss}  tok/s {units}{speed}{memory}  data {wait:.0f}%{planned}{left}"
 
 

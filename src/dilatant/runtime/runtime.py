@@ -269,6 +269,10 @@ class Runtime:
             return self._planner.plan_step(samples, number, forwards)
         return self._planner.plan_missing(samples, reuse, self.unfinished.weights, self.unfinished.loss_layers)
 
+    def forwards_of(self, samples: Sequence[EncodedSample], step: PreparedStep) -> PreparedStep:
+        """Plan forwards, for `predict`, of the samples of a planned step on the ranks that run them in that step."""
+        return self._planner.plan_forwards(samples, step.assignment, self._next_step)
+
     def prepare(
         self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule, *, forwards: bool = False
     ) -> PreparedStep:

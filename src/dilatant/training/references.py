@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from dilatant.comm.gather import all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.config.files.durable import write_durably
-from dilatant.data.sample import digest_of
+from dilatant.data.sample import EncodedSample, digest_of
 from dilatant.data.text.encoding import NO_LOSS
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
@@ -39,6 +41,21 @@ def score_pairs(runtime: Runtime, step: StepInput[PreparedStep]) -> dict[int, tu
         both = losses[~is_second], losses[is_second]
         own[number] = [-float(each.sum()) for each in both], [len(each) for each in both]
     return gather_by_sample(runtime, own)
+
+
+def complete_samples(runtime: Runtime, step: StepInput[PreparedStep]) -> Sequence[EncodedSample]:
+    """Return the samples of a step with what the loss needs to know of all of them, if anything, by forwards with the
+    present weights; called by all ranks together."""
+    samples, loss = step.batch.samples, runtime.model.language.pair_loss
+    if loss is None or not loss.scores_first:
+        return samples
+    runtime.train(False)
+    try:
+        scores = score_pairs(runtime, replace(step, step=runtime.forwards_of(samples, step.step)))
+    finally:
+        runtime.train()
+    sums = torch.tensor([scores[number][0] for number in range(len(samples))], dtype=torch.float64)
+    return loss.complete(samples, sums)
 
 
 class _Stored(Struct):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dilatant.data.workers.batches import GlobalBatch
-from dilatant.models.language.pair_loss import REWARDS
+from dilatant.models.language.pair_loss import REWARDS, with_margins
 from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.training.model_flops import ModelFlops
@@ -44,7 +44,7 @@ class StepMeter:
             total_steps=state.total_steps,
             loss=result.loss,
             losses=losses if len(losses) > 1 else {},
-            rewards={name.removeprefix(REWARDS): value for name, value in rewards.items()},
+            rewards={name.removeprefix(REWARDS): value for name, value in with_margins(rewards).items()},
             source_losses=self._source_losses(batch, result),
             grad_norm=result.grad_norm,
             learning_rates={label: rate * peak for label, peak in self.peak_rates.items()},

@@ -48,7 +48,7 @@ from dilatant.training.optimizers.master_weights import Averages, WithMasters, m
 from dilatant.training.optimizers.optimizer import build_optimizer, peak_rates, rate_factor, set_rate_factor
 from dilatant.training.optimizers.own_optimizer import OwnOptimizer
 from dilatant.training.own_parts import find_optimizer, find_schedule
-from dilatant.training.references import FILE, References
+from dilatant.training.references import FILE, References, complete_samples
 from dilatant.training.run_state import RunState
 from dilatant.training.saving import Saving
 from dilatant.training.step_metrics import StepLog, StepMeter, explain_nonfinite, is_finite
@@ -316,15 +316,14 @@ class Trainer:
             )
         batch = inputs.batch
         self._data_wait = DataWait(self.rank, turned, time.perf_counter() - began, batch.slowest)
-        self._rate = rate_factor(self._schedule, self.step, self.state.total_steps)
-        if self.state.rate_factor != 1.0:
-            self._rate *= self.state.rate_factor
+        self._rate = rate_factor(self._schedule, self.step, self.state.total_steps) * self.state.rate_factor
         set_rate_factor(self.state.optimizer, self._rate)
         seed_step(self._config.seed, self.step)
         if self._gate is not None:
             self._gate.begin(self.step, self._step_limit_seconds())
+        samples = complete_samples(self.runtime, inputs)
         result = self.runtime.execute(
-            batch.samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
+            samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
         )
         self._report_slowness()
         self._apply(result, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from cases.data_builders import IMAGE_ID, image_bytes, small_encoding
 from dilatant.config import UserError
+from dilatant.config.data import DataSource
+from dilatant.data.readers.reader import HeldOutSplit, Reader, open_source
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import parse_record
 from dilatant.data.sample import EncodedSample, Sample, Turn
@@ -157,6 +160,94 @@ def test_preferences_are_learned_only_where_they_are_asked_for() -> None:
         encode_sample(own, small_encoding(pairs=True))
     prompt = encode_prompt(pair, small_encoding())
     assert prompt.answer == "good"
+
+
+@pytest.mark.parametrize(
+    ("fields", "desired"),
+    [
+        ({"prompt": "q", "completion": "good", "label": True}, True),
+        ({"prompt": ASKED, "completion": [WORSE], "label": False}, False),
+        ({"messages": [*ASKED, WORSE], "kto_tag": False}, False),
+        ({"instruction": "q", "output": "bad", "kto_tag": "False"}, False),  # as CSV has it
+        ({"prompt": "q", "completion": "good", "label": "yes"}, None),
+        ({"prompt": "q", "completion": "good", "label": 1}, None),
+        ({"prompt": "q", "completion": "good"}, None),
+        ({"question": "q", "label": True}, None),  # an answer itself
+    ],
+)
+def test_the_mark_of_an_answer_is_read(fields: dict[str, Any], desired: bool | None) -> None:
+    sample = sample_of(**fields)
+    assert sample.desired is desired
+    is_ignored = desired is None and len(fields) == 3
+    assert sample.unused == (("label",) if is_ignored else ())
+
+
+def test_the_column_of_marks_may_be_named() -> None:
+    sample = sample_of({"kto_tag": "liked"}, prompt="q", completion="bad", liked=False)
+    assert (sample.desired, sample.unused) == (False, ())
+
+
+def marked(folder: Path, *records: dict[str, Any]) -> Reader:
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "marked.jsonl").write_text(lines, encoding="utf-8")
+    return replace(open_source(DataSource(path=str(folder / "marked.jsonl"))), contrasts=True)
+
+
+def test_a_marked_answer_stands_beside_that_of_the_record_before(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(image_bytes())
+    reader = marked(
+        tmp_path,
+        {"image": "a.png", "prompt": "one", "completion": "1", "label": True},
+        {"messages": [*TALK, BETTER], "kto_tag": False},
+        {"prompt": "three", "completion": "3", "label": True},
+    )
+    assert [texts(sample.turns)[-1] for sample in map(reader.__getitem__, range(3))] == ["1", "good", "3"]
+    assert [texts(sample.rejected) for sample in map(reader.__getitem__, range(3))] == [
+        ["one", "3"],
+        ["q", "once", "more", "1"],
+        ["three", "good"],
+    ]
+    assert [turn.carries_loss for turn in reader[1].turns if turn.role == "assistant"] == [False, True]
+    encoding = small_encoding(pairs=True, marks=True)
+    sizes = [measure_sample(reader[number], encoding) for number in range(3)]
+    assert [each.is_desired for each in sizes] == [True, False, True]
+    encoded = encode_sample(reader[0], encoding)
+    first = reader[0]
+    conversations = [Sample("x", turns, first.unplaced) for turns in (first.turns, first.rejected)]
+    alone = [encode_sample(each, small_encoding()) for each in conversations]
+    for sequence, sample in zip(encoded.sequences(), alone, strict=True):
+        assert sequence.input_ids.tolist() == sample.input_ids.tolist()
+    held_out = replace(reader, split=HeldOutSplit(1, 0, held_out=False))
+    assert {texts(sample.rejected)[-1] for sample in map(held_out.__getitem__, range(2))} == {
+        texts(sample.turns)[-1] for sample in map(held_out.__getitem__, range(2))
+    }  # answers that are held out are in no other sample
+
+
+@pytest.mark.parametrize(
+    ("record", "pattern"),
+    [
+        ({"prompt": "q", "completion": "good"}, r"no mark of its answer.*'label' \(or 'kto_tag'\), true or false"),
+        ({"prompt": "q", "completion": "good", "label": "yes"}, "has no mark of its answer"),
+        ({"prompt": "q", "chosen": "good", "rejected": "bad"}, "has two answers, and kto learns from single ones"),
+        ({"messages": ASKED, "label": True}, "does not end with an answer"),
+    ],
+)
+def test_records_without_a_marked_answer_are_refused(record: dict[str, Any], pattern: str, tmp_path: Path) -> None:
+    encoding = small_encoding(pairs=True, marks=True)
+    other = {"prompt": "p", "completion": "x", "label": False}
+    with pytest.raises(UserError, match=pattern) as caught:
+        encode_sample(marked(tmp_path, record, other)[0], encoding)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_answers_are_learned_from_by_kto_alone() -> None:
+    sample = sample_of(prompt="q", completion="bad", label=False)
+    for encode in (encode_sample, encode_prompt, measure_sample):
+        with pytest.raises(UserError, match=r"is marked as undesired .* set 'train\.preferences: {method: kto}'"):
+            encode(sample, small_encoding())
+    pair = sample_of(prompt="q", chosen="good", rejected="bad", label=False)
+    with pytest.raises(UserError, match="is marked as undesired"):
+        encode_sample(pair, small_encoding(pairs=True))
 
 
 def test_answers_that_become_the_same_tokens_are_refused(tmp_path: Path) -> None:

@@ -104,7 +104,6 @@ def test_cells_of_csv_hold_lists_and_conversations(tmp_path):
         (b"answer,answer\na,b\n", "two columns 'answer'"),
         (b"question,answer\na,\xff\n", "x.csv:1: is not UTF-8"),
         (b"question,answer\n", "is empty"),
-        (b"question,answer,label\na,b,False\n", "marked as undesired"),
         (b"a\0b,c\n", "is unknown"),
         (b'question\tanswer\nq\t"a\nb"\n', "x.csv:2: has 1 values for the 2 columns"),
         (b"a.jpg,A dog, a cat\n", "begins with the file 'a.jpg', not .* as in image,caption"),

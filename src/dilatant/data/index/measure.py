@@ -42,8 +42,8 @@ FileState = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SampleMeasurements:
-    """Result of measuring samples from headers and text. numbers: int64 [units + 2, samples]: tokens in each unit (0 if
-    unknown), target tokens, and the `content_digest`.
+    """Result of measuring samples from headers and text. numbers: int64 [units + 3, samples]: tokens in each unit (0 if
+    unknown), target tokens, the `content_digest`, and 1 for answers that are not marked as bad.
 
     problems: sample → why it cannot be trained on at any length. media: sample with a problem → the files that hold its
     media. unused: columns, and keys inside of columns, that no sample uses, as an ordered set.
@@ -55,9 +55,9 @@ class SampleMeasurements:
     unused: dict[str, None] = field(default_factory=dict)
 
     @property
-    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens, int64 [units, samples], target tokens and digests, int64 [samples]."""
-        return self.numbers[:-2], self.numbers[-2], self.numbers[-1]
+    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens, int64 [units, samples], target tokens, digests and marks, int64 [samples]."""
+        return self.numbers[:-3], self.numbers[-3], self.numbers[-2], self.numbers[-1]
 
 
 def measure(
@@ -76,7 +76,7 @@ def measure(
     Raises UserError for an error of the source as a whole.
     """
     total = len(samples)
-    found = SampleMeasurements(np.zeros((len(encoding.unit_names) + 2, total), np.int64))
+    found = SampleMeasurements(np.zeros((len(encoding.unit_names) + 3, total), np.int64))
     job = _MeasureJob(samples, encoding)
 
     def named(piece: IndexRange) -> str:
@@ -112,7 +112,7 @@ class _MeasureJob:
     def __call__(self, piece: IndexRange) -> SampleMeasurements:
         start, end = piece
         units = self.encoding.unit_names
-        found = SampleMeasurements(np.zeros((len(units) + 2, end - start), np.int64))
+        found = SampleMeasurements(np.zeros((len(units) + 3, end - start), np.int64))
         for index in range(start, end):
             sample = None
             try:
@@ -125,7 +125,7 @@ class _MeasureJob:
                     found.media[index] = tuple(map(file_state, files))
                 continue
             tokens = (sizes.tokens[unit] for unit in units)
-            found.numbers[:, index - start] = [*tokens, sizes.target_tokens, sizes.content]
+            found.numbers[:, index - start] = [*tokens, sizes.target_tokens, sizes.content, sizes.is_desired]
             if sizes.refusals:
                 found.problems[index] = str(sizes.refusals[0])
         return found

@@ -76,8 +76,8 @@ class Refusals(Mapping[int, str]):
         return self._text[self._ends[at] : self._ends[at + 1]].tobytes().decode()
 
 
-FORMAT = 5
-_COLUMNS = ("tokens", "target_tokens", "content")
+FORMAT = 6
+_COLUMNS = ("tokens", "target_tokens", "content", "desired")
 """Arrays of a cached index, in the order of `SampleMeasurements.columns`."""
 _TOOLS = find_spec("av") is not None, version("transformers")
 """Part of the cache key: without PyAV some media are refused, and some sounds get another length; processors may count
@@ -98,7 +98,7 @@ class SizesIndex:
     [samples], the tokens that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems:
     sample → why it cannot be trained on at any length. name: returns a sample's name in messages. unused: for each
     source, the columns and keys that no sample uses. forget: removes the cached measurements of a sample's source, if
-    they prove wrong.
+    they prove wrong. desired: int64 [samples], 0 for answers that are marked as bad, of samples with marks.
     """
 
     units: tuple[str, ...]
@@ -109,6 +109,7 @@ class SizesIndex:
     name: Callable[[int], str] = field(default="sample {}".format, compare=False)
     unused: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
     forget: Callable[[int], None] = field(default=_keep, compare=False)
+    desired: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -258,6 +259,7 @@ def _index(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Array
         name=blend.name,
         unused=tuple(tuple(part.about["unused"]) for part in parts),
         forget=partial(_forget, blend, cache, entries),
+        desired=found.arrays["desired"] if encoding.marks else None,
     )
 
 

@@ -79,6 +79,10 @@ class Blend:
                 split.count(reader.all_samples)
         return sides[0], sides[1]
 
+    def contrasted(self) -> Blend:
+        """Return the blend with a second answer for each sample, see `Reader.contrasts`."""
+        return replace(self, readers=tuple(replace(reader, contrasts=True) for reader in self.readers))
+
     def _locate(self, index: int) -> tuple[Reader, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

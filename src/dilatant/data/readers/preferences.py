@@ -1,4 +1,7 @@
-"""Preference records: a chosen and a rejected answer to one prompt, in the forms of TRL, LLaMA-Factory and ms-swift."""
+"""Preference records: a chosen and a rejected answer to one prompt, in the forms of TRL, LLaMA-Factory and ms-swift.
+
+Where answers have marks instead (KTO), the second answer is another record's.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from dilatant.data.errors import SampleError
 from dilatant.data.readers.listed_media import ListedMedia
 from dilatant.data.readers.messages import parse_turns
 from dilatant.data.readers.record_fields import CHAT_COLUMNS, Fields, is_objects, rows, scalar
-from dilatant.data.sample import Turn
+from dilatant.data.sample import Sample, Turn
 
 REJECTED_COLUMNS = ("rejected", "rejected_response", "rejected_messages")
 Conversation = tuple[Turn, ...]
@@ -94,5 +98,22 @@ def _paired(fields: Fields, chosen: Conversation, rejected: Conversation) -> tup
             fields.refuse(f"its {name} conversation does not end with an answer", "add one, or remove the record")
         if any(not isinstance(part, str) for turn in turns[shared:] for part in turn.content):
             fields.refuse(f"its {name} answer holds media", "give media in the prompt")
-    prompt = tuple(replace(turn, carries_loss=False) if turn.role == "assistant" else turn for turn in chosen[:shared])
+    prompt = _unlearned(chosen[:shared])
     return (*prompt, *chosen[shared:]), (*prompt, *rejected[shared:])
+
+
+def _unlearned(turns: Conversation) -> Conversation:
+    """Return the turns without loss on the assistant's."""
+    return tuple(replace(turn, carries_loss=False) if turn.role == "assistant" else turn for turn in turns)
+
+
+def with_other_answer(sample: Sample, other: Sample) -> Sample:
+    """Return a sample whose rejected conversation is its prompt with the last answer of `other`. Raises SampleError."""
+    for each in (sample, other):
+        if each.rejected:
+            raise SampleError(each.id, "has two answers, and kto learns from single ones", "take dpo, or give one")
+        if not each.turns or each.turns[-1].role != "assistant":
+            raise SampleError(each.id, "does not end with an answer", "add one, or remove the record")
+    *prompt, answer = sample.turns
+    prompt = _unlearned(tuple(prompt))
+    return replace(sample, turns=(*prompt, answer), rejected=(*prompt, other.turns[-1]))

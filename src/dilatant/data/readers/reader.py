@@ -29,6 +29,7 @@ from dilatant.data.readers.folder_records import find_beside
 from dilatant.data.readers.json_records import JsonRecords, scan_json
 from dilatant.data.readers.mds_records import INDEX, MdsRecords, mds_catalog, scan_mds
 from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
+from dilatant.data.readers.preferences import with_other_answer
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
 from dilatant.data.readers.source_files import SUFFIXES, Catalog, Form, Scan, Scanner, SourceFiles, find_files
@@ -101,7 +102,8 @@ class Reader:
     fingerprint: changes when the files (names, sizes or times) or the options for reading them change. label: the
     user's name for the source. split: the subset of the samples that this reader has, after `limit`; None for all.
     home: the folder of the data; None for the hub. media_dir: base folder of relative media paths; None for the folder
-    of the file that names them. passed_over: descriptions of files that are not read.
+    of the file that names them. passed_over: descriptions of files that are not read. contrasts: every sample's
+    `rejected` ends with the answer of the sample before it, the first one's with that of the last.
     Indexing raises UserError naming the invalid record.
     """
 
@@ -116,6 +118,7 @@ class Reader:
     split: HeldOutSplit | None = None
     media_dir: str | None = None
     passed_over: tuple[str, ...] = ()
+    contrasts: bool = False
 
     @property
     def is_called(self) -> str:
@@ -135,6 +138,11 @@ class Reader:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        sample = self._read(index)
+        is_contrasted = self.contrasts and sample.encoded is None
+        return with_other_answer(sample, self._read((index - 1) % len(self))) if is_contrasted else sample
+
+    def _read(self, index: int) -> Sample:
         record = self.records.read(self._number(index))
         if isinstance(record, Sample):
             return record

@@ -179,7 +179,19 @@ def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools:
         fields.refuse(
             f"has {characters:,} characters of text, more than the {MOST_CHARACTERS:,} allowed", "cut it into pieces"
         )
-    return Sample(record.id, turns, tuple(listed), tools, fields.unused())
+    desired = _mark(fields)
+    return Sample(record.id, turns, tuple(listed), tools, fields.unused(), desired=desired)
+
+
+def _mark(fields: Fields) -> bool | None:
+    """Return the mark of a record's answer as good or bad; None without one."""
+    for name in DESIRED_COLUMNS:
+        mark = fields.peek(name)
+        mark = mark == "True" if mark in ("True", "False") else mark  # CSV holds texts
+        if isinstance(mark, bool) and (fields.is_named(name) or name in fields.unused()):
+            fields.take(name)
+            return mark
+    return None
 
 
 def _preference(fields: Fields, prompt: str | None) -> Sample:
@@ -197,7 +209,7 @@ def _preference(fields: Fields, prompt: str | None) -> Sample:
     better = _sample(fields, chosen, listed, tools)
     if worse.unplaced != better.unplaced:
         fields.refuse("its two conversations hold unlike media", "give media in the prompt, once")
-    return replace(better, rejected=worse.turns)
+    return replace(better, rejected=worse.turns, desired=worse.desired)
 
 
 def _tools(fields: Fields) -> str:
@@ -207,19 +219,8 @@ def _tools(fields: Fields) -> str:
 
 
 def _refuse_other_answers(fields: Fields, turns: tuple[Turn, ...]) -> None:
-    """Raise SampleError for answers that must not be learned as they are: KTO's `label: false` with an answer, and
-    texts with ms-swift's markers for `objects`, which each model writes in its own format."""
-    for name in DESIRED_COLUMNS:
-        mark = fields.peek(name)
-        mark = mark == "True" if mark in ("True", "False") else mark  # CSV holds texts
-        if isinstance(mark, bool) and name in fields.unused():
-            fields.take(name)
-            if mark:
-                continue
-            fields.refuse(
-                f"its answer is marked as undesired ({name}: false, as for KTO), and would be learned all the same",
-                "remove the record, or set 'data.on_error: skip'",
-            )
+    """Raise SampleError for answers that must not be learned as they are: texts with ms-swift's markers for `objects`,
+    which each model writes in its own format, and with files in tags."""
     texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
     marker = next((mark for mark in GROUNDING_MARKERS if any(mark in text for text in texts)), None)
     if fields.has("objects") and marker is not None:

@@ -13,18 +13,20 @@ from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, concatenate_inputs
 from dilatant.data.sample import EncodedSample, Media, Sample, content_digest
 from dilatant.data.text.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
-from dilatant.data.text.token_layout import Item, TokenLayout, lay_out, place_media
+from dilatant.data.text.token_layout import Item, TokenLayout, lay_out, place_media, refuse_undesired
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
     """Sizes of a sample. tokens: unit → tokens that it processes, in the order of `Encoding.unit_names`. target_tokens:
-    those with loss. content: see `EncodedSample.content_digest`. refusals: errors that hold at any `max_length`."""
+    those with loss. content: see `EncodedSample.content_digest`. refusals: errors that hold at any `max_length`.
+    is_desired: see `EncodedSample.desired`; True without a mark."""
 
     tokens: Mapping[str, int]
     target_tokens: int
     content: int
     refusals: tuple[SampleError, ...]
+    is_desired: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
 
 def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
     """Return the sample up to its last answer, and that answer's text. Raises SampleError if there is no question."""
+    refuse_undesired(sample, encoding)
     turns, answer, unplaced = sample.turns, "", sample.unplaced
     if turns and turns[-1].role == "assistant":
         if not turns[-1].carries_loss:
@@ -130,6 +133,7 @@ def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
         int(layout.targets.sum()),
         content_digest(layout.ids, layout.labels),
         tuple(_nothing_to_learn(sample, encoding, layout)),
+        sample.desired is not False,
     )
 
 

@@ -39,8 +39,9 @@ class Encoding:
 
     targets: how images in an assistant's turns are generated. max_length: maximum tokens of a sample in the language
     model, media included. held_out: samples are scored by their last answers, so a sample without a question is an
-    error. truncates: training samples are cut at `max_length`. pairs: samples are pairs of answers; shares_prompt: both
-    answers of a pair follow one copy of their prompt. system: the system text of conversations without one.
+    error. truncates: training samples are cut at `max_length`. pairs: samples are pairs of answers, or have marked
+    answers beside others' (marks); shares_prompt: both answers of a pair follow one copy of their prompt. system: the
+    system text of conversations without one.
     """
 
     chat: ChatTokenizer
@@ -51,6 +52,7 @@ class Encoding:
     targets: Sequence[ImageTarget] = ()
     truncates: bool = False
     pairs: bool = False
+    marks: bool = False
     shares_prompt: bool = True
     system: str | None = None
 
@@ -65,6 +67,7 @@ class Encoding:
             [target.fingerprint for target in self.targets],
             *((self.max_length,) if self.cuts_at else ()),
             *(("pairs", self.shares_prompt) if self.pairs else ()),
+            *(("marks",) if self.marks else ()),
             *(() if self.system is None else (self.system,)),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -236,6 +236,10 @@ class TokenLayout:
 
 def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> TokenLayout:
     """Compute token ids with every media item expanded, from sizes alone. Raises SampleError."""
+    refuse_undesired(sample, encoding)
+    if encoding.marks and sample.desired is None and not for_generation:
+        problem = "has no mark of its answer, and 'method: kto' learns from good and bad ones"
+        raise SampleError(sample.id, problem, "give 'label' (or 'kto_tag'), true or false, or remove it")
     if for_generation or not (sample.rejected or encoding.pairs):
         return _lay_out_turns(sample, encoding, for_generation)
     if encoding.pairs and sample.rejected:
@@ -248,6 +252,16 @@ def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) ->
     raise SampleError(sample.id, problem, remedy)
 
 
+def refuse_undesired(sample: Sample, encoding: Encoding) -> None:
+    """Raise SampleError for an answer that is marked as bad, where marks are not learned from."""
+    if sample.desired is False and not encoding.marks:
+        raise SampleError(
+            sample.id,
+            "its answer is marked as undesired (label or kto_tag: false), and would be learned all the same",
+            "set 'train.preferences: {method: kto}', remove the record, or set 'data.on_error: skip'",
+        )
+
+
 def _lay_out_pair(sample: Sample, encoding: Encoding) -> TokenLayout:
     """Lay out both answers of a pair, behind the tokens that their prompts share or, without such, as two sequences.
 
@@ -257,7 +271,7 @@ def _lay_out_pair(sample: Sample, encoding: Encoding) -> TokenLayout:
         _lay_out_turns(replace(sample, turns=turns, rejected=()), encoding, for_generation=False)
         for turns in (sample.turns, sample.rejected)
     ]
-    if np.array_equal(chosen.ids, rejected.ids):
+    if np.array_equal(chosen.ids, rejected.ids) and not encoding.marks:
         raise SampleError(sample.id, "its two answers become the same tokens", "remove it")
     if not (chosen.targets.any() and rejected.targets.any()):
         raise SampleError(sample.id, "has an answer that carries no loss", "remove it")

@@ -1,13 +1,15 @@
 """Losses of pairs: a function of the log-probabilities of a chosen and a rejected answer to one prompt.
 
 DPO (Rafailov et al. 2023, arXiv 2305.18290), IPO of means over tokens (Azar et al. 2023, arXiv 2310.12036), SimPO
-(Meng et al. 2024, arXiv 2405.14734) and ORPO (Hong et al. 2024, arXiv 2403.07691).
+(Meng et al. 2024, arXiv 2405.14734) and ORPO (Hong et al. 2024, arXiv 2403.07691). Of answers that are marked as good
+or bad: KTO (Ethayarajh et al. 2024, arXiv 2402.01306).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,18 +30,51 @@ _LEAST = 1e-12
 """Least probability that an answer is another one, so that the odds of a certain answer are finite."""
 
 
-def measure_pairs(rewards: Tensor) -> dict[str, Tensor]:
-    """Return the sums of `MEASURES` over pairs. rewards: [pairs, 2], of the chosen and the rejected answer."""
-    chosen, rejected = rewards.unbind(1)
-    measured = (chosen, rejected, (chosen > rejected).to(rewards.dtype), chosen - rejected)
-    return {name: each.sum() for name, each in zip(MEASURES, measured, strict=True)}
+Counts = Mapping[str, Callable[[EncodedSample], float]]
+"""What is measured of samples → a sample's part in the number that divides the sum over the global batch."""
+
+
+def count_one(sample: EncodedSample) -> float:
+    """Count every sample alike."""
+    return 1.0
+
+
+def _count_desired(sample: EncodedSample) -> float:
+    return float(bool(sample.desired))
+
+
+def _count_undesired(sample: EncodedSample) -> float:
+    return float(not sample.desired)
+
+
+def with_margins(means: Mapping[str, float]) -> dict[str, float]:
+    """Add the difference of the mean rewards to measures of answers that are no pairs."""
+    chosen, rejected, _, margins = MEASURES
+    if chosen in means and rejected in means:
+        return {margins: means[chosen] - means[rejected], **means}
+    return {**means}
 
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """The loss of `train.preferences`, summed over pairs; the count of the global batch divides it."""
+    """The loss of `train.preferences`, summed over pairs; the count of the global batch divides it.
+
+    scores_first: `complete` needs the log-probabilities of a global batch before its step.
+    """
 
     how: PreferencesConfig
+    measures: ClassVar[Counts] = dict.fromkeys(MEASURES, count_one)
+    scores_first: ClassVar[bool] = False
+
+    def complete(self, samples: Sequence[EncodedSample], sums: Tensor) -> Sequence[EncodedSample]:
+        """Return the samples of a global batch with what the loss needs to know of all of them. sums: see `judge`."""
+        return samples
+
+    def measure(self, rewards: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
+        """Return `measures` of each pair, [pairs], from what `judge` returned; NaN where one is not defined."""
+        chosen, rejected = rewards.unbind(1)
+        measured = (chosen, rejected, (chosen > rejected).to(rewards.dtype), chosen - rejected)
+        return dict(zip(MEASURES, measured, strict=True))
 
     def judge(self, sums: Tensor, counts: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the losses of pairs, [pairs], and the rewards of their answers, [pairs, 2]. sums: float64 [pairs, 2],
@@ -96,8 +131,59 @@ class PairLoss:
         # The slope of a pair times this rank's part of its sums; the first rank has the value.
         is_first = share is None or share.group.index == 0
         loss = judged.detach().sum() * is_first + (slope.flatten() * (own - own.detach())).sum()
-        measured = measure_pairs(rewards.detach() * is_first)
-        return loss.float(), {name: each.float() for name, each in measured.items()}
+        measured = self.measure(rewards.detach(), reference)
+        return loss.float(), {name: each.nansum().float() * is_first for name, each in measured.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedLoss(PairLoss):
+    """The loss of KTO. A sample's first answer is marked as desired or not; the second one is another record's.
+
+    The second answers tell how far the model has moved from the reference: the mean of their log-ratios over the global
+    batch, at least 0 (z0 of the paper), is a number without gradient that all rewards are compared with.
+    """
+
+    measures: ClassVar[Counts] = {
+        f"{REWARDS}chosen": _count_desired,
+        f"{REWARDS}rejected": _count_undesired,
+        f"{REWARDS}accuracies": count_one,
+        f"{REWARDS}kl": count_one,
+    }
+    scores_first: ClassVar[bool] = True
+
+    def complete(self, samples: Sequence[EncodedSample], sums: Tensor) -> Sequence[EncodedSample]:
+        known = PairLoss.reference_of(self, samples)
+        assert known is not None
+        divergence = max(0.0, float((sums - known)[:, 1].mean()))
+        return [replace(sample, divergence=divergence) for sample in samples]
+
+    def reference_of(self, samples: Sequence[EncodedSample]) -> Tensor:
+        """Return, float64 [samples, 3], the first answer's log-probability by the reference, the divergence of the
+        global batch, and 1 for a desired answer or -1. Raises UserError."""
+        known = PairLoss.reference_of(self, samples)
+        assert known is not None
+        for sample in samples:
+            if sample.desired is None or sample.divergence is None:
+                raise UserError(f"{sample.id}: its mark or divergence is unknown; give `desired`, and call `complete`")
+        facts = [[sample.divergence, 1.0 if sample.desired else -1.0] for sample in samples]
+        return torch.cat([known[:, :1], torch.tensor(facts, dtype=torch.float64)], dim=1)
+
+    def judge(self, sums: Tensor, counts: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the losses, [samples], and the first answers' rewards beside what they are compared with."""
+        assert reference is not None
+        how, (known, divergence, sign) = self.how, reference.unbind(1)
+        good, bad = (1.0 if each is None else each for each in (how.desirable_weight, how.undesirable_weight))
+        beta, weights = how.beta or 0.1, good * (1 + sign) / 2 + bad * (1 - sign) / 2
+        rewards, origin = beta * (sums[:, 0] - known), beta * divergence
+        return weights * torch.sigmoid(sign * (origin - rewards)), torch.stack([rewards, origin], dim=1)
+
+    def measure(self, rewards: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
+        assert reference is not None
+        reward, origin = rewards.unbind(1)
+        is_desired, nothing = reference[:, 2] > 0, torch.full_like(reward, torch.nan)
+        is_right = ((reward > origin) == is_desired).to(reward.dtype)
+        chosen, rejected = torch.where(is_desired, reward, nothing), torch.where(is_desired, nothing, reward)
+        return dict(zip(self.measures, (chosen, rejected, is_right, reference[:, 1]), strict=True))
 
 
 def _target_counts(sample: EncodedSample) -> tuple[int, int]:

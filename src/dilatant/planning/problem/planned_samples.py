@@ -86,6 +86,6 @@ def _sizes(config: Config, samples: Samples, blend: Blend, progress: Progress) -
         return order, index
     chosen, positions = np.unique(order, return_inverse=True)
     part = measure(SampleSubset(blend, chosen), samples.encoding, progress=progress)
-    tokens, target_tokens, content = part.columns
+    tokens, target_tokens, content, _ = part.columns
     index = SizesIndex(samples.encoding.unit_names, tokens.T, target_tokens, content, part.problems)
     return positions.astype(np.int64), index

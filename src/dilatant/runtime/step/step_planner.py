@@ -114,11 +114,15 @@ class StepPlanner:
             self._plan, costs, costs.workload(_arrays(tokens)), self._microbatching, self._graph.anchor
         )
         if forwards:
-            nothing = (False,) * len(self._plan.stages())
-            schedule = gpipe(self._plan, assignment, Trainability(nothing, nothing))
-        else:
-            schedule = self._microbatching.family(self._plan, assignment, self._trainability)
-        return self.prepare(samples, assignment, schedule, step, forwards)
+            return self.plan_forwards(samples, assignment, step)
+        schedule = self._microbatching.family(self._plan, assignment, self._trainability)
+        return self.prepare(samples, assignment, schedule, step)
+
+    def plan_forwards(self, samples: Sequence[EncodedSample], assignment: Assignment, step: int) -> PreparedStep:
+        """Plan the forwards of a given assignment."""
+        nothing = (False,) * len(self._plan.stages())
+        schedule = gpipe(self._plan, assignment, Trainability(nothing, nothing))
+        return self.prepare(samples, assignment, schedule, step, forwards=True)
 
     def plan_missing(
         self,

@@ -9,8 +9,10 @@ answers are generated to the end (`greedy_answers.write_answers`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.config.train import LOSS, EvaluationConfig
 from dilatant.data.order.blend import Blend
-from dilatant.models.language.pair_loss import PairLoss, measure_pairs
+from dilatant.models.language.pair_loss import REWARDS, PairLoss, with_margins
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.training.evaluation.answer_metrics import Metric, measure
@@ -34,8 +36,8 @@ from dilatant.training.run_state import RunState
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Expected and written answer of a sample. loss: summed cross entropy of its `tokens` tokens. source: its data
-    set's number. rewards: of the chosen and the rejected answer of a pair, whose loss is that of one token; the texts
-    then say which of both is expected, and which has the higher reward."""
+    set's number. measures: of a pair, whose loss is that of one token, or of a marked answer; the texts then say which
+    answer is expected to have the higher reward (or how the answer is marked), and what rewards say."""
 
     sample: str
     expected: str
@@ -43,7 +45,7 @@ class Verdict:
     loss: float = 0.0
     tokens: int = 0
     source: int = 0
-    rewards: tuple[float, float] | None = None
+    measures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
@@ -173,10 +175,15 @@ class Evaluator:
         found = score_pairs(self._state.runtime, step)
         scores = [found[number] for number in range(len(samples))]
         sums, counts = (torch.tensor(each, dtype=torch.float64) for each in zip(*scores, strict=True))
-        judged = loss.judge(sums, counts, loss.reference_of(samples))
-        for sample, value, (chosen, rejected) in zip(samples, *(each.tolist() for each in judged), strict=True):
-            preferred = "chosen" if chosen > rejected else "rejected"
-            yield Verdict(sample.id, "chosen", preferred, value, 1, sample.source, (chosen, rejected))
+        reference = loss.reference_of(loss.complete(samples, sums))
+        losses, rewards = loss.judge(sums, counts, reference)
+        by_name = {name: each.tolist() for name, each in loss.measure(rewards, reference).items()}
+        for number, (sample, value) in enumerate(zip(samples, losses.tolist(), strict=True)):
+            own = {name: each[number] for name, each in by_name.items() if not math.isnan(each[number])}
+            names = ("chosen", "rejected") if sample.desired is None else ("desired", "undesired")
+            expected, other = names[::-1] if sample.desired is False else names
+            written = expected if own[f"{REWARDS}accuracies"] else other
+            yield Verdict(sample.id, expected, written, value, 1, sample.source, own)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return decode_answer(self._tokenizer, tokens, self._stop_ids)
@@ -204,7 +211,9 @@ def _measured(verdicts: Sequence[Verdict], metrics: Mapping[str, Metric | None])
     written = [verdict.written for verdict in verdicts]
     tokens = sum(verdict.tokens for verdict in verdicts)
     loss = sum(verdict.loss for verdict in verdicts) / max(1, tokens)
-    if rewards := [verdict.rewards for verdict in verdicts if verdict.rewards is not None]:
-        sums = measure_pairs(torch.tensor(rewards))
-        return {LOSS: loss, **{name: float(each) / len(rewards) for name, each in sums.items()}}
+    measured: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(verdict.measures.items() for verdict in verdicts):
+        measured.setdefault(name, []).append(value)
+    if measured:
+        return {LOSS: loss, **with_margins({name: sum(each) / len(each) for name, each in measured.items()})}
     return {LOSS: loss, **{name: measure(name, expected, written, own) for name, own in metrics.items()}}

@@ -65,6 +65,7 @@ class IndexedData:
             int(self.index.content[index]),
             self.samples.source_of(index),
             reference=reference,
+            desired=None if self.index.desired is None else bool(self.index.desired[index]),
         )
 
     def undecoded(self, index: int) -> Sample | None:
