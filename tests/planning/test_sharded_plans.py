@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases.planning.planned_project import config
+from cases.planning.planned_project import text_config
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.assemble import assemble_samples
@@ -19,29 +18,14 @@ from dilatant.planning.planning import PlanningProblem, plan_run, planning_probl
 from dilatant.planning.sharded_weights import NOTABLE, with_best_memory
 
 GPUS, BATCH = 4, 4
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 4}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 6, **SIZES}
 
 
 def few_long_rows(folder: Path, gib: float, **train: Any) -> PlanningProblem:
     """One row of 4,000 tokens for each of four GPUs, of which a rank's whole state takes a third of 2 GiB."""
-    turns = [{"role": "user", "content": "a" * 3000}, {"role": "assistant", "content": "b" * 900}]
-    (folder / "train.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 2 * BATCH, encoding="utf-8")
-    asked = config(
-        folder,
-        model={"language_model": {"tokenizer": "bytes", "config": LLAMA}},
-        data={"train": [{"path": "train.jsonl"}], "max_length": 4096, "workers": 0},
-        train={"steps": 2, "global_batch_size": BATCH, "report_to": [], **train},
-        cluster={"hardware": "H100", "gpus_per_node": GPUS, "memory_gib": gib},
-        plan={"microbatch_sizes": [1, 2], "measure_seconds": 0},
-        debug={"planned_steps": 1},
-    )
+    cluster = {"hardware": "H100", "gpus_per_node": GPUS, "memory_gib": gib}
+    asked = text_config(folder, LLAMA, BATCH, (3000, 900), cluster=cluster, train=train)
     return planning_problem(asked, assemble_samples(asked))
 
 
