@@ -165,14 +165,15 @@ VIT_HUGE = transformer_of(32, 1280, 0.63e9, False, "vision")
 
 
 def seconds(
-    parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, of: str = "forward", tp: int = 1
+    parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, of: str = "forward", tp: int = 1, samples: int = 1
 ) -> NDArray[np.float64]:
-    """Seconds of a pass over rows of so many tokens each: `of` is "forward", "input_gradient" or "weight_gradient"."""
+    """Seconds of a pass over microbatches of `samples` samples of so many tokens each: `of` is "forward",
+    "input_gradient" or "weight_gradient"."""
     n = np.asarray(tokens, dtype=np.float64)
     total = np.zeros_like(n)
     for part in parts:
         cost = getattr(analytic_cost(part.as_run, hardware, degrees=Degrees(tp)), of)
-        total = total + part.count * ((cost.a * n + cost.b) * n + cost.c * (n > 0))
+        total = total + part.count * ((cost.a * n + cost.b) * n * samples + cost.c * (n > 0))
     return total
 
 

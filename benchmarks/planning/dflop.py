@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -69,12 +70,11 @@ class Solved:
 
 def integer_program(load: NDArray[np.float64], count: int, limit: float) -> Solved:
     """The program for `load` [samples, units] and so many microbatches, within `limit` seconds of processor time."""
-    wall = limit * _wall_per_processor_second()
     started = time.process_time()
     try:
-        groups, solver = _cp_sat(load, count, wall), "CP-SAT"
+        groups, solver = _cp_sat(load, count, limit), "CP-SAT"
     except ImportError:
-        groups, solver = _highs(load, count, wall), "HiGHS"
+        groups, solver = _highs(load, count, limit * _wall_per_processor_second()), "HiGHS"
     return Solved(groups, time.process_time() - started, solver)
 
 
@@ -101,9 +101,20 @@ def _cp_sat(load: NDArray[np.float64], count: int, limit: float) -> Groups | Non
             model.add(sum(int(own) * one for own, one in zip(units[:, unit], column, strict=True)) <= largest)
     model.minimize(largest)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limit
     solver.parameters.num_workers = 1
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    begun, ended = time.process_time(), threading.Event()
+
+    def stop() -> None:
+        while not ended.wait(0.05):
+            if time.process_time() - begun > limit:
+                solver.stop_search()
+
+    watch = threading.Thread(target=stop, daemon=True)
+    watch.start()
+    answer = solver.solve(model)
+    ended.set()
+    watch.join()
+    if answer not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     found: Groups = [[] for _ in range(count)]
     for sample, row in enumerate(inside):

@@ -1,11 +1,12 @@
 """Compare published step times with predictions for the very same layouts.
 
     python -m benchmarks.planning.published [--only NAME ..] [--json FILE]
-    python -m benchmarks.planning.published [--rows FILE [--in-turn]] [--memory FILE] [--every N]  # benchmarks.papers.corpus.rows
+    python -m benchmarks.planning.published [--rows FILE [--in-turn]] [--memory FILE] [--every N]
 
-A prediction is the exact simulation of a step of the published layout, gradient sums included, with the shipped
-analytic costs of the GPU (its efficiencies are assumptions of the hardware file; nothing is fitted to these figures).
-`ours` is what `plan.search` chooses on the same devices for the same batch. Nothing here is measured on this machine.
+Files of rows are those of `benchmarks.papers.corpus.rows`. A prediction is the exact simulation of a step of the
+published layout, gradient sums included, with the shipped analytic costs of the GPU (its efficiencies are assumptions
+of the hardware file; nothing is fitted to these figures). `ours` is what `plan.search` chooses on the same devices for
+the same batch. Nothing here is measured on this machine.
 """
 
 from __future__ import annotations

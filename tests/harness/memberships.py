@@ -71,4 +71,4 @@ def require_fit(plan: Plan, planner: MembershipPlanner) -> None:
         for rank in placed.stage.ranks:
             layers = placed.stage.end - placed.stage.first
             held[rank] = held.get(rank, 0.0) + layers * (1.0 + 0.1) / len(placed.stage.ranks)
-    assert max(held.values()) <= planner.costs.memory.capacity_bytes
+    assert max(held.values()) <= planner.costs.memory.capacity_bytes * (1 + 1e-12)  # sums of tenths are rounded

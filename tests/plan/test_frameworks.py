@@ -111,18 +111,21 @@ SWITCH, WORD = {"true", "false"}, {"full", "uniform", "1F1B", "Interleaved1F1B"}
 FACTS = {
     "megatron": (
         "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size "
-        "micro-batch-size global-batch-size num-virtual-stages-per-pipeline-rank recompute-num-layers",
+        "expert-tensor-parallel-size micro-batch-size global-batch-size num-virtual-stages-per-pipeline-rank "
+        "recompute-num-layers",
         "recompute-granularity recompute-method sequence-parallel use-distributed-optimizer",
     ),
     "ms-swift": (
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-        "micro_batch_size global_batch_size virtual_pipeline_model_parallel_size recompute_num_layers",
+        "expert_tensor_parallel_size micro_batch_size global_batch_size virtual_pipeline_model_parallel_size "
+        "recompute_num_layers",
         "recompute_granularity recompute_method sequence_parallel use_distributed_optimizer",
     ),
     "megatron-bridge": (
         "model.tensor_model_parallel_size model.pipeline_model_parallel_size model.context_parallel_size "
-        "model.expert_model_parallel_size model.virtual_pipeline_model_parallel_size model.recompute_num_layers "
-        "train.micro_batch_size train.global_batch_size",
+        "model.expert_model_parallel_size model.expert_tensor_parallel_size "
+        "model.virtual_pipeline_model_parallel_size model.recompute_num_layers train.micro_batch_size "
+        "train.global_batch_size",
         "model.recompute_granularity model.recompute_method model.sequence_parallel ddp.use_distributed_optimizer",
     ),
     "torchtitan": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -154,6 +155,8 @@ def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
         draw.choice((float("inf"), 1.0)),
     )
     alive = list(range(draw.randint(1, 9)))
+    domains = draw.choice(([], [node // 3 for node in alive]))
+    planner = MembershipPlanner(replace(planner.costs, domains=domains))
     following = itertools.count(len(alive))
     reaction = from_planner(planner)
     predicted = reaction(None, frozenset(alive))
@@ -191,6 +194,37 @@ def test_a_run_adopts_what_its_simulation_predicts(seed: int) -> None:
             assert set(copies.values()) == {len(pipelines)}
         # The same number of nodes, restarted without state.
         assert next_plan(worker, initial, None, names, workers).plan == planner.first(len(members)).plan
+
+
+def domains_of_groups(planned: TrainingPlan, members: list[str], of: dict[str, int]) -> list[set[int]]:
+    """The domains in which each tensor-parallel group of nodes of two ranks lies."""
+    return [{of[members[rank // 2]] for rank in placed.stage.ranks} for placed in planned.plan.stages()]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_groups_wider_than_a_node_stay_in_an_nvlink_domain(joins: bool) -> None:
+    """Groups of four ranks on pairs of nodes: lost nodes leave others without partners in each of two domains. A node
+    that joins is in a domain that nobody knows."""
+    both = ParallelSpec(replicas=4, tp=4)
+    plan = plan_from_specs(LAYERS, dict.fromkeys(LAYERS, both), FEEDS, {"vision": "language"})
+    planner, members = planner_like(plan, 0, devices=2), [f"n{node}" for node in range(8)]
+    of = {**dict(zip(members, [0, 0, 0, 0, 1, 1, 1, 1])), "new": 2}
+    found = []
+    for domains in ([], [of[node] for node in members]):
+        chain = replace(planner.costs, keeps_layout=True, narrowest=dict.fromkeys(LAYERS, 4), domains=domains)
+        planner = MembershipPlanner(chain)
+        planned, before = TrainingPlan(plan, 4, "1f1b", "balanced", chain=chain), members
+        for lost in ({"n1"} if joins else {"n1", "n4"}, {"n7"}):
+            now = [node for node in before if node not in lost]
+            now += ["new"] if joins and "new" not in now else []
+            text = published(planned, before, 2)
+            planned, before = next_plan(planner, planned, text, now, [2] * len(now)), now
+            found.append(domains_of_groups(planned, now, of))
+    apart, _, first, second = found
+    assert any(len(own) > 1 for own in apart)
+    assert all(len(own) == 1 for own in (*first, *second))
+    wide = [placed.stage for placed in planned.plan.stages() if len(placed.stage.ranks) == 4]
+    assert len(wide) == 4  # of both units: without joins n5 and n6, whose partners were lost, are one group
 
 
 def test_a_pipeline_without_memory_for_more_than_1f1b_keeps_that_schedule() -> None:

@@ -18,6 +18,7 @@ from dilatant.config import Config, parse_config
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.hardware import load_hardware, save_hardware
 from dilatant.cost.model import save_costs
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.planning.assemble import assemble_samples
@@ -185,3 +186,16 @@ def test_a_plan_that_survives_fewer_losses_says_so(tmp_path: Path, wanted: int, 
     assert run.notes == ((note + "this plan survives 1",) if note else ())
     copies = copies_on_nodes(run.result.winner.plan, 2)
     assert set(copies.values()) == {2}
+
+
+@pytest.mark.parametrize(("hardware", "domains"), [("H100", []), ("GB200", [0, 0, 0, 1, 1])])
+def test_plans_for_losses_know_nvlink_domains(tmp_path: Path, hardware: str, domains: list[int]) -> None:
+    """Five nodes of four devices, in domains of up to 15 devices if any."""
+    write_samples(tmp_path, 32)
+    device = replace(load_hardware(hardware), domain=15 if domains else 0)
+    save_hardware(device, "mine", tmp_path / "mine.yaml")
+    cluster = {"hardware": "mine", "hardware_file": "mine.yaml", "nodes": 5, "gpus_per_node": 4}
+    asked = project_config(tmp_path, cluster=cluster, resilience={"enabled": True})
+    run = plan_resiliently(planning_problem(asked, assemble_samples(asked)))
+    assert run.chain is not None
+    assert run.chain.domains == domains

@@ -111,7 +111,7 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
     sets: dict[tuple[Any, ...], list[int]] = {}
     for number, run in enumerate(runs):
         gpus = run.tp * run.cp * run.pp * run.dp
-        place = run.source + run.label, run.model, run.parts[1], run.tokens, run.gpus, gpus, run.batch, run.sums
+        place = run.source + run.label, run.model, run.parts[1].shape, run.tokens, run.gpus, gpus, run.batch, run.sums
         sets.setdefault(place, []).append(number)
     by_source: dict[str, list[tuple[float, float, float]]] = {}
     for place, numbers in sets.items():

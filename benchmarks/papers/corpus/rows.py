@@ -17,6 +17,7 @@ from dilatant.config.memory_modes import Recompute, Shard
 from dilatant.cost.analytic import AUTOMODEL, MEGATRON, TORCHTITAN, Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
+from dilatant.plan.costs.sync_time import BESIDE
 
 HARDWARE = {
     "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "GH200": "GH200", "B300": "B300", "B200": "B200",
@@ -81,8 +82,10 @@ EAGER_EXPERTS = 1.25
 to Qwen3 30B, whose blocks take 9.3 ms forward and backward on H100 and on B200, however few tokens they have."""
 
 GRAPHED = "26.06"
-"""First release of Megatron Bridge's containers whose blocks with experts run as CUDA graphs: layouts that it shares
-with 26.04 take 0.6 to 0.7 of the time. Earlier ones did so only with a fixed number of tokens an expert."""
+"""First release of Megatron Bridge's containers whose recipes for experts in MXFP8 run a step as one CUDA graph, in
+which experts' exchanges run beside computation: on GB200 and GB300 all but Kimi K2's, on B300 Qwen3's, by
+`perf_recipes` in its repository @067f987df. Layouts shared with 26.04 take 0.6 to 0.7 of the time. Earlier ones had
+such graphs only with a fixed number of tokens an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +126,15 @@ REASONS = (
     "kernel.",
     "megatron-bridge-summary, experts (the program): Qwen3 30B on 8 GB300 with one layout took 9.1, 8.3 and 5.9 s in "
     "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
-    "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. What "
-    "recipes recompute is not told. GPT OSS (the row): it is not told with which kernel its attention with sinks ran.",
+    "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. GPT OSS "
+    "(the row): it is not told with which kernel its attention with sinks ran, and one layout on GB200 took 2.8, 4.5 "
+    "and 2.9 s in releases 26.06, 26.06.01 and 26.08. Recipes of 25.09 (the row) are not told: what they recompute, "
+    "and how many tokens an expert drops. Qwen3 235B on H100 and B300 (us): exchanges between nodes that run beside "
+    "computation hide less than the four fifths of their time that are taken.",
+    "nemo-24.07, fine-tuning (the row): 13B and 70B are printed without the virtual stages of its pretraining; with "
+    "them they would be 10 and 9 % too long instead of 25 and 16 %.",
+    "megatron-bridge-summary, FP8 (the row): 70B on GB300 with pp 4 and microbatches of two samples mixes two recipes, "
+    "of whole replicas with two samples, and of pp 4 in five chunks with one; in chunks it would be 3 % too long.",
     "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its power explains 17 %.",
     "bridge-cards (the row and us): GB200 rows empty the allocator's cache each step or launch from a slow host (9.9 "
     "s for four microbatches of 4,096 tokens); rows of 8,192 tokens are packed and padded by an unknown part, and "
@@ -285,11 +295,12 @@ def _run(row: Mapping[str, Any]) -> Measured:
     if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
         runner = replace(runner, whole_rows=0.0)
     if experts:
-        release = re.search(r"(\d\d\.\d\d)[.\d]* NeMo", row["source"])
-        graphed = "tokendrop" in model["name"] or (release is not None and release[1] >= GRAPHED)
+        graphed = "tokendrop" in model["name"] or _is_one_graph(row, name, low)
         runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     parts = parts_of(row, hardware, runner, gated)
+    if experts and (_is_one_graph(row, name, low) or _exchanges_beside(row, name)):
+        parts = tuple(replace(part, sent=part.sent.scaled(BESIDE)) for part in parts)
     if row["source_id"] == "nanotron-ultrascale":
         seconds_of_host, more = NANOTRON_HOST
         seconds_of_host += more * row["tp"] if row["tp"] > 1 and row["pp"] > 1 and row["gpus"] > 8 else 0.0
@@ -322,6 +333,26 @@ def _run(row: Mapping[str, Any]) -> Measured:
         row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero, shard,
         float(seconds), runner, group, recomputed, sums,
     )  # fmt: skip
+
+
+def _is_one_graph(row: Mapping[str, Any], gpus: str, low: str | None) -> bool:
+    """Return True if a run with experts is one CUDA graph (`GRAPHED`)."""
+    release = re.search(r"(\d\d\.\d\d)[.\d]* NeMo", row["source"])
+    name = row["model"]["name"]
+    if release is None or release[1] < GRAPHED or low != "float8":
+        return False
+    return (gpus in NVLINK_DOMAIN and "Kimi" not in name) or (gpus == "B300" and name.startswith("Qwen3"))
+
+
+def _exchanges_beside(row: Mapping[str, Any], gpus: str) -> bool:
+    """Return True for the other recipes that run exchanges of experts beside computation, those with virtual stages."""
+    name, layout = row["model"]["name"], (row["pp"], row["vpp"] or 1)
+    overlapped = {
+        ("Qwen3_235B_a22B", "H100"): (8, 4),
+        ("Qwen3_235B_a22B", "B300"): (8, 4),
+        ("DeepSeekV3", "B200"): (8, 2),
+    }
+    return overlapped.get((name, gpus)) == layout
 
 
 def _least_recomputed(row: Mapping[str, Any], parts: tuple[Part, ...], hardware: Hardware, runner: Runner) -> float:

@@ -197,7 +197,8 @@ def plan(
         write_plan_folder,
     )
     from dilatant.planning.planning import plan_like, with_faster
-    from dilatant.planning.row_length import with_best_rows, with_long_rows
+    from dilatant.planning.row_length import with_long_rows
+    from dilatant.planning.sharded_weights import with_best_memory
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
     from dilatant.report.text.plan_summary import short_answer
@@ -221,7 +222,7 @@ def plan(
                 if more is None:
                     raise
                 raise UserError(f"{error}; it fits on {more.devices} devices") from None
-            found = with_long_rows(found) if fault_tolerance else with_best_rows(found)
+            found = with_long_rows(found) if fault_tolerance else with_best_memory(found)
             planned = with_faster(found, asked)
             report = plan_report(planned, options.name, asked)
             if options.config is None:

@@ -81,7 +81,7 @@ def simulate(
     from dilatant.plan.replay.node_trace import UNITS, load_node_trace
     from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.planning import time_plan
-    from dilatant.planning.row_length import with_best_rows
+    from dilatant.planning.sharded_weights import with_best_memory
 
     console = open_console(stderr=as_json)
     trace = None if failures is None else load_node_trace(failures, seed=run.config.seed, unit=trace_unit)
@@ -95,9 +95,10 @@ def simulate(
         return
     with show_progress(open_console(stderr=True), "simulating"):
         if run.plan is None:
-            planned = with_best_rows(plan_resiliently(problem))
+            planned = with_best_memory(plan_resiliently(problem))
             if microbatches:
-                planned = time_plan(problem, planned.result.winner.plan, microbatches)
+                shared = planned.result.winner.zero, dict(planned.problem.target.rules.shard)
+                planned = time_plan(problem.sharing(*shared), planned.result.winner.plan, microbatches)
         elif microbatches:
             planned = time_plan(problem, run.plan, microbatches)
         else:

@@ -191,7 +191,7 @@ class TrainConfig(Section):
     (`{language: weights}`; others `none`). `gradients` (ZeRO stage 2): a rank accumulates only its part of the
     gradients. `weights` (ZeRO stage 3, FSDP; with `zero: node` HSDP): it also holds only its part of the weights, and
     gathers those of each block before use, in every microbatch. Default: `none`, or `weights` in a plan if nothing else
-    fits memory. Not with `deterministic` or `resilience.enabled`
+    fits memory or its steps are 5 % faster. Not with `deterministic` or `resilience.enabled`
     ([parallel.md](parallel.md#sharded-weights-and-gradients))."""
     loss: str | None = Field(None, pattern=OWN_NAME)
     """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy

@@ -14,6 +14,7 @@ _CORE = {
     "pipeline-model-parallel-size": "pp",
     "context-parallel-size": "cp",
     "expert-model-parallel-size": "ep",
+    "expert-tensor-parallel-size": "whole",
     "micro-batch-size": "size",
     "global-batch-size": "batch",
     "num-virtual-stages-per-pipeline-rank": "chunks",
@@ -91,14 +92,17 @@ def framework_flags(
     microbatches: int,
     zero: str = "none",
     recompute: Recompute = "none",
+    joined: bool = False,
 ) -> FrameworkFlags:
     """Return the flags for the layout of the language model `unit`, which all units share there. batch: samples of a
     step; microbatches: of a replica. framework: a key of `FRAMEWORKS`. recompute: of all blocks, if the plan
-    leaves it to the config."""
+    leaves it to the config. joined: cp ranks of the plan are replicas, which divide experts among them."""
     chosen = plan.unit(unit)
     stages, replicas = chosen.replicas[0].stages, len(chosen.replicas)
     groups = len({stage.ranks for stage in stages})
     degrees, names = max(stage.degrees for stage in stages), {*_FLAGS[framework].values()}
+    if joined:
+        replicas, degrees = replicas * degrees.cp, degrees._replace(cp=1)
     chunks, size = len(stages) // groups, max(1, batch // (replicas * microbatches))
     again = chosen.recompute or (recompute,)
     kinds = {"block" if how == "block_offload" else how for how in again} - {"none"}
@@ -131,6 +135,7 @@ def framework_flags(
         "pp": groups,
         "size": size,
         "batch": batch,
+        "whole": 1 if degrees.ep > 1 else None,  # else each expert is divided by tp
         "chunks": chunks if chunks > 1 else None,
         "sequence": on if degrees.tp > 1 else None,
         "distributed": on if zero != "none" else None,

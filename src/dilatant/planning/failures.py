@@ -113,7 +113,7 @@ _STOPPED = RunningPipelines((), math.inf)
 def from_planner(planner: MembershipPlanner) -> Reaction:
     """Return a reaction that plans every membership as a run does, with nodes like those of the planner's costs. If the
     nodes cannot hold the model, the run stops; it starts again from a checkpoint, with a new first plan."""
-    size = planner.costs.devices
+    size, first = planner.costs.devices, range(len(planner.costs.domains))
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         plan, old = (None, ()) if before is None else (before.plan, before.members)
@@ -126,7 +126,8 @@ def from_planner(planner: MembershipPlanner) -> Reaction:
             if plan is None:
                 found = planner.first(len(members))
             else:
-                found = planner.next(plan, survivors, [node for node in here.values() for _ in range(size)])
+                each = (here.values(), planner.costs.domains_of(first, members))
+                found = planner.next(plan, survivors, *([one for one in own for _ in range(size)] for own in each))
         except PlanError:
             return _STOPPED
         return RunningPipelines(

@@ -142,6 +142,8 @@ def chain_costs(
     spec, rules, (devices, fault_tolerance) = units.model, units.rules, lost_together
     ports, apart = max(1, min(cluster.ports, devices)), cluster.nodes > 1 or devices == cluster.gpus_per_node
     link = cluster.port.bandwidth * ports if apart else cluster.inside.bandwidth
+    nodes = cluster.num_devices // devices
+    reach = replace(cluster, nodes=nodes, gpus_per_node=devices).reach if cluster.domain else devices
     widths = sorted(set.intersection(*(set(own) for own in degrees.values())))
     whole = {width: _columns(units, degrees, recompute, width, samples) for width in widths}
     state = {width: own[1] + (own[4] if rules.keeps_gradients else 0.0) for width, own in whole.items()}
@@ -164,6 +166,7 @@ def chain_costs(
         num_microbatches=num_microbatches,
         fault_tolerance=fault_tolerance,
         bytes_per_second=1.0 / (1.0 / link + 1.0 / (devices * HANDLED_BYTES_PER_SECOND)),
+        domains=[node * devices // reach for node in range(nodes)] if reach > devices else [],
     )
 
 

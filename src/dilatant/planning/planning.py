@@ -25,7 +25,7 @@ from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.refusals import microbatch_sizes_for
-from dilatant.plan.search.search import search
+from dilatant.plan.search.search import Enumerate, search
 from dilatant.plan.search.search_result import SearchResult
 from dilatant.plan.search.why_not import AskedLayout, WhyNot, parse_asked_layout, why_not
 from dilatant.plan.templates.membership import ChainCosts
@@ -38,7 +38,7 @@ from dilatant.planning.problem.dense_rows import dense_rows
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_hardware import Target, target_of_run
 from dilatant.planning.problem.planned_samples import PlannedSamples, planned_samples
-from dilatant.planning.problem.searched_settings import with_requested_degrees, zero_variants
+from dilatant.planning.problem.searched_settings import may_shard, with_requested_degrees, zero_variants
 from dilatant.report.text.plan_summary import no_plan_text
 from dilatant.report.text.wording import bytes_text
 from dilatant.runtime.layouts import context_problems
@@ -196,22 +196,21 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
     `plan.search`."""
     notes: tuple[str, ...] = ()
     try:
-        result = _search(problem, all_devices, fault_tolerance)
+        result = search_run(problem, all_devices, fault_tolerance)
     except DoesNotFitError as error:
-        train, several = problem.config.train, problem.target.cluster.num_devices > 1
-        recovers = problem.config.resilience.enabled or fault_tolerance
-        if train.shard is not None or train.zero == "none" or train.deterministic or recovers or not several:
+        if not may_shard(problem.config, problem.target, fault_tolerance):
             raise
         problem = problem.sharing(problem.target.rules.zero, {"": "weights"})
         try:
-            result = _search(problem, all_devices)
+            result = search_run(problem, all_devices)
         except PlanError:
             raise error from None
         notes = ("no plan with whole weights fits memory, so weights and gradients are sharded (train.shard: weights)",)
-    return _planned(problem, result, notes)
+    return planned_as(problem, result, notes)
 
 
-def _planned(problem: PlanningProblem, result: SearchResult, notes: tuple[str, ...]) -> PlannedRun:
+def planned_as(problem: PlanningProblem, result: SearchResult, notes: tuple[str, ...]) -> PlannedRun:
+    """Return the planned run of a search's result."""
     problem = problem.sharing(result.winner.zero)
     work = _work(problem)
     typical = typical_step(problem, result.winner).timeline
@@ -228,7 +227,7 @@ def with_faster(planned: PlannedRun, asked: Mapping[str, AskedLayout]) -> Planne
                 others = (result.winner, *result.runners_up)
                 result = replace(result, winner=one, runners_up=others, seconds=one.score.seconds, proven=False,
                                  lower_bound=min(result.lower_bound, one.score.seconds))  # fmt: skip
-                planned = replace(_planned(planned.problem, result, (*planned.notes, note)), rows=planned.rows)
+                planned = replace(planned_as(planned.problem, result, (*planned.notes, note)), rows=planned.rows)
     return planned
 
 
@@ -267,7 +266,10 @@ def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
     return PlannedRun(problem, result, typical_step(problem, winner).timeline, _work(problem), None)
 
 
-def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
+def search_run(
+    problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0, only: Enumerate | None = None
+) -> SearchResult:
+    """Search under the ZeRO variants that the config leaves open. only: as in `search`."""
     (first, *others), rescored = zero_variants(problem.config, problem.target, fault_tolerance)
     problem = problem.sharing(first)
     return search(
@@ -276,6 +278,7 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
         problem.config.debug.finalists,
         others={zero: scorer_of(problem.sharing(zero)) for zero in others},
         rescored={zero: scorer_of(problem.sharing(zero)) for zero in rescored},
+        only=only,
     )
 
 

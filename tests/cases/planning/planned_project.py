@@ -69,3 +69,23 @@ def config(folder: Path, **sections: Any) -> Config:
         **sections,
     }
     return parse_config(tree, folder)
+
+
+def text_config(
+    folder: Path, language: dict[str, Any], batch: int, characters: tuple[int, int], **sections: Any
+) -> Config:
+    """Equal samples of so many characters of a question and its answer, and a config for a language model alone."""
+    turns = [
+        {"role": role, "content": "a" * count} for role, count in zip(("user", "assistant"), characters, strict=True)
+    ]
+    (folder / "train.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 2 * batch, encoding="utf-8")
+    train = {"steps": 2, "global_batch_size": batch, "report_to": [], **sections.pop("train", {})}
+    return config(
+        folder,
+        model={"language_model": {"tokenizer": "bytes", "config": language}},
+        data={"train": [{"path": "train.jsonl"}], "max_length": 4096, "workers": 0},
+        train=train,
+        plan={"microbatch_sizes": [1, 2], "measure_seconds": 0},
+        debug={"planned_steps": 1},
+        **sections,
+    )

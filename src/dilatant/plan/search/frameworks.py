@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from dilatant.config.degrees import Degrees
@@ -45,9 +45,11 @@ class Framework:
         ends = itertools.accumulate(each + (stage < more) for stage in range(stages - 1))
         return (0, *(end - self.ends + 1 for end in ends))
 
-    def candidates(self, space: Space) -> list[PlanCandidate]:
-        """Return all candidates that it can run, lowest estimate first. Raises PlanError if there are none."""
-        found = sorted(self._candidates(space), key=lambda one: one.estimate)
+    def candidates(self, space: Space, joined: Collection[int] = ()) -> list[PlanCandidate]:
+        """Return all candidates that it can run, lowest estimate first. joined: return instead those in which `cp`
+        stands for replicas that divide experts among them, with so many samples in a microbatch of each. Raises
+        PlanError if there are none."""
+        found = sorted(self._candidates(space, joined), key=lambda one: one.estimate)
         if not found:
             raise PlanError(
                 f"none of its layouts fits {space.cluster.num_devices} devices, their memory and a global batch of "
@@ -55,14 +57,17 @@ class Framework:
             )
         return found
 
-    def _candidates(self, space: Space) -> Iterator[PlanCandidate]:
+    def _candidates(self, space: Space, joined: Collection[int]) -> Iterator[PlanCandidate]:
         roles, units = space.roles, space.table.units
         language, known = space.model.unit(roles.language), {*units.degrees([roles.language])}
         axes = self.axes & self.beside_encoders if roles.encoders else self.axes
         for degrees in units.all_degrees([*roles.encoders, roles.language]):
-            if any(degree > 1 for name, degree in degrees._asdict().items() if name not in axes):
+            if joined and not degrees.tp < degrees.ranks == degrees.ep:
                 continue
-            if self.by_heads and Degrees(tp=degrees.cp) not in known:
+            true = degrees._replace(cp=1) if joined else degrees
+            if any(degree > 1 for name, degree in true._asdict().items() if name not in axes):
+                continue
+            if self.by_heads and Degrees(tp=true.cp) not in known:
                 continue
             groups = range(1, (language.most_stages if self.chunks else 1) + 1)
             for count, chunks in itertools.product(groups, self.chunks or (1,)):
@@ -70,7 +75,10 @@ class Framework:
                 if cuts is None or chunks not in space.settings.chunks or (count == 1 < chunks):
                     continue
                 for one in equal_pipelines(space, degrees, count * chunks, chunks, cuts):
-                    if chunks == 1 or one.num_microbatches % count == 0:
+                    size, rest = divmod(one.microbatch_size, degrees.cp)
+                    if (chunks == 1 or one.num_microbatches % count == 0) and (
+                        not joined or (size in joined and not rest)
+                    ):
                         yield one
 
 

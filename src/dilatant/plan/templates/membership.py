@@ -37,7 +37,8 @@ class ChainCosts:
     chain for one microbatch; a step has `num_microbatches` over all pipelines. layer_bytes: bytes of state of each
     layer that a new holder receives, at `bytes_per_second` per node. keeps_layout: the run's first plan was not made
     from these costs, and its layout is kept where possible. narrowest: unit → devices of its narrowest stage in that
-    layout; narrower stages are made only where nothing else fits, even if they would be faster.
+    layout; narrower stages are made only where nothing else fits, even if they would be faster. domains: NVLink
+    domain of each node of the plan that has these costs, in the order of ranks; empty if no domain joins nodes.
     """
 
     layers: dict[str, int]
@@ -53,6 +54,13 @@ class ChainCosts:
     bytes_per_second: float = math.inf
     keeps_layout: bool = False
     narrowest: dict[str, int] = field(default_factory=dict)
+    domains: list[int] = field(default_factory=list)
+
+    def domains_of(self, before: Sequence[Any], now: Sequence[Any]) -> list[int]:
+        """Return the NVLink domain of each node in `now`, given the nodes of these costs' plan; a node that joined
+        later has one of its own. Returns nothing if no domain joins nodes."""
+        known, fresh = dict(zip(before, self.domains)), itertools.count(max(self.domains, default=0) + 1)
+        return [known[node] if node in known else next(fresh) for node in now] if self.domains else []
 
     def to_document(self) -> dict[str, Any]:
         """Return a document that can be written as JSON; `from_document` reads it."""
@@ -112,8 +120,11 @@ class MembershipPlanner:
         nothing = Plan(tuple(UnitPlan(name, (), feeds) for name, feeds in self.costs.feeds.items()))
         return self.next(nothing, {}, [rank // self.costs.devices for rank in range(size)])
 
-    def next(self, before: Plan, survivors: Mapping[int, int], node_of: Sequence[int]) -> Membership:
-        """Return the plan that follows `before` on the present ranks; `node_of` has the node of each.
+    def next(
+        self, before: Plan, survivors: Mapping[int, int], node_of: Sequence[int], domain_of: Sequence[int] = ()
+    ) -> Membership:
+        """Return the plan that follows `before` on the present ranks; `node_of` has the node of each, and `domain_of`
+        its NVLink domain, out of which no new stage reaches, if there are such domains.
 
         survivors: old rank → new rank; other new ranks have no state. Pipelines that lost no rank stay as they are,
         unless others save more time than moving state takes (see `PipelineChooser`). If stages of `before` span
@@ -145,7 +156,8 @@ class MembershipPlanner:
             if found and (not found[-1].idle or len(kept) < len(whole) or size < least):
                 break
             try:
-                found.append(self._on_nodes(kept, held, _nodes([*kept], node_of, size, own), size, node_of))
+                places = node_of if size <= own else domain_of or [0] * len(node_of)
+                found.append(self._on_nodes(kept, held, _nodes([*kept], places, size), size, node_of))
             except PlanError as error:
                 failure = failure or error
         if not found:
@@ -397,12 +409,11 @@ def _is_divisible(ranks: tuple[int, ...], node_of: Sequence[int], devices: int, 
     )
 
 
-def _nodes(whole: Sequence[tuple[int, ...]], node_of: Sequence[int], devices: int, own: int) -> list[tuple[int, ...]]:
-    """Divide ranks into groups of `devices` ranks, those of `whole` pipelines first. A group of at most `own` ranks,
-    the size of a node, lies on one node; ranks that fill no group are left out."""
+def _nodes(whole: Sequence[tuple[int, ...]], place_of: Sequence[int], devices: int) -> list[tuple[int, ...]]:
+    """Divide ranks into groups of `devices` ranks, those of `whole` pipelines first. Each other group lies in one place
+    (a node or, if it has more ranks than a node, an NVLink domain); ranks that fill no group are left out."""
     groups = [*whole]
     busy = {rank for group in groups for rank in group}
-    loose = [rank for rank in range(len(node_of)) if rank not in busy]
-    by_node = itertools.groupby(loose, key=lambda rank: node_of[rank] if devices <= own else 0)
-    groups += [tuple(ranks) for _, ranks in by_node]
+    loose = sorted((rank for rank in range(len(place_of)) if rank not in busy), key=place_of.__getitem__)
+    groups += [tuple(ranks) for _, ranks in itertools.groupby(loose, key=place_of.__getitem__)]
     return [group[k : k + devices] for group in groups for k in range(0, len(group) + 1 - devices, devices)]

@@ -86,6 +86,13 @@ def zero_variants(
     return searched, tuple(zero for zero in tried if zero not in searched)
 
 
+def may_shard(config: Config, target: Target, fault_tolerance: int = 0) -> bool:
+    """Return True if the config leaves open whether weights are sharded, and nothing forbids it."""
+    train, recovers = config.train, config.resilience.enabled or fault_tolerance > 0
+    several = target.cluster.num_devices > 1
+    return several and train.shard is None and train.zero != "none" and not (train.deterministic or recovers)
+
+
 def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degrees]) -> dict[str, list[Degrees]]:
     """Return layer type → those of `degrees` at which ranks can share its unit, also in training; tp 1 for a unit that
     takes no other. Raises UserError, naming units and the degrees that they take, for a tp that none does."""

@@ -178,15 +178,17 @@ def next_plan(
 
     published: document of `publish_plan` for the generation whose state continues; None if no state continues.
     """
-    size, before, old = sum(workers), initial, dict[int, int]()
+    size, before, old, earlier = sum(workers), initial, dict[int, int](), members
     if published is not None:
         document = json.loads(published)
-        before = TrainingPlan.from_json(document["plan"])
+        before, earlier = TrainingPlan.from_json(document["plan"]), document["members"]
         was, now = _ranks_of(document["members"], document["workers"]), _ranks_of(members, workers)
         old = {rank: now[seat] for seat, rank in was.items() if seat in now}
     elif planner.costs.keeps_layout:
         old = {rank: rank for rank in range(min(size, len(initial.plan.ranks)))}
-    found = planner.next(before.plan, old, nodes_of(workers))
+    costs, node_of = before.chain or planner.costs, nodes_of(workers)
+    domains = costs.domains_of(earlier, members)
+    found = planner.next(before.plan, old, node_of, [domains[node] for node in node_of] if domains else ())
     schedule, count = initial.schedule, found.num_microbatches
     if found.kept and planner.costs.keeps_layout:  # its memory was not planned for less
         count = max(count, initial.num_microbatches)
@@ -197,7 +199,13 @@ def next_plan(
     elif schedule == "serial" or (schedule == INTERLEAVED and not found.plan.is_interleaved):
         schedule = SCHEDULE
     return replace(
-        initial, plan=found.plan, schedule=schedule, num_microbatches=count, costs=None, predicted_seconds=found.seconds
+        initial,
+        plan=found.plan,
+        schedule=schedule,
+        num_microbatches=count,
+        costs=None,
+        predicted_seconds=found.seconds,
+        chain=initial.chain and replace(initial.chain, domains=domains),
     )
 
 
