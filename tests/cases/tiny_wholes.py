@@ -291,7 +291,7 @@ WHOLES["gemma4"] = {
         "attention_chunk_size": 3,
         "attention_context_left": 4,
         "output_proj_dims": 24,
-        "subsampling_conv_channels": [8, 4],
+        "subsampling_conv_channels": [128, 1],  # the first: mel bins
     },
     "image_token_id": IMAGE,
     "video_token_id": 91,
@@ -385,7 +385,6 @@ def save_as_the_hub_does(family: str, folder: Path) -> Any:
             "pooling_kernel_size": 2,
             "max_soft_tokens": 70,
             "feature_extractor_type": "Gemma4AudioFeatureExtractor",
-            "feature_size": 8,
         }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return model
