@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
+from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media_units.audio_unit import LogMelProcessor
+from dilatant.data.media_units.processed_unit import ProcessedSoundUnit
+from dilatant.data.media_units.processors import HuggingFaceSoundProcessor
 from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
 from dilatant.data.sample import Media, MediaSize
 
@@ -39,3 +44,21 @@ def test_frames_are_those_of_a_window_of_five_seconds(samples: int, trailing: in
 def test_header_refuses_a_sound_longer_than_the_encoder_limit() -> None:
     with pytest.raises(ValueError, match=r"31.00 s is longer than the encoder's 30 s"):
         SoundUnit("audio", 9, LogMelProcessor(), longest=3000).encoder_tokens(MediaSize(seconds=31))
+
+
+@dataclass(frozen=True)
+class QuarterOfFrames:
+    """Counts the tokens of Gemma 4's sounds."""
+
+    def __call__(self, item: Mapping[str, NDArray]) -> tuple[int, int]:
+        rows = int(item["input_features_mask"][:, ::2][:, ::2].sum())
+        return rows, rows
+
+
+def test_a_sound_whose_end_its_own_processor_drops_is_refused() -> None:
+    """Gemma 4's extractor cuts sounds after 30 s without a word."""
+    extractor = HuggingFaceSoundProcessor('{"feature_extractor_type": "Gemma4AudioFeatureExtractor"}', "gemma4")
+    unit = ProcessedSoundUnit("audio", 9, extractor, QuarterOfFrames())
+    assert unit.encoder_tokens(MediaSize(seconds=30)) == 750
+    with pytest.raises(ValueError, match=r"30.50 s is longer than its processor takes"):
+        unit.encoder_tokens(MediaSize(seconds=30.5))

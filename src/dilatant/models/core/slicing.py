@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
+from dilatant.config.errors import UserError
 from dilatant.models.core.structure import Structure
 
 
@@ -280,9 +281,11 @@ def run_slice(
         for block in skipped:
             block.width = width
         return run_slice(forward, given, blocks, enters=enters, ends=ends, taps=taps)
-    except Exception:  # not because of the width
+    except Exception as error:  # not because of the width
         for block, before in zip(skipped, widths, strict=True):
             block.width = before
+        if width > 1 and isinstance(error, TypeError | AttributeError):  # of a value that skipped blocks left out
+            raise UserError(f"its blocks pass {width} values on, and stages send only the hidden states") from error
         raise
 
 

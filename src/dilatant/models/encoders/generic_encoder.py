@@ -34,7 +34,7 @@ from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import adapted_key, plain_key
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import ShapePlaceholder, keep_output, slice_model
-from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.stage import Boundary, RowCount, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.structure import Structure
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
@@ -61,7 +61,7 @@ from dilatant.models.encoders.narrow_encoder import (
     taps_of,
     unused_keys,
 )
-from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
+from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 from dilatant.models.parallel.shared_samples import SampleParallel
 from dilatant.models.parallel.tensor_rules import ENCODER_RULES
@@ -222,8 +222,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         if end < len(self.layers):
-            rows_of = partial(rows_of_unit, self.unit, 1)
-            return Boundary(self._width_before(end), self.row_dtype, rows_of)
+            return Boundary(self._width_before(end), self.row_dtype, RowCount(self.unit))
         rows_of = partial(rows_of_items, self.unit, self.placeholder_id, self._rows_of_text)
         return Boundary(self.width_out, self.row_dtype, rows_of)
 

@@ -26,14 +26,8 @@ from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import Placeholder, held_blocks
-from dilatant.models.core.stage import Boundary, in_dtype_of
-from dilatant.models.encoders.packed_encoder import (
-    NamedModule,
-    PackedEncoderStage,
-    PackedEncoderUnit,
-    rows_of_items,
-    rows_of_unit,
-)
+from dilatant.models.core.stage import Boundary, RowCount, in_dtype_of
+from dilatant.models.encoders.packed_encoder import NamedModule, PackedEncoderStage, PackedEncoderUnit, rows_of_items
 from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 
 FEATURES = "input_features"
@@ -99,9 +93,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
-            rows_of=partial(rows_of_items, self.unit, self.placeholder_id, _halved)
-            if halved
-            else partial(rows_of_unit, self.unit, 1),
+            rows_of=partial(rows_of_items, self.unit, self.placeholder_id, _halved) if halved else RowCount(self.unit),
         )
 
 
