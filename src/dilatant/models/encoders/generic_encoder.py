@@ -478,7 +478,7 @@ def _axes(processor: HuggingFaceImageProcessor, side: int) -> Mapping[str, int]:
     return processor.axes(np.full((side, side, processor.channels), 128, np.uint8))
 
 
-def join_items(arrays: list[Tensor], axis: int, padding: int) -> Tensor:
+def join_items(arrays: list[Tensor], axis: int, padding: int = 0) -> Tensor:
     """Concatenate arrays of items along an axis, padded to one shape in the others, as processors do."""
     shape = torch.tensor([each.shape for each in arrays]).amax(0).tolist()
     shape[axis] = sum(each.shape[axis] for each in arrays)
