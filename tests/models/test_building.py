@@ -202,6 +202,7 @@ class Around(PreTrainedModel):
     """transformers' model around one of timm, of whose weights it draws none."""
 
     config_class = LlamaConfig
+    _supports_sdpa = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -175,7 +175,7 @@ def test_media_that_are_not_read_are_named_when_the_model_opens() -> None:
 def test_requested_settings_reach_the_processor_or_are_refused() -> None:
     whole, tokenizer = pretrained("deepseek_vl"), load_tokenizer("bytes")
     (unit,) = units_of_pretrained(whole, {"image_mean": [0.25] * 3}, tokenizer)
-    assert unit.processor.made.image_mean == [0.25] * 3
+    assert [*unit.processor.made.image_mean] == [0.25] * 3
     with pytest.raises(UserError, match=r"processor: max_soft_tokens is no setting of DeepseekVLImageProcessor"):
         units_of_pretrained(whole, {"max_soft_tokens": 70}, tokenizer)
 

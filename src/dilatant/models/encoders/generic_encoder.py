@@ -169,7 +169,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
 
     stage_type = GenericStage
     stand_in = ShapePlaceholder
-    undivided = "no proof says that ranks may share them"
+    undivided: str | None = "no proof says that ranks may share them"
     tensor_rules = ENCODER_RULES
     shapes: FeatureShapes
     axes: Mapping[str, int] = MappingProxyType({})
@@ -420,7 +420,7 @@ class GenericTower(Tower):
         return ("num_frames", "fps") if self.clips is not None else ()
 
     def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> MediaUnit:
-        if self.clips in FRAME_TEXTS:
+        if self.clips is not None and self.clips in FRAME_TEXTS:
             tokens = options.requested.get(SOFT_TOKENS_OF_FRAMES) or options.saved.get(SOFT_TOKENS)
             settings = {**image.processor.settings, SOFT_TOKENS: tokens or SOFT_TOKENS_OF_FRAME}
             processor = replace(image.processor, settings_json=json.dumps(settings, sort_keys=True))
