@@ -48,7 +48,8 @@ class HuggingFaceImageProcessor(Fingerprinted):
     @property
     def known_settings(self) -> frozenset[str]:
         """The names of the settings that the processor reads."""
-        return frozenset({*vars(self.made), *self.made.valid_kwargs.__annotations__})
+        kind = type(self.made)
+        return frozenset({*vars(kind()), *kind.valid_kwargs.__annotations__})
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -99,8 +100,8 @@ class HuggingFaceSoundProcessor(Fingerprinted):
     @property
     def known_settings(self) -> frozenset[str]:
         """The names of the settings that the processor reads."""
-        extractor = self.made._audio_processor
-        return frozenset({*vars(extractor), *inspect.signature(type(extractor)).parameters})
+        kind = type(self.made._audio_processor)
+        return frozenset({*vars(kind()), *inspect.signature(kind).parameters})
 
     @property
     def sampling_rate(self) -> int:
