@@ -284,8 +284,9 @@ def run_slice(
     except Exception as error:  # not because of the width
         for block, before in zip(skipped, widths, strict=True):
             block.width = before
-        if width > 1 and isinstance(error, TypeError | AttributeError):  # of a value that skipped blocks left out
-            raise UserError(f"its blocks pass {width} values on, and stages send only the hidden states") from error
+        is_of_tuple = isinstance(error, ValueError | TypeError | AttributeError)  # which skipped blocks left out
+        if is_of_tuple and not isinstance(error, UserError):
+            raise UserError("its blocks pass more than hidden states on, and stages send only those") from error
         raise
 
 
