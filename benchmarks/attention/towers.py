@@ -38,7 +38,7 @@ from benchmarks.attention.clock import median_seconds
 from benchmarks.machine import machine
 from dilatant.attention.recompute_cache import cached_attention
 from dilatant.data.media_units.native_image_unit import GRID
-from dilatant.models.encoders.native_encoder import multiply_patches, native_encoder
+from dilatant.models.encoders.native_encoder import NativeEncoderUnit, multiply_patches
 
 PHOTOS = ((24, 24), (34, 46), (16, 16), (36, 28), (24, 32), (46, 34), (38, 58), (54, 72), (52, 92), (72, 54))
 """Rows and columns of patches of 14 pixels: 336x336, 640x480, 224x224, 1024x768, 1280x720 and the like."""
@@ -89,7 +89,7 @@ def measure(settings: argparse.Namespace, mix: str) -> dict[str, Any]:
     torch.manual_seed(0)
     family: Any = Qwen2_5_VisionTransformerPretrainedModel(config).to(device, dtype)
     multiply_patches(family)  # in both, so that attention alone differs
-    ours = native_encoder("vision", copy.deepcopy(family))
+    ours = NativeEncoderUnit("vision", copy.deepcopy(family))
     stage = ours.stage(0, len(ours.layers))
     grids = grids_of(mix, settings.patches)
     grid = torch.tensor(grids)

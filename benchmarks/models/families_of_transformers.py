@@ -70,6 +70,16 @@ CONSISTENT: dict[str, dict[str, Any]] = {
         }
     },
     "emu3": {"vocabulary_map": {"<image>": 151851, "<|extra_200|>": 151846, "<|visual token 000000|>": 151854}},
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_mci3",
+            "do_pooling": True,
+            "global_pool": "avg",
+            "hidden_size": 256,
+            "model_args": {"inference_mode": True, "layers": [1, 1, 2, 1, 1], "embed_dims": [8, 16, 32, 64, 128]},
+        }
+    },
     "fun_asr_nano": {
         "audio_config": {
             "model_type": "fun_asr_nano_encoder",
@@ -78,6 +88,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
         }
     },
     "gemma3": {"vision_config": {"image_size": 512, "patch_size": 16}},
+    "gemma3n": {"vision_config": {"model_args": {"channel_multiplier": 0.125}}},
     "gemma4": {"vision_config": {}},
     "gemma4_unified": {"vision_config": {}, "audio_config": {}},
     "granite4_vision": {

@@ -90,16 +90,18 @@ TARGETS = 3
 
 
 class OwnEncoder(torch.nn.Module):
-    """An encoder that transformers does not know: the four quarters of a picture, mapped."""
+    """An encoder that transformers does not know: the four quarters of a picture, normalised by the statistics of a
+    batch as they are stored, and mapped."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
         self.inner = torch.nn.Linear(3 * 16, 12)
         self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         quarters = pixel_values.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5)
-        return self.dropout(torch.tanh(self.inner(quarters.reshape(len(pixel_values), 4, -1))))
+        return self.dropout(torch.tanh(self.inner(self.norm(quarters.reshape(len(pixel_values), 4, -1)))))
 
 
 class Regression(torch.nn.Module):

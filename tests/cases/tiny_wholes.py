@@ -291,7 +291,7 @@ WHOLES["gemma4"] = {
         "attention_chunk_size": 3,
         "attention_context_left": 4,
         "output_proj_dims": 24,
-        "subsampling_conv_channels": [8, 4],
+        "subsampling_conv_channels": [128, 4],  # the first: mel bins
     },
     "image_token_id": IMAGE,
     "video_token_id": 91,
@@ -334,7 +334,8 @@ def reference(family: str, seed: int = 0) -> Any:
         weight.data += 0.05 * torch.randn_like(weight)
     if family == "gemma4":  # whose softmaxes have no scale: sharp ones make much of rounding
         for name, weight in model.named_parameters():
-            weight.data *= 0.05 if "q_norm" in name else 1.0
+            # Nor has the projection of 128 numbers, as many as four channels make of the mel bins.
+            weight.data *= 0.05 if "q_norm" in name else 0.25 if "input_proj_linear" in name else 1.0
         tower = model.model.audio_tower
         tower.config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"  # 5.17's eager mask is wrong
     return model.train()
@@ -385,7 +386,6 @@ def save_as_the_hub_does(family: str, folder: Path) -> Any:
             "pooling_kernel_size": 2,
             "max_soft_tokens": 70,
             "feature_extractor_type": "Gemma4AudioFeatureExtractor",
-            "feature_size": 8,
         }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return model

@@ -18,13 +18,13 @@ from cases.tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.anyres_image_unit import SHAPES
 from dilatant.data.media_units.native_image_unit import GRID, STEP
+from dilatant.data.media_units.processed_unit import SHAPE, flatten
 from dilatant.data.media_units.sound_unit import FRAMES
 from dilatant.data.media_units.tiled_image_unit import RATIOS, TILES
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoders.anyres_encoder import AnyresEncoderUnit
-from dilatant.models.encoders.conformer_encoder import ConformerEncoderUnit
+from dilatant.models.encoders.generic_encoder import GenericEncoderUnit
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit
-from dilatant.models.encoders.pooled_encoder import PooledEncoderUnit
 from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
 from dilatant.models.multimodal import MultimodalModel
 
@@ -76,13 +76,26 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             ids += torch.randint(3, 80, (about[0],), generator=generator).tolist()
         elif kind == "sound":
             (frames,) = about
-            quartered = isinstance(model["audio"], ConformerEncoderUnit)
+            if isinstance(model["audio"], GenericEncoderUnit):  # padded frames behind it, as its processor makes
+                ids += [95] * around + [SOUND] * -(-frames // 4) + [96] * around
+                features = torch.randn(1, frames + 3, 128, generator=generator).numpy()
+                item = {"input_features": features, "input_features_mask": np.arange(frames + 3)[None] < frames}
+                put("audio", model["audio"].shapes(item)[0], **flatten(item))
+                continue
             trailing = 0 if around else 2
             given = min(frames + trailing, 60)
-            rows = -(-frames // 4) if quartered else (frames + 1) // 2
-            ids += [95] * around + [SOUND] * (rows if quartered else rows // 2) + [96] * around
+            rows = (frames + 1) // 2
+            ids += [95] * around + [SOUND] * (rows // 2) + [96] * around
             features = torch.randn(given, 8, generator=generator)
             put("audio", rows, input_features=features, **{FRAMES: [[frames, given]]})
+        elif isinstance(model["vision"], GenericEncoderUnit):
+            time, rows, columns = about if kind == "clip" else (1, *about)
+            clips += kind == "clip"
+            for _ in range(time):
+                ids += [*([41] if kind == "clip" else []), 92, *[IMAGE] * (rows * columns), 93]
+                item = _patches_of_gemma4(2 * rows, 2 * columns, generator)
+                number = clips if kind == "clip" else 0
+                put("vision", model["vision"].shapes(item)[0], **flatten(item), of_clip=[number])
         elif isinstance(model["vision"], NativeEncoderUnit):
             time, rows, columns = about if kind == "clip" else (1, *about)
             clips += kind == "clip"
@@ -91,8 +104,7 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             for _ in range(time if apart else 1):
                 ids += [41, 92] if apart else [92] * around
                 ids += [IMAGE] * (rows * columns * (1 if apart else time)) + [93] * (around or apart)
-            deep = 1 if isinstance(model["vision"], PooledEncoderUnit) else 2
-            pixels = torch.randn(patches, 3, deep * 4, 4, generator=generator)
+            pixels = torch.randn(patches, 3, 8, 4, generator=generator)
             grids = [[1 if apart else time, 2 * rows, 2 * columns]] * (time if apart else 1)
             tower = model.whole.family.towers["vision"]
             # Seconds of a patch of time; 5.17 cuts them to whole ones.
@@ -132,6 +144,14 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
     labels[0] = -100
     inputs = {unit: {name: np.concatenate(arrays) for name, arrays in given.items()} for unit, given in media.items()}
     return EncodedSample(f"sample {number}", input_ids, labels, inputs, {**sizes, "language": len(ids)})
+
+
+def _patches_of_gemma4(rows: int, columns: int, generator: torch.Generator) -> dict[str, Any]:
+    """An image's patches line by line, padding behind them, and where they are: (column, row)."""
+    at = np.full((1, rows * columns + 4, 2), -1)
+    at[0, : rows * columns] = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), -1).reshape(-1, 2)
+    pixels = torch.randn(1, rows * columns + 4, 48, generator=generator).numpy()
+    return {"pixel_values": pixels, "image_position_ids": at}
 
 
 def samples_of(model: MultimodalModel) -> list[EncodedSample]:
@@ -177,12 +197,12 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
             TILES: given[TILES][None],
             "cross_attention_mask": torch.from_numpy(dense),
         }
-    if GRID in given and family == "gemma4":
+    if "vision" in sample.media and family == "gemma4":
         given, kinds = _of_gemma4(given, image)
     elif GRID in given:
         given, kinds = _with_clips(family, given, image)
     if "audio" in sample.media:
-        given |= _sounds(sample, whole=family != "gemma4")
+        given |= _sounds(sample) if family != "gemma4" else _sounds_of_gemma4(sample)
     if family == "gemma3":
         given["token_type_ids"] = (ids == image).long()
     if family == "paligemma":
@@ -217,49 +237,39 @@ def _tiles(given: dict[str, torch.Tensor], image: int) -> dict[str, torch.Tensor
 
 
 def _of_gemma4(given: dict[str, torch.Tensor], image: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Frames of clips apart from images, and the kind of each token."""
-    grids, pixels, ids = given.pop(GRID), given.pop("pixel_values"), given["input_ids"].clone()
-    of_clip = given.pop("of_clip", torch.zeros(len(grids))).long()  # frames as images are the same
-    del given[STEP]
+    """Frames of clips apart from images, and the kind of each token; patches as many of each image."""
+    ids = given["input_ids"].clone()
+    pixels, at = (_items(given, name) for name in ("pixel_values", "image_position_ids"))
+    of_clip = given.pop("of_clip", torch.zeros(len(pixels))).long()  # frames as images are the same
     kinds = (ids == image).long()
-    parts = pixels.split(grids.prod(1).tolist())
-    places = (ids[0] == image).nonzero()[:, 0].split((grids.prod(1) // 4).tolist())
+    rows = [int((each[..., 0] >= 0).sum()) // 4 for each in at]
+    places = (ids[0] == image).nonzero()[:, 0].split(rows)
     for number in (of_clip > 0).nonzero()[:, 0].tolist():
         ids[0, places[number]] = 91
         kinds[0, places[number]] = 2
-    for clips in (False, True):
-        numbers = ((of_clip > 0) == clips).nonzero()[:, 0].tolist()
-        if not numbers:
-            continue
-        padded = _padded(torch.cat([parts[number] for number in numbers]), grids[numbers])
-        if not clips:
-            given |= padded
-            continue
+    most = max(each.shape[1] for each in at) + 4
+    values = torch.randn(len(at), most, pixels[0].shape[-1], generator=torch.Generator().manual_seed(9))
+    where = torch.full((len(at), most, 2), -1)
+    for number, (own, own_at) in enumerate(zip(pixels, at, strict=True)):
+        values[number, : own.shape[1]], where[number, : own.shape[1]] = own[0], own_at[0]
+    if (of_clip == 0).any():
+        given |= {"pixel_values": values[of_clip == 0], "image_position_ids": where[of_clip == 0]}
+    if (of_clip > 0).any():
         counts = torch.tensor([int((of_clip == clip).sum()) for clip in of_clip[of_clip > 0].unique()])
-        values, at = padded["pixel_values"], padded["image_position_ids"]
-        given |= {"pixel_values_videos": values, "video_position_ids": at, "num_frames_per_video": counts}
+        values, where = values[of_clip > 0], where[of_clip > 0]
+        given |= {"pixel_values_videos": values, "video_position_ids": where, "num_frames_per_video": counts}
         if EARLY:
             # All frames as of one clip, which makes no difference.
-            given |= {"pixel_values_videos": values[None], "video_position_ids": at[None]}
+            given |= {"pixel_values_videos": values[None], "video_position_ids": where[None]}
             del given["num_frames_per_video"]
     return {**given, "input_ids": ids}, kinds
 
 
-def _padded(pixels: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Patches line by line, as many of each image, and where they are."""
-    most = int(grids.prod(1).max()) + 4
-    values = torch.randn(len(grids), most, pixels[0].numel(), generator=torch.Generator().manual_seed(9))
-    places = torch.full((len(grids), most, 2), -1)
-    at = 0
-    for number, (_, rows, columns) in enumerate(grids.tolist()):
-        for place in range(rows * columns):
-            # Groups of 2 by 2 patches lie together in ours.
-            group, (down, across) = place // 4, divmod(place % 4, 2)
-            row, column = 2 * (group // (columns // 2)) + down, 2 * (group % (columns // 2)) + across
-            values[number, row * columns + column] = pixels[at].movedim(0, -1).flatten()
-            places[number, row * columns + column] = torch.tensor([column, row])
-            at += 1
-    return {"pixel_values": values, "image_position_ids": places}
+def _items(given: dict[str, torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Take the flattened arrays of items out of `given`."""
+    shapes = [each[each >= 0].tolist() for each in given.pop(name + SHAPE)]
+    parts = given.pop(name).split([int(np.prod(shape)) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _with_clips(
@@ -298,16 +308,25 @@ def _with_clips(
     return {**given, "input_ids": ids}, kinds
 
 
-def _sounds(sample: EncodedSample, whole: bool) -> dict[str, torch.Tensor]:
-    """Sounds padded to the window (or to any length), with noise that nobody may hear."""
+def _sounds_of_gemma4(sample: EncodedSample) -> dict[str, torch.Tensor]:
+    """Sounds padded to any length, with noise that nobody may hear."""
+    media = {name: torch.as_tensor(as_array(each)) for name, each in sample.media["audio"].items()}
+    sounds, there = (_items(media, name) for name in ("input_features", "input_features_mask"))
+    features = torch.randn(len(sounds), 67, 128, generator=torch.Generator().manual_seed(9))
+    mask = torch.zeros(len(sounds), 67, dtype=torch.bool)
+    for number, (own, own_there) in enumerate(zip(sounds, there, strict=True)):
+        features[number, : own.shape[1]], mask[number, : own.shape[1]] = own[0], own_there[0]
+    return {"input_features": features, "input_features_mask": mask}
+
+
+def _sounds(sample: EncodedSample) -> dict[str, torch.Tensor]:
+    """Sounds padded to the window, with noise that nobody may hear."""
     media = {name: torch.as_tensor(as_array(each)) for name, each in sample.media["audio"].items()}
     lengths, given = media[FRAMES].T.tolist()
     features = torch.randn(len(lengths), 60, 8, generator=torch.Generator().manual_seed(9))
     for sound, frames, own in zip(features, given, media["input_features"].split(given), strict=True):
         sound[:frames] = own
     mask = torch.arange(60) < torch.tensor(lengths)[:, None]
-    if not whole:
-        return {"input_features": features[:, :57], "input_features_mask": mask[:, :57]}
     return {"input_features": features.transpose(1, 2), "feature_attention_mask": mask.long()}
 
 

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PhiConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PreTrainedModel,
+)
 
 from cases.often import often
 from cases.tiny_models import (
@@ -174,9 +182,49 @@ class Scaled(Gated):
         return 0.1 * torch.ones(width)
 
 
-def gated(kind: type[Gated]) -> LanguageUnit:
+def gated(kind: type[LlamaForCausalLM]) -> LanguageUnit:
     with torch.device("meta"):
         return MultimodalModel({}, kind(parse_config(LANGUAGE_MODELS["llama"], "config")), device="meta").language
+
+
+class Noise(nn.Module):
+    """A module of timm, whose weights its constructor draws."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+
+Noise.__module__ = "timm.layers.noise"
+
+
+class Around(PreTrainedModel):
+    """transformers' model around one of timm, of whose weights it draws none."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inner = Noise(config.hidden_size)
+
+
+class WithTimm(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp.around = Around(config)
+
+
+def test_weights_that_only_timm_draws_are_drawn_by_the_seed() -> None:
+    drawn = []
+    for seed in (5, 5, 6):
+        unit = gated(WithTimm)
+        materialize(unit, 0, 3, seed=seed)
+        drawn.append(unit.model.get_submodule("model.layers.1.mlp.around.inner").weight)
+    assert drawn[0].isfinite().all()
+    assert drawn[0].std() > 0.1
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
 
 
 def test_weights_that_a_family_does_not_draw_are_named() -> None:

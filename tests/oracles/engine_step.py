@@ -68,6 +68,9 @@ def expected(
     for parameter in parameters.values():
         parameter.data = parameter.data.to(case.dtype)
         parameter.grad_dtype = torch.float32
+    for module in (each for unit in units.values() for each in unit.modules()):
+        if isinstance(module, torch.nn.BatchNorm1d):
+            module.eval().to(case.dtype)  # the stored statistics, in the precision of the weights
     masters = {
         name: torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for name, p in parameters.items()
     }

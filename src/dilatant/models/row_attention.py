@@ -19,6 +19,7 @@ from dilatant.attention.masks.mask import AttentionMask
 from dilatant.attention.masks.packing import TEXT, RowLayout, document_causal, mask_of_samples, media_mask, prefix_lm
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
+from dilatant.models.core.running_statistics import statistics_notes
 from dilatant.models.families.media_proof import prove_media
 from dilatant.models.families.training_proof import prove
 from dilatant.models.language.language import LanguageUnit, Proof
@@ -187,7 +188,7 @@ def choose_attention(model: MultimodalModel, named: str | None = None) -> None:
     _choose(model, named)
     if leak is not None and model.language.packs_rows:
         model.language.unpacked = f"in a packed row, {leak}"
-    for line in limits_of(model):
+    for line in (*limits_of(model), *statistics_notes(model.units)):
         warnings.warn(line, stacklevel=4)
 
 

@@ -5,6 +5,7 @@ The parts that need no weights come first, so that `data stats` and `data lint` 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from dilatant.models.core.freeze import choose_orthogonal
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
 from dilatant.models.encoders.media import media_unit
 from dilatant.models.families.media_units import units_of_patch_merger, units_of_pretrained
+from dilatant.models.language.rotary_length import run_long_samples_alone
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured, place_rows
 from dilatant.models.sources import encoder_config, load_pretrained_config, parse_config
@@ -170,6 +172,9 @@ def assemble_model(config: Config, tokenizer: Any, encoding: Encoding, hollow: b
     if found := unit_problems(config.parallel, tuple(model.units)):
         raise list_problems("config has a mistake:", found)
     attend_as_configured(model, config.model.text)
+    if (why := run_long_samples_alone(model.language, encoding.max_length)) is not None:
+        what = "every sample is a row and a microbatch of its own"
+        warnings.warn(f"{what}: {why}; a data.max_length of no more avoids that", stacklevel=3)
     place_rows(model, config.parallel.placement)
     seen = {unit.name: unit.placeholder_id for unit in encoding.units}
     seen |= {target.name: target.placeholder_id for target in encoding.targets}

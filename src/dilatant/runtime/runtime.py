@@ -21,6 +21,7 @@ from dilatant.config.memory_modes import Compile, Kernels
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.fused_modules import KernelSet, kernel_set
 from dilatant.models.core.random_draws import draws_of
+from dilatant.models.core.running_statistics import unheld_statistics
 from dilatant.models.core.stage import Predictions, Stage, StepData, stage_tensors
 from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.multimodal import MultimodalModel
@@ -139,7 +140,7 @@ class Runtime:
             raise list_problems("this plan cannot train:", problems)
         if execution.exact and layout.shard:
             raise UserError("train.shard: exact sums need whole gradients of every sample; leave it out")
-        self._refused_in_training = unkeyed_dropout(model.units.values())
+        self._refused_in_training = unkeyed_dropout(model.units.values()) or unheld_statistics(model.units)
         if layout.zero == "node" and layout.node_of is None:
             layout = replace(layout, node_of=comm.nodes)
         rank, before = comm.rank, recovery.before

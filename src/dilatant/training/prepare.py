@@ -16,6 +16,7 @@ from dilatant.data.index.sizes import Progress
 from dilatant.data.order.blend import Blend
 from dilatant.hf.stored_moments import find_moments
 from dilatant.hf.stored_weights import check_sources
+from dilatant.models.core.running_statistics import unheld_statistics
 from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.language.embedding_noise import EmbeddingNoise
 from dilatant.models.language.router_loss import has_router_loss, router_weight
@@ -112,7 +113,7 @@ def open_model(config: Config, samples: Samples) -> MultimodalModel:
         language.extensions.insert(0, EmbeddingNoise(language.unit, alpha))
     if config.train.row_multiple is not None:
         pad_rows(model.language, config.train.row_multiple)
-    if (refused := unkeyed_dropout(model.units.values())) is not None:
+    if (refused := unkeyed_dropout(model.units.values()) or unheld_statistics(model.units)) is not None:
         raise refused
     check_sources(model, config.model)
     for remark in find_moments(model, config).remarks:

@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dilatant.config.errors import UserError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit, patch_processor
-from dilatant.data.media_units.soft_token_image_unit import soft_token_processor
 from dilatant.data.sample import Media, MediaSize
 
 SETTINGS = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
@@ -43,27 +41,6 @@ def test_patches_are_those_of_transformers(width: int, height: int, limits: dict
     assert native.encoder_tokens(size) == len(ours)
     assert native.merged_tokens(size) == len(ours) // 4
     np.testing.assert_array_equal(native.grid(size)[GRID], made[GRID])
-
-
-@pytest.mark.parametrize("tokens", [70, pytest.param(280, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_patches_of_gemma_are_those_of_transformers_in_groups(
-    width: int, height: int, tokens: int, tmp_path: Path
-) -> None:
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "image.png")
-    processor = Gemma4ImageProcessorPil(max_soft_tokens=tokens)
-    theirs = processor(images=pixels, return_tensors="np", input_data_format="channels_last")
-    own = soft_token_processor({"max_soft_tokens": tokens}, patch=16, merge=3)
-    native = NativeImageUnit("vision", 9, own)
-    size = MediaSize(width, height)
-    assert native.merged_tokens(size) == theirs["num_soft_tokens_per_image"][0]
-    made = native.process(Media("image", tmp_path / "image.png", "image"))
-    _, rows, columns = made[GRID][0].tolist()
-    # Groups of 3 by 3 patches lie together; colours of a pixel lie together in theirs.
-    patches = np.asarray(as_array(made["pixel_values"])).reshape(rows // 3, columns // 3, 3, 3, 3, 16, 16)
-    image = patches.transpose(0, 2, 1, 3, 5, 6, 4).reshape(rows * columns, -1)
-    np.testing.assert_allclose(image, theirs["pixel_values"][0, : rows * columns], atol=1e-6, rtol=0)
 
 
 def test_unusable_image_sizes_and_settings_are_refused_by_name() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
+from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
-from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
-from dilatant.config.errors import UserError
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media_units.audio_unit import LogMelProcessor
-from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit, UsmMelProcessor, UsmSoundUnit, usm_processor
+from dilatant.data.media_units.processed_unit import ProcessedSoundUnit
+from dilatant.data.media_units.processors import HuggingFaceSoundProcessor
+from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
 from dilatant.data.sample import Media, MediaSize
 
 
@@ -43,29 +46,19 @@ def test_header_refuses_a_sound_longer_than_the_encoder_limit() -> None:
         SoundUnit("audio", 9, LogMelProcessor(), longest=3000).encoder_tokens(MediaSize(seconds=31))
 
 
-@pytest.mark.parametrize("seconds", [0.02, 0.11, 1.0, 2.345])
-def test_gemma4s_frames_of_a_sound_are_those_of_its_extractor(tmp_path: Path, seconds: float) -> None:
-    wave = np.random.default_rng(1).normal(0, 0.1, round(16000 * seconds)).astype(np.float32)
-    soundfile.write(tmp_path / "a.wav", wave, 16000, subtype="FLOAT")
-    options = {"preemphasis": 0.97, "per_bin_mean": [0.1] * 16, "per_bin_stddev": [2.0] * 16, "feature_size": 16}
-    for settings in ({"feature_size": 16}, options, {**options, "preemphasis_htk_flavor": False}):
-        unit = UsmSoundUnit("audio", 9, usm_processor(settings, 16))
-        made = unit.process(Media("audio", tmp_path / "a.wav", "a"))
-        theirs = Gemma4AudioFeatureExtractor(**settings)([wave], return_tensors="np")
-        there = theirs["input_features_mask"][0]
-        # The same operations on frames that are cut otherwise.
-        np.testing.assert_allclose(made["input_features"], theirs["input_features"][0][there], atol=1e-5, rtol=0)
-        rows = unit.merged_tokens(MediaSize(seconds=seconds))
-        assert rows == there[::2][::2].sum()
+@dataclass(frozen=True)
+class QuarterOfFrames:
+    """Counts the tokens of Gemma 4's sounds."""
+
+    def __call__(self, item: Mapping[str, NDArray]) -> tuple[int, int]:
+        rows = int(item["input_features_mask"][:, ::2][:, ::2].sum())
+        return rows, rows
 
 
-def test_gemma4_takes_the_shortest_sound_and_refuses_long_ones() -> None:
-    unit = UsmSoundUnit("audio", 9, UsmMelProcessor())
-    assert unit.merged_tokens(MediaSize(seconds=0.001)) == 1
-    assert unit.merged_tokens(MediaSize(seconds=30)) == 750
-    with pytest.raises(ValueError, match="longer"):
-        unit.merged_tokens(MediaSize(seconds=30.1))
-    with pytest.raises(UserError, match="dither"):
-        usm_processor({"dither": 0.1}, 128)
-    with pytest.raises(UserError, match="128 mel bins"):
-        usm_processor({"feature_size": 80}, 128)
+def test_a_sound_whose_end_its_own_processor_drops_is_refused() -> None:
+    """Gemma 4's extractor cuts sounds after 30 s without a word."""
+    extractor = HuggingFaceSoundProcessor('{"feature_extractor_type": "Gemma4AudioFeatureExtractor"}', "gemma4")
+    unit = ProcessedSoundUnit("audio", 9, extractor, QuarterOfFrames())
+    assert unit.encoder_tokens(MediaSize(seconds=30)) == 750
+    with pytest.raises(ValueError, match=r"30.50 s is longer than its processor takes"):
+        unit.encoder_tokens(MediaSize(seconds=30.5))

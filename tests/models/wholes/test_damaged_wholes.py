@@ -20,6 +20,7 @@ from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.hf.stored_weights import Layout, open_tensors, tensor_files
 from dilatant.models.adapters.lora import targets
 from dilatant.models.core.materialize import materialize
+from dilatant.models.core.weight_files import require_finite
 from dilatant.models.families.pretrained import PretrainedModel, load_pretrained_weights
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
@@ -91,6 +92,12 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> 
         layout.read({"w": Box.of("w", (8, 8))})
     others = layout.read({"w": Box("w", (8, 8), (((0, 3),), ((0, 8),)))})  # as another rank reads it
     assert torch.equal(others["w"], state[key][:3])
+
+
+def test_a_single_number_may_be_an_infinite_bound() -> None:
+    require_finite([("bound", torch.tensor(float("inf")))], "here")
+    with pytest.raises(UserError, match="'bound' holds NaN"):
+        require_finite([("bound", torch.tensor(float("nan")))], "here")
 
 
 def test_a_whole_model_with_nan_is_refused(folder: Path, tmp_path: Path) -> None:

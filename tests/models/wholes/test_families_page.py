@@ -14,8 +14,8 @@ import torch
 from cases.cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, opened
 from cases.tiny_wholes import WHOLES, whole_config
 from dilatant.config.model import LoraConfig
+from dilatant.models.encoders.generic_encoder import GenericTower
 from dilatant.models.encoders.native_encoder import NativeTower
-from dilatant.models.encoders.pooled_encoder import PooledTower
 from dilatant.models.families.families import FAMILIES
 from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 
@@ -66,7 +66,7 @@ def besides(family: str) -> str:
     config = whole_config(family)
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    native = any(isinstance(tower, NativeTower | PooledTower) for tower in known.towers.values())
+    native = any(isinstance(tower, NativeTower | GenericTower) for tower in known.towers.values())
     said = {
         "sounds": "audio" in known.towers,
         "native resolution": native,

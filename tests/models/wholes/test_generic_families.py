@@ -172,6 +172,14 @@ def test_media_that_are_not_read_are_named_when_the_model_opens() -> None:
         choose_attention(model)
 
 
+def test_requested_settings_reach_the_processor_or_are_refused() -> None:
+    whole, tokenizer = pretrained("deepseek_vl"), load_tokenizer("bytes")
+    (unit,) = units_of_pretrained(whole, {"image_mean": [0.25] * 3}, tokenizer)
+    assert [*unit.processor.made.image_mean] == [0.25] * 3
+    with pytest.raises(UserError, match=r"processor: max_soft_tokens is no setting of DeepseekVLImageProcessor"):
+        units_of_pretrained(whole, {"max_soft_tokens": 70}, tokenizer)
+
+
 def test_a_family_whose_processor_needs_torchvision_says_so() -> None:
     with pytest.raises(UserError, match="needs torchvision"):
         MultimodalModel({}, PretrainedModel.of(config_of("lfm2_vl"), "model"), device="meta")

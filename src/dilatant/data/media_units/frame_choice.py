@@ -14,7 +14,7 @@ from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.image_unit import ImageUnit
-from dilatant.data.media_units.native_image_unit import NativeImageUnit
+from dilatant.data.media_units.processed_unit import ProcessedImageUnit
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit
 from dilatant.data.media_units.unit_base import PiecedClipUnit
 from dilatant.data.sample import Media, MediaMarkup, MediaSize
@@ -173,7 +173,7 @@ class FramedClipUnit(PiecedClipUnit):
     """Media unit for clips. frame: the unit for one frame, with the texts around an image. choice: selects the frames.
     texts: key in `FRAME_TEXTS` of the additional texts."""
 
-    frame: ImageUnit | TiledImageUnit | NativeImageUnit
+    frame: ImageUnit | TiledImageUnit | ProcessedImageUnit
     choice: FrameChoice
     texts: str
     marker: str = "<video>"
@@ -197,8 +197,7 @@ class FramedClipUnit(PiecedClipUnit):
         return len(self.choice.frames(size)) * self.frame.encoder_tokens(_of_frame(size))
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
-        sizes = self.frame.processor.limits if isinstance(self.frame, NativeImageUnit) else {}
-        return {**saved_limits(self.choice, before), **sizes}
+        return {**saved_limits(self.choice, before), **getattr(self.frame.processor, "limits", {})}
 
     def merged_tokens(self, size: MediaSize) -> int:
         return len(self.choice.frames(size)) * self.frame.merged_tokens(_of_frame(size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,23 +106,17 @@ _SETTINGS = ("min_pixels", "max_pixels", "size", "patch_size", "merge_size", "te
              "do_convert_rgb")  # fmt: skip
 
 
-def mismatches(settings: Mapping[str, Any], known: Sequence[str], encoder: Mapping[str, int]) -> list[str]:
-    """Return where saved settings do not fit an encoder, which has the values `encoder`. Raises UserError for unknown
-    settings."""
-    unknown = [key for key in settings if key not in known and not key.endswith("_type")]
-    if unknown and "image_processor_type" not in settings:
-        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(known)}")
-    wrong = [
-        f"{key} is {settings[key]}, but the encoder has {value}"
-        for key, value in encoder.items()
-        if settings.get(key, value) != value
-    ]
-    return wrong + [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
-
-
 def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, frames: int) -> PatchProcessor:
     """Make the processor of saved settings for an encoder with these patches. Raises UserError if they do not match."""
-    wrong = mismatches(settings, _SETTINGS, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames})
+    unknown = [key for key in settings if key not in _SETTINGS and not key.endswith("_type")]
+    if unknown and "image_processor_type" not in settings:
+        raise UserError(f"model.processor: unknown setting {unknown[0]!r}; known: {', '.join(_SETTINGS)}")
+    wrong = [
+        f"{key} is {settings[key]}, but the encoder has {value}"
+        for key, value in {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}.items()
+        if settings.get(key, value) != value
+    ]
+    wrong += [f"{key} is off" for key in ("do_resize", "do_rescale") if settings.get(key, True) is not True]
     if wrong:
         raise UserError(f"model.processor: {'; '.join(wrong)}")
     with as_user_error("model.processor", TypeError, ValueError, AttributeError):
@@ -132,13 +126,12 @@ def patch_processor(settings: Mapping[str, Any], *, patch: int, merge: int, fram
             "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
         }
         given: dict[str, Any] = {key: int(value) for key, value in limits.items() if value}
-    return PatchProcessor(patch=patch, merge=merge, frames=frames, **given, **pixel_settings(settings))
+    return PatchProcessor(patch=patch, merge=merge, frames=frames, **given, **_pixel_settings(settings))
 
 
-def pixel_settings(settings: Mapping[str, Any], normalizes: bool = True) -> dict[str, Any]:
-    """Return what saved settings say of resampling and of values, as `PatchProcessor` calls it. normalizes: value of
-    `do_normalize` if they do not say. Raises UserError."""
-    settings = {"do_normalize": normalizes} | {key: value for key, value in settings.items() if value is not None}
+def _pixel_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what saved settings say of resampling and of values, as `PatchProcessor` calls it. Raises UserError."""
+    settings = {"do_normalize": True} | {key: value for key, value in settings.items() if value is not None}
     given: dict[str, Any] = {}
     with as_user_error("model.processor", TypeError, ValueError, IndexError):
         if "resample" in settings:

@@ -114,6 +114,11 @@ class ProcessedSoundUnit(ProcessedUnit, SoundUnitBase):
     def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
         return (max(1, round(size.seconds * self.processor.sampling_rate)),)
 
+    def encoder_tokens(self, size: MediaSize) -> int:
+        if not _hears_the_end(self.processor, *self.decoded_shape(size)):
+            raise ValueError(f"{size.seconds:.2f} s is longer than its processor takes, which drops the end; cut it")
+        return ProcessedUnit.encoder_tokens(self, size)
+
     def process(self, media: Media) -> dict[str, EncoderInput]:
         return self.see(self.decode(media, *self.decoded_shape(media_size(media))))
 
@@ -135,6 +140,16 @@ def flatten(item: Arrays) -> dict[str, EncoderInput]:
 @lru_cache(maxsize=4096)
 def _counted(processor: Any, count: CountsTokens, shape: tuple[int, ...]) -> tuple[int, int]:
     return count(_blank(processor, shape))
+
+
+@lru_cache(maxsize=4096)
+def _hears_the_end(processor: HuggingFaceSoundProcessor, samples: int) -> bool:
+    """Return True if the last tenth of a second changes what a processor makes of a sound."""
+    silence = np.zeros(samples, np.float32)
+    ends = silence.copy()
+    ends[-processor.sampling_rate // 10 :] = 1
+    quiet, loud = processor(silence), processor(ends)
+    return any(not np.array_equal(quiet[name], loud[name]) for name in quiet)
 
 
 @lru_cache(maxsize=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from dilatant.data.media_units.unit_base import Fingerprinted
 _OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
 
 ProcessorSettings = Mapping[str, Any]
+SOFT_TOKENS = "max_soft_tokens"
+"""Setting of processors that limits the rows of an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,17 @@ class HuggingFaceImageProcessor(Fingerprinted):
     @property
     def settings(self) -> dict[str, Any]:
         return json.loads(self.settings_json)
+
+    @property
+    def known_settings(self) -> frozenset[str]:
+        """The names of the settings that the processor reads."""
+        kind = type(self.made)
+        return frozenset({*vars(kind()), *kind.valid_kwargs.__annotations__})
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The setting that limits the rows of an image, if there is one."""
+        return {key: value for key, value in self.settings.items() if key == SOFT_TOKENS}
 
     def __call__(self, pixels: NDArray[np.uint8], *more: NDArray[np.uint8]) -> Mapping[str, NDArray]:
         """Return the inputs of images, uint8 [height, width, channels]."""
@@ -82,6 +96,12 @@ class HuggingFaceSoundProcessor(Fingerprinted):
     def made(self) -> Any:
         """The transformers processor."""
         return _transformers_sound_processor(self.settings_json, self.model_type)
+
+    @property
+    def known_settings(self) -> frozenset[str]:
+        """The names of the settings that the processor reads."""
+        kind = type(self.made._audio_processor)
+        return frozenset({*vars(kind()), *inspect.signature(kind).parameters})
 
     @property
     def sampling_rate(self) -> int:

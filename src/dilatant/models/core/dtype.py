@@ -19,6 +19,7 @@ from dilatant.config.errors import UserError
 from dilatant.models.adapters.four_bit import FourBitLinear
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.core.parallel_linear import ParallelFourBit, ParallelLinear
+from dilatant.models.core.running_statistics import has_statistics
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
 
@@ -32,7 +33,8 @@ def cast_weights(unit: Unit, dtype: torch.dtype) -> None:
     """Cast the weights of `unit` to `dtype`, including those on the meta device; Parameters stay the same objects.
 
     As in `from_pretrained`, weights that the family keeps in fp32 (under this dtype) are not cast, nor are buffers
-    (positions and frequencies). Buffers of a user's own module are cast, as in `Module.to`.
+    (positions and frequencies). Running statistics are cast, as weights are, and so are buffers of a user's own module,
+    as in `Module.to`.
     """
     patterns = [*(getattr(unit.model, "_keep_in_fp32_modules_strict", None) or ())]
     if dtype == torch.float16:
@@ -41,10 +43,13 @@ def cast_weights(unit: Unit, dtype: torch.dtype) -> None:
     for name, parameter in unit.named_parameters():
         if parameter.is_floating_point() and not (name.startswith("model.") and in_fp32.search(name)):
             parameter.data = parameter.data.to(dtype)
-    for module in unit.modules() if unit.config is None else ():
+    for module in unit.modules():
+        if unit.config is not None and not has_statistics(module):
+            continue
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
-                setattr(module, key, buffer.to(dtype))
+                weight = next(module.parameters(recurse=False), None)
+                setattr(module, key, buffer.to(dtype if weight is None else weight.dtype))
 
 
 def dtype_of_config(config: Any) -> torch.dtype:

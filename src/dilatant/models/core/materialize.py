@@ -88,6 +88,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     undrawn = {place: tensor for place, tensor in marked.items() if _is_undrawn(tensor)}
     with seeded(seed, f"{unit.unit}.constants"):
         constants = _constants(model) if undrawn and isinstance(model, PreTrainedModel) else {}
+        is_known = all(f"{path}.{name}" in constants for _, path, name in undrawn)
+        constants |= {} if is_known else _drawn_by_timm(unit)
     lacking = []
     for (layer, path, name), tensor in undrawn.items():
         if f"{path}.{name}" in constants:
@@ -221,6 +223,16 @@ def _constants(model: PreTrainedModel) -> dict[str, Tensor]:
             meta = {name for name, tensor in _tensors(usual) if tensor.is_meta}
             return {f"model.{name}": each for name, each in _tensors(valued) if name in meta and not each.is_meta}
     return {}
+
+
+def _drawn_by_timm(unit: Unit) -> dict[str, Tensor]:
+    """Return the tensors of models of timm by path, as their constructors draw them: transformers draws only some."""
+    found: dict[str, Tensor] = {}
+    for path, module in unit.named_modules():
+        if isinstance(module, PreTrainedModel) and any("timm." in type(c).__module__[:5] for c in module.children()):
+            drawn = cast(Any, type(module))(copy.deepcopy(module.config))
+            found |= {f"{path}.{name}": tensor for name, tensor in _tensors(drawn)}
+    return found
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
+from dilatant.config.errors import UserError
 from dilatant.models.core.structure import Structure
 
 
@@ -280,9 +281,12 @@ def run_slice(
         for block in skipped:
             block.width = width
         return run_slice(forward, given, blocks, enters=enters, ends=ends, taps=taps)
-    except Exception:  # not because of the width
+    except Exception as error:  # not because of the width
         for block, before in zip(skipped, widths, strict=True):
             block.width = before
+        is_of_tuple = isinstance(error, ValueError | TypeError | AttributeError)  # which skipped blocks left out
+        if is_of_tuple and not isinstance(error, UserError):
+            raise UserError("its blocks pass more than hidden states on, and stages send only those") from error
         raise
 
 

@@ -21,6 +21,7 @@ from dilatant.data.media.pixels import EncoderInput, Pixels, as_array, concatena
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.four_bit import is_four_bit
 from dilatant.models.core.random_draws import KeyedDraws, SampleLayout
+from dilatant.models.core.running_statistics import hold_statistics
 from dilatant.models.core.sequence_parallel import TokenShards
 from dilatant.models.core.weights import Weight
 
@@ -222,10 +223,12 @@ class Stage(nn.Module, ABC):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode like `nn.Module.train`, but leave modules whose weights are all frozen in evaluation mode."""
+        """Set the mode like `nn.Module.train`, but leave modules whose weights are all frozen, and those with running
+        statistics, in evaluation mode."""
         super().train(mode)
         if mode:
             _quiet_frozen(self)
+            hold_statistics(self)
         return self
 
 

@@ -60,12 +60,13 @@ def named_if_damaged(what: str, source: str) -> Iterator[None]:
 
 
 def require_finite(tensors: Iterable[tuple[str, Tensor]], place: str) -> None:
-    """Raise UserError for the first tensor with NaN or infinity; quantized ones are passed over. place: beginning of
-    the error, with the file, folder or id."""
+    """Raise UserError for the first tensor with NaN or infinity; quantized ones are passed over, and single numbers may
+    be infinite (bounds). place: beginning of the error, with the file, folder or id."""
     for key, tensor in tensors:
         is_checked = tensor.is_floating_point() and tensor.dtype.itemsize > 1 and tensor.numel() > 0
         # Both ends are NaN if one element is; this takes a tenth of the time of isfinite, and no copy.
-        if is_checked and not all(math.isfinite(end) for end in tensor.detach().aminmax()):
+        ends = tensor.detach().aminmax() if is_checked else ()
+        if any(math.isnan(end) if tensor.numel() == 1 else not math.isfinite(end) for end in ends):
             raise UserError(
                 f"{place}: {key!r} holds NaN or infinity (as {tensor.dtype}), so every loss would; download it again, "
                 "or export it again from a sound checkpoint"

@@ -20,6 +20,7 @@ from dilatant.attention.hook import ATTENTION_DROPOUTS, WHY_NOT_COMPILED
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.core.random_draws import DoesNotFit, KeyedDraws
 from dilatant.models.core.recompute import add_contexts, remove_contexts
+from dilatant.models.core.running_statistics import changes_of, require_unchanged, training_modules
 from dilatant.models.core.stage import Stage, StepData
 from dilatant.models.core.unit import Unit
 
@@ -45,7 +46,7 @@ def _problems(unit: Unit) -> Iterator[str]:
         for name in _UNKEYED:
             if (rate := settings.get(name) or 0.0) > 0:
                 yield f"{unit.unit}: {name} is {rate}; {remedy}"
-    for path, module in _training_modules("", unit):
+    for path, module in training_modules("", unit):
         for name, rate in _functional_rates(module):
             kind = type(module).__name__
             keys = [key for key, value in settings.items() if "drop" in key and value == rate]
@@ -54,15 +55,6 @@ def _problems(unit: Unit) -> Iterator[str]:
             yield from (f"{unit.unit}: {key} is {rate}; {remedy}" for key in keys)
             if not keys:
                 yield (f"{unit.unit}: {name} of module {path!r} ({kind}) is {rate}; set it to 0, or drop by nn.Dropout")
-
-
-def _training_modules(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield paths and modules, without those whose weights are all frozen: they run in evaluation mode."""
-    if {parameter.requires_grad for parameter in module.parameters()} == {False}:
-        return
-    yield path, module
-    for name, child in module.named_children():
-        yield from _training_modules(f"{path}.{name}" if path else name, child)
 
 
 def _functional_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
@@ -176,7 +168,8 @@ class StageDropout:
 
     @contextmanager
     def running(self, data: StepData, samples: tuple[int, ...]) -> Iterator[None]:
-        """Surround a training forward of `samples`. Raises UserError if it draws random numbers that belong to none."""
+        """Surround a training forward of `samples`. Raises UserError if it draws random numbers that belong to none, or
+        changes a persistent buffer."""
         stage = self._stage
         if not stage.training or data.predicts:
             yield
@@ -185,10 +178,13 @@ class StageDropout:
             draws = stage.draws(data, samples, stage.shards)
             self.draws = ForwardDraws(draws, self._shapes) if draws.total else None
         before = _generators(data.device, self._has_layerdrop) if self._checks else None
+        changes = changes_of(stage) if self._checks else {}
         try:
             yield
         finally:
             self.draws = None
+        if self._checks:
+            require_unchanged(stage.unit, stage, changes)
         if before is not None and _generators(data.device, self._has_layerdrop) != before:
             raise UserError(
                 f"{stage.unit}: its forward draws random numbers that belong to no sample (dropout by a function, "

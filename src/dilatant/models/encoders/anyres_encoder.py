@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,8 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.anyres_image_unit import (
@@ -23,64 +21,53 @@ from dilatant.data.media_units.anyres_image_unit import (
     AnyresImageUnit,
     AnyresShape,
 )
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import EncodedSample, MediaMarkup
-from dilatant.data.text.encoding import grid_part
+from dilatant.data.sample import MediaMarkup
 from dilatant.models.core.geometry import encoder_geometry
 from dilatant.models.core.slicing import ShapePlaceholder
-from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
-from dilatant.models.encoders.encoder import EncoderStage
+from dilatant.models.core.stage import Boundary
+from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.fixed_tower import FixedTower, Projection, used_part
 from dilatant.models.encoders.media import frame_choice, resized_frames
-from dilatant.models.encoders.packed_encoder import StagedEncoderUnit, rows_of_items
+from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit, rows_of_items
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors
 
 
-class AnyresStage(EncoderStage):
+class AnyresStage(PackedEncoderStage):
     """Layers of the encoder, run on tiles, and its projector, which arranges the tiles' rows by image shape."""
 
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
-            return StageOutput()
-        if self.is_first:
-            output = self(media_of(data, samples, self))
-        else:
-            names = () if self.projector is None else (SHAPES,)
-            hidden = inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens))
-            output = self(media_of(data, samples, self, names=names) if names else {}, hidden)
-        return StageOutput(output if self.projector is not None else output.flatten(0, 1))
+    sizes_name = SHAPES
 
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Encode tiles. inputs: `pixel_values` [tiles, ...], and for the projector `image_sizes` int64 [items, 3].
-        Returns [tiles, tokens, width]; after the projector rows of the text, [rows, width]."""
-        of_encoder = dict(inputs or {})
-        shapes = of_encoder.pop(SHAPES, None)
-        if self.model is not None:
-            hidden = self._encode(self.model, of_encoder, hidden)
-        assert hidden is not None
-        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden), shapes)
+    def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
+        """Run the stage on tiles. sizes: int64 [items, 3] (see `SHAPES`)."""
+        if is_hidden:
+            return self._encode(model, {}, self._tiles(fed)).flatten(0, 1)
+        tiles = fed.unflatten(1, self.geometry.row_shape)
+        return self._encode(model, {self.geometry.input_name: tiles}, None).flatten(0, 1)
+
+    def project(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        assert self.projector is not None
+        return self.projector(self._tiles(hidden), sizes)
+
+    def _tiles(self, hidden: Tensor) -> Tensor:
+        return hidden.unflatten(0, (-1, self.geometry.encoder_tokens))
 
 
-class AnyresEncoderUnit(StagedEncoderUnit):
+class AnyresEncoderUnit(PackedEncoderUnit):
     """An `EncoderUnit` whose items differ in tiles and in rows of the text, both determined by the image's shape."""
 
-    packs = True
     stand_in = ShapePlaceholder
     stage_type = AnyresStage
     shape: AnyresShape
     placeholder_id: int
 
+    def _unused(self, model: nn.Module) -> frozenset[str]:
+        return EncoderUnit._unused(self, model)
+
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make a sample of several images, which have one tile each."""
         value, inputs = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
-        value = value.unflatten(0, (-1, self.geometry.encoder_tokens)) if layer else value
-        side = self.geometry.height
-        return value, {**inputs, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
-
-    def reads(self, first: int, end: int) -> frozenset[str]:
-        if first == 0:
-            return frozenset({self.unit})
-        return frozenset({grid_part(self.unit)} if end == len(self.layers) else ())
+        count = len(value) // (self.geometry.encoder_tokens if layer else 1)
+        return value, {**inputs, SHAPES: torch.tensor([[self.geometry.height] * 2 + [AMONG]] * count, device=device)}
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         if end < len(self.layers):
@@ -90,9 +77,6 @@ class AnyresEncoderUnit(StagedEncoderUnit):
 
     def _rows_of_text(self, media: Mapping[str, Any]) -> int:
         return self.shape.rows_of(np.asarray(media[SHAPES]))
-
-    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        raise UserError(f"{self.unit}: its images have unlike shapes, and ranks cannot share them; give it cp: 1")
 
 
 class AnyresProjection(Projection):
@@ -153,12 +137,8 @@ class AnyresTower(FixedTower):
         return unit
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> AnyresImageUnit:
-        if settings is None or "image_processor_type" not in settings:
-            raise UserError(
-                f"model.processor is missing: {host.config.model_type} cuts images into tiles as its own processor says"
-            )
         geometry = self.build(host).geometry
-        cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+        cutting = self.cutting(host, settings, geometry.channels)
         place = host.name, host.placeholder_id, geometry.encoder_tokens
         return AnyresImageUnit(*place, shape_of(host.config), cutting, written=written)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -14,11 +13,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
-from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import adapted_key
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import Placeholder, ShapePlaceholder, SkippedBlock, run_slice, slice_model
-from dilatant.models.core.stage import Boundary, Stage, StageInputs, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.stage import (
+    Boundary,
+    RowCount,
+    Stage,
+    StageInputs,
+    StageOutput,
+    StepData,
+    in_dtype_of,
+    media_of,
+)
 from dilatant.models.core.structure import find_structure, unused_parameters
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
@@ -269,7 +276,7 @@ class EncoderUnit(Unit, EncoderStage):
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
-            rows_of=partial(_rows, self.unit, *(1, 1) if self.packs else (self.geometry.encoder_tokens, tokens)),
+            rows_of=RowCount(self.unit, *(1, 1) if self.packs else (self.geometry.encoder_tokens, tokens)),
         )
 
     def stage(self, first: int, end: int) -> EncoderStage:
@@ -311,7 +318,3 @@ class EncoderUnit(Unit, EncoderStage):
             blocks = part.get_submodule(self.structure.blocks)
             blocks._modules = {n: b for n, b in blocks._modules.items() if not isinstance(b, SkippedBlock)}
         return part
-
-
-def _rows(unit: str, encoder_tokens: int, tokens: int, sample: EncodedSample) -> int:
-    return sample.sizes.get(unit, 0) // encoder_tokens * tokens

@@ -15,7 +15,7 @@ from dilatant.config.signatures import require_call
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry, Features, encoder_geometry
 from dilatant.models.core.stage import StageInputs
 from dilatant.models.encoders.encoder import Adapter, Callbacks, EncoderUnit
-from dilatant.models.encoders.native_encoder import native_encoder, width_of_merged
+from dilatant.models.encoders.native_encoder import NativeEncoderUnit, width_of_merged
 from dilatant.models.encoders.packed_encoder import OwnItemsUnit
 from dilatant.models.encoders.projector import build_projector
 from dilatant.models.encoders.sound_encoder import SoundEncoderUnit
@@ -155,7 +155,7 @@ def _build_patch_merger(
     projector = _projector_of(encoder, 1, width, hidden_size, where)
     if is_audio:
         return SoundEncoderUnit(name, tower, projector, hidden_size, encoder.placeholder_id)
-    return native_encoder(name, tower, projector, hidden_size)
+    return NativeEncoderUnit(name, tower, projector, hidden_size)
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:

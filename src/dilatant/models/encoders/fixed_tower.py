@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -14,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.data.media_units.frame_choice import FramedClipUnit
 from dilatant.data.media_units.image_unit import ImageUnit
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor, fixed_size
+from dilatant.data.media_units.processors import fixed_size
 from dilatant.data.media_units.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import plain_key
@@ -56,7 +55,7 @@ class FixedTower(Tower):
         if settings is not None and "image_processor_type" in settings:
             settings = {**settings, **self.settings}
             if fixed_size(settings, geometry.channels) is None:
-                cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+                cutting = self.cutting(host, settings, geometry.channels)
                 shape = (geometry.channels, geometry.height, geometry.row_width)
                 check_tiles(cutting, shape)
                 tokens = geometry.encoder_tokens, geometry.tokens_per_row

@@ -1,4 +1,5 @@
-"""Generic encoders: encoders of images and sounds in multimodal models that `families.FAMILIES` does not list.
+"""Generic encoders: encoders of images and sounds that run by the family's own method, as of most families that
+`families.FAMILIES` does not list.
 
 A stage runs the family's own `get_image_features` or `get_audio_features` (see `core.slicing`). Stages after the first
 have no pixels or frames: their input is ones of the same shape, and `ShapePlaceholder`s replace the modules before the
@@ -25,18 +26,20 @@ from transformers import PreTrainedModel
 from dilatant.attention.hook import attend_to_items, passes_borders
 from dilatant.config.errors import UserError, reason_of
 from dilatant.data.media.pixels import EncoderInput, as_array
+from dilatant.data.media_units.frame_choice import FRAME_TEXTS, FramedClipUnit
 from dilatant.data.media_units.processed_clip_unit import HuggingFaceClipProcessor, ProcessedClipUnit
 from dilatant.data.media_units.processed_unit import ProcessedImageUnit, ProcessedSoundUnit, flatten, is_layout
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
+from dilatant.data.media_units.processors import SOFT_TOKENS, HuggingFaceImageProcessor
 from dilatant.data.sample import EncodedSample, MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import adapted_key, plain_key
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import ShapePlaceholder, keep_output, slice_model
-from dilatant.models.core.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.core.stage import Boundary, RowCount, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.core.structure import Structure
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
 from dilatant.models.encoders.encoder import Callbacks, EncoderStage
+from dilatant.models.encoders.media import COUNTS, SOFT_TOKENS_OF_FRAMES, frame_choice
 from dilatant.models.encoders.narrow_encoder import (
     FeatureShapes,
     Layout,
@@ -58,13 +61,17 @@ from dilatant.models.encoders.narrow_encoder import (
     taps_of,
     unused_keys,
 )
-from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items, rows_of_unit
+from dilatant.models.encoders.packed_encoder import PackedEncoderUnit, rows_of_items
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 from dilatant.models.parallel.shared_samples import SampleParallel
 from dilatant.models.parallel.tensor_rules import ENCODER_RULES
 
 TYPICAL_PATCHES, TYPICAL_SECONDS = 32, 10
 """Patches on each side of the typical image, and length of the typical sound (see `EncoderGeometry`)."""
+SOFT_TOKENS_OF_FRAME = 70
+"""Default of `SOFT_TOKENS` for a frame of a clip."""
+TOKENS_AT_ONCE = 16_384
+"""Maximum number of tokens in one pass of the blocks; a larger item runs alone."""
 
 
 class GenericStage(SampleParallel, EncoderStage):
@@ -110,7 +117,13 @@ class GenericStage(SampleParallel, EncoderStage):
         if hidden is not None:
             arrived = list(hidden.split([lengths[layout_of(item)][0] for item in items]))
         rows: dict[int, Tensor] = {}
-        for layout, numbers in groups.items():
+        most = {layout: max(1, TOKENS_AT_ONCE // max(1, tokens)) for layout, (tokens, _) in lengths.items()}
+        batches = (
+            (layout, numbers[at : at + most[layout]])
+            for layout, numbers in groups.items()
+            for at in range(0, len(numbers), most[layout])
+        )
+        for layout, numbers in batches:
             inputs = {
                 name: torch.cat(
                     [torch.as_tensor(items[number][name]) for number in numbers], self.axes.get(name, 0)
@@ -156,7 +169,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
 
     stage_type = GenericStage
     stand_in = ShapePlaceholder
-    undivided = "of a family that is not listed, no proof says that ranks may share them"
+    undivided: str | None = "no proof says that ranks may share them"
     tensor_rules = ENCODER_RULES
     shapes: FeatureShapes
     axes: Mapping[str, int] = MappingProxyType({})
@@ -209,8 +222,7 @@ class GenericEncoderUnit(PackedEncoderUnit):
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         if end < len(self.layers):
-            rows_of = partial(rows_of_unit, self.unit, 1)
-            return Boundary(self._width_before(end), self.row_dtype, rows_of)
+            return Boundary(self._width_before(end), self.row_dtype, RowCount(self.unit))
         rows_of = partial(rows_of_items, self.unit, self.placeholder_id, self._rows_of_text)
         return Boundary(self.width_out, self.row_dtype, rows_of)
 
@@ -311,7 +323,7 @@ class GenericTower(Tower):
     `narrow_encoder.method_of`). narrow: config of the narrow model that counts tokens, as JSON. inner: path of the
     blocks in the encoder; None if it is one layer, because of `uncut`. inputs: names of the processor's outputs that
     the model reads. token_of_clips: config key of the token that a row of a clip replaces in transformers' own
-    forward."""
+    forward. is_listed: the family is listed, so tests say which ranks may share the layers."""
 
     holder: str = "model"
     narrow: str = ""
@@ -319,6 +331,7 @@ class GenericTower(Tower):
     uncut: str | None = None
     inputs: tuple[str, ...] = ()
     token_of_clips: str = "video_token_id"
+    is_listed: bool = False
 
     @property
     def shapes(self) -> FeatureShapes:
@@ -349,6 +362,8 @@ class GenericTower(Tower):
         )
         unit = GenericEncoderUnit(host.name, model, structure, projector, geometry, width, host.placeholder_id, typical)
         unit.shapes, unit.axes, unit.uncut = self.shapes, self.axes(host.config), self.uncut
+        if self.is_listed:
+            unit.undivided = None
         if structure is not None:
             try:
                 unit.taps = taps_of(self.shapes, layout_of(typical))
@@ -392,17 +407,26 @@ class GenericTower(Tower):
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         processor = default_processor(host.config, self.inputs)
-        if settings is not None and "image_processor_type" in settings:
-            saved = json.dumps(dict(settings), sort_keys=True)
-            processor = HuggingFaceImageProcessor(saved, names=self.inputs)
-        about: dict[str, Any] = {"written": written, "beside_clips": self.clips is not None}
+        if settings:
+            saved = {**({} if "image_processor_type" in settings else processor.settings), **settings}
+            processor = replace(processor, settings_json=json.dumps(saved, sort_keys=True))
+        about: dict[str, Any] = {"written": written, "beside_clips": self.clips == "processed"}
         return ProcessedImageUnit(host.name, host.placeholder_id, processor, self.shapes, **about)
 
     @property
     def clip_settings(self) -> tuple[str, ...]:
+        if self.clips in FRAME_TEXTS:
+            return (*COUNTS, SOFT_TOKENS_OF_FRAMES)
         return ("num_frames", "fps") if self.clips is not None else ()
 
-    def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> ProcessedClipUnit:
+    def clip_unit(self, host: HostModel, image: Any, options: ClipOptions) -> MediaUnit:
+        if self.clips is not None and self.clips in FRAME_TEXTS:
+            tokens = options.requested.get(SOFT_TOKENS_OF_FRAMES) or options.saved.get(SOFT_TOKENS)
+            settings = {**image.processor.settings, SOFT_TOKENS: tokens or SOFT_TOKENS_OF_FRAME}
+            processor = replace(image.processor, settings_json=json.dumps(settings, sort_keys=True))
+            choice = frame_choice(self.clips, options.saved, options.requested)
+            frame = replace(image, processor=processor)
+            return FramedClipUnit(frame, choice, self.clips, written=options.written)
         limits = {key: options.requested[key] for key in self.clip_settings if key in options.requested}
         if limits:  # processors take one of both
             limits = {**dict.fromkeys(self.clip_settings), "do_sample_frames": True, **limits}
@@ -418,7 +442,8 @@ class GenericTower(Tower):
         found: dict[str, Tensor] = {}
         for name in dict.fromkeys(chain(*items)):
             own = [torch.as_tensor(item[name]) for item in items if name in item]
-            found[name] = join_items(own, axes.get(name, 0)).to(ids.device)
+            padding = -1 if name.endswith("position_ids") else 0
+            found[name] = join_items(own, axes.get(name, 0), padding).to(ids.device)
         if any(map(is_of_clip, items)):
             kinds = torch.zeros_like(ids)
             kinds[ids == host.placeholder_id] = torch.as_tensor(kinds_of_rows(self.shapes, items)).to(ids.device)
@@ -442,9 +467,9 @@ class GenericSoundTower(GenericTower):
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         processor = default_sound_processor(host.config, self.inputs)
-        if settings is not None and "feature_extractor_type" in settings:
-            saved = json.dumps(dict(settings), sort_keys=True)
-            processor = HuggingFaceSoundProcessor(saved, host.config.model_type, self.inputs)
+        if settings:
+            saved = {**({} if "feature_extractor_type" in settings else processor.settings), **settings}
+            processor = replace(processor, settings_json=json.dumps(saved, sort_keys=True))
         return ProcessedSoundUnit(host.name, host.placeholder_id, processor, self.shapes, written=written)
 
 
@@ -453,11 +478,11 @@ def _axes(processor: HuggingFaceImageProcessor, side: int) -> Mapping[str, int]:
     return processor.axes(np.full((side, side, processor.channels), 128, np.uint8))
 
 
-def join_items(arrays: list[Tensor], axis: int) -> Tensor:
+def join_items(arrays: list[Tensor], axis: int, padding: int = 0) -> Tensor:
     """Concatenate arrays of items along an axis, padded to one shape in the others, as processors do."""
     shape = torch.tensor([each.shape for each in arrays]).amax(0).tolist()
     shape[axis] = sum(each.shape[axis] for each in arrays)
-    whole = arrays[0].new_zeros(shape)
+    whole = arrays[0].new_full(shape, padding)
     begin = 0
     for each in arrays:
         place = [slice(size) for size in each.shape]

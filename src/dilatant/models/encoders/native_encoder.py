@@ -21,11 +21,11 @@ from dilatant.data.media_units.native_image_unit import GRID, STEP, NativeImageU
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import Placeholder, keep_output
-from dilatant.models.core.stage import Boundary, in_dtype_of
+from dilatant.models.core.stage import Boundary, RowCount, in_dtype_of
 from dilatant.models.core.structure import find_structure
 from dilatant.models.encoders.encoder import EncoderUnit
 from dilatant.models.encoders.media import native_limits, patches_of
-from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit, TowerProjector, rows_of_unit
+from dilatant.models.encoders.packed_encoder import PackedEncoderStage, PackedEncoderUnit, TowerProjector
 from dilatant.models.encoders.tower import ClipOptions, HostModel, Settings, Tensors, Tower
 
 MERGERS = ("merger", "deepstack_merger_list")
@@ -135,52 +135,40 @@ class NativeStage(PackedEncoderStage):
 
 
 class NativeEncoderUnit(PackedEncoderUnit):
-    """A native-resolution encoder: layers `embedding`, `layers.<i>`, `projector`. The projector is the encoder's merger
-    (see `native_encoder` for Qwen's), or another module; in that case the merger is a separate layer `merger`.
-
-    Base of units that merge squares of patches; other packing units derive from `PackedEncoderUnit`.
-    """
+    """A native-resolution encoder of Qwen: layers `embedding`, `layers.<i>`, `projector`. The projector is the
+    encoder's merger; or another module that takes merged rows, and then the merger is a separate layer `merger`."""
 
     stage_type = NativeStage
     tail = "merger"
 
     def __init__(
-        self,
-        name: str,
-        tower: PreTrainedModel,
-        projector: nn.Module,
-        side: int,
-        frames: int,
-        width: int,
-        out: int,
-        width_merged: int = 0,
+        self, name: str, tower: PreTrainedModel, projector: nn.Module | None = None, width_out: int = 0
     ) -> None:
-        """side: a group of side x side patches becomes one row of the text. frames: number of frames in a patch.
-        Widths: width, a hidden state's; width_merged, that of a row from the encoder's own merger; out, that of a row
-        of the text."""
+        """projector: for a language model of hidden size `width_out`; None for the encoder's own language model."""
         multiply_patches(tower)
         attend_to_items(tower)
         config = cast(Any, tower).config
-        merged = side**2
-        typical = TYPICAL_GRID // side * side
+        self.merged = config.spatial_merge_size**2
+        self._typical = typical = TYPICAL_GRID // config.spatial_merge_size * config.spatial_merge_size
         channels = getattr(config, "in_channels", 3)
         geometry = EncoderGeometry(
             kind="image",
             input_name="pixel_values",
-            tokens_per_row=typical**2 // merged,
+            tokens_per_row=typical**2 // self.merged,
             encoder_tokens=typical**2,
-            width=width,
+            # The hidden size, whose config key differs between families.
+            width=next(tower.get_submodule(find_structure(tower).before[0]).parameters()).shape[0],
             height=typical * config.patch_size,
             row_width=typical * config.patch_size,
             patch_size=config.patch_size,
             channels=channels,
         )
         self._taps = _taps_in(config)
-        super().__init__(name, tower, projector, geometry, out * (1 + len(self._taps)))
-        self._typical = typical
-        self.width_merged = width_merged
-        self.merged = merged
-        self.numbers_of_patch = channels * frames * config.patch_size**2
+        width = width_of_merged(config) if projector is None else width_out
+        own = Merger(tower) if projector is None else projector
+        super().__init__(name, tower, own, geometry, width * (1 + len(self._taps)))
+        self.width_merged = 0 if projector is None else width_of_merged(config)
+        self.numbers_of_patch = channels * config.temporal_patch_size * config.patch_size**2
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Make images of the typical size, and one smaller image from the remainder."""
@@ -208,7 +196,7 @@ class NativeEncoderUnit(PackedEncoderUnit):
         return Boundary(
             width=self.width_out if end == len(self.layers) else width,
             dtype=self.row_dtype,
-            rows_of=partial(rows_of_unit, self.unit, self.merged if is_merged else 1),
+            rows_of=RowCount(self.unit, self.merged if is_merged else 1),
         )
 
     def stage(self, first: int, end: int) -> NativeStage:
@@ -218,20 +206,6 @@ class NativeEncoderUnit(PackedEncoderUnit):
         stage.taps = tuple(block for block in self._taps if first_block <= block < end_block)
         stage.end_block = end_block
         return stage
-
-
-def native_encoder(
-    name: str, tower: PreTrainedModel, projector: nn.Module | None = None, width_out: int = 0
-) -> NativeEncoderUnit:
-    """Build the unit of a Qwen encoder. With its own language model the projector is the encoder's merger; with another
-    one, of hidden size `width_out`, `projector` takes merged rows."""
-    config = cast(Any, tower).config
-    side, frames, merged = config.spatial_merge_size, config.temporal_patch_size, width_of_merged(config)
-    # The hidden size, whose config key differs between families.
-    width = next(tower.get_submodule(find_structure(tower).before[0]).parameters()).shape[0]
-    if projector is None:
-        return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, merged)
-    return NativeEncoderUnit(name, tower, projector, side, frames, width, width_out, merged)
 
 
 def _taps_in(config: Any) -> tuple[int, ...]:
@@ -303,7 +277,7 @@ class NativeTower(Tower):
 
     def build(self, host: HostModel) -> EncoderUnit:
         _, encoder = self.in_model(host)
-        return native_encoder(host.name, encoder)
+        return NativeEncoderUnit(host.name, encoder)
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> NativeImageUnit:
         patches = patches_of(host.config.vision_config, settings or {})

@@ -80,24 +80,26 @@ class PackedEncoderStage(SampleParallel, EncoderStage):
         [rows, ...]. hidden: [rows, width]. Returns hidden states in the form of `hidden`; after the projector, rows of
         the text."""
         inputs = inputs or {}
+        sizes = inputs[self.sizes_name].cpu()
         if self.model is not None:
             fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
             with self.recording(self.model, [fed]):
-                sizes = inputs[self.sizes_name].cpu()
                 hidden = self.encode_items(self.model, fed, sizes, hidden is not None)
         assert hidden is not None
-        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
+        return hidden if self.projector is None else self.project(in_dtype_of(self.projector, hidden), sizes)
 
     @abstractmethod
     def encode_items(self, model: nn.Module, fed: Tensor, sizes: Tensor, is_hidden: bool) -> Tensor:
         """Run the stage's part of the encoder. fed: its input or, if `is_hidden`, hidden states. sizes: on the host."""
 
+    def project(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """Return rows of the text, [rows, width]."""
+        assert self.projector is not None
+        return self.projector(hidden)
+
 
 class PackedEncoderUnit(SampleParallel, StagedEncoderUnit):
-    """A packing encoder unit; stages after the first read the items' sizes alone.
-
-    Base of new packing units, unless squares of patches are merged: those derive from `NativeEncoderUnit`.
-    """
+    """A packing encoder unit; stages after the first read the items' sizes alone."""
 
     packs = True
 
@@ -129,18 +131,11 @@ class OwnItemsUnit(SampleParallel, StagedEncoderUnit):
     packs = True
 
 
-def rows_of_unit(unit: str, merged: int, sample: EncodedSample) -> int:
-    """Return a sample's tokens in an encoder, divided by `merged`, the number that becomes one row.
-
-    Correct only if every item's tokens are a multiple of `merged`. Otherwise use `rows_of_items`.
-    """
-    return sample.sizes.get(unit, 0) // merged
-
-
 def rows_of_items(
     unit: str, placeholder_id: int, count: Callable[[Mapping[str, Any]], int], sample: EncodedSample
 ) -> int:
-    """Count a sample's rows: by `count` of its inputs if they are loaded, otherwise from the text's placeholders."""
+    """Count a sample's rows, if items have unlike numbers of them: by `count` of its inputs if they are loaded,
+    otherwise from the text's placeholders."""
     if not sample.sizes.get(unit, 0):
         return 0
     media = sample.media.get(unit)

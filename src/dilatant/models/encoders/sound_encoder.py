@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,14 +26,8 @@ from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.slicing import Placeholder, held_blocks
-from dilatant.models.core.stage import Boundary, in_dtype_of
-from dilatant.models.encoders.packed_encoder import (
-    NamedModule,
-    PackedEncoderStage,
-    PackedEncoderUnit,
-    rows_of_items,
-    rows_of_unit,
-)
+from dilatant.models.core.stage import Boundary, RowCount, in_dtype_of
+from dilatant.models.encoders.packed_encoder import NamedModule, PackedEncoderStage, PackedEncoderUnit, rows_of_items
 from dilatant.models.encoders.tower import HostModel, Settings, Tensors, Tower
 
 FEATURES = "input_features"
@@ -59,21 +53,24 @@ class SoundStage(PackedEncoderStage):
 class SoundEncoderUnit(PackedEncoderUnit):
     """An audio encoder: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
 
-    stage_type: type[PackedEncoderStage] = SoundStage
+    stage_type = SoundStage
 
     def __init__(
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
     ) -> None:
-        self._choose_attention(tower)
-        super().__init__(name, tower, projector, self._geometry_of(tower.config), width_out)
-        self.placeholder_id = placeholder_id
-
-    def _choose_attention(self, tower: PreTrainedModel) -> None:
         attend_to_items(tower)
-
-    def _geometry_of(self, config: Any) -> EncoderGeometry:
-        rows = rows_of(TYPICAL_FRAMES)
-        return sound_geometry(rows, rows // 2, config.d_model, config.num_mel_bins)
+        rows, config = rows_of(TYPICAL_FRAMES), cast(Any, tower.config)
+        geometry = EncoderGeometry(
+            kind="audio",
+            input_name=FEATURES,
+            tokens_per_row=rows // 2,
+            encoder_tokens=rows,
+            width=config.d_model,
+            mel_bins=config.num_mel_bins,
+            frames=TYPICAL_FRAMES,
+        )
+        super().__init__(name, tower, projector, geometry, width_out)
+        self.placeholder_id = placeholder_id
 
     def _unused(self, model: nn.Module) -> frozenset[str]:
         # Omni's encoder has embeddings of audio begin and end, but the thinker uses text tokens for them.
@@ -96,29 +93,13 @@ class SoundEncoderUnit(PackedEncoderUnit):
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
-            rows_of=partial(rows_of_items, self.unit, self.placeholder_id, _halved)
-            if halved
-            else partial(rows_of_unit, self.unit, 1),
+            rows_of=partial(rows_of_items, self.unit, self.placeholder_id, _halved) if halved else RowCount(self.unit),
         )
 
 
 def rows_of(frames: Any) -> Any:
     """Return the number of rows of a sound after the convolutions."""
     return (frames - 1) // 2 + 1
-
-
-def sound_geometry(rows: int, merged: int, width: int, mel_bins: int) -> EncoderGeometry:
-    """Return the geometry of an audio encoder that turns a sound of the typical length into `rows` hidden states and
-    `merged` rows of the text."""
-    return EncoderGeometry(
-        kind="audio",
-        input_name=FEATURES,
-        tokens_per_row=merged,
-        encoder_tokens=rows,
-        width=width,
-        mel_bins=mel_bins,
-        frames=TYPICAL_FRAMES,
-    )
 
 
 def _halved(media: Mapping[str, Any]) -> int:
@@ -187,7 +168,6 @@ class SoundTower(Tower):
 
     kind = "audio"
     blocks = ("conv1", "conv2", "layers")
-    unit_type: type[SoundEncoderUnit] = SoundEncoderUnit
 
     def build(self, host: HostModel) -> SoundEncoderUnit:
         model, encoder = self.in_model(host)
@@ -195,7 +175,7 @@ class SoundTower(Tower):
         if self.projector[0].startswith(f"{self.path}."):
             setattr(encoder, name, Placeholder(projector))
         held = NamedModule(name, projector, encoder)
-        return self.unit_type(host.name, encoder, held, host.text_width, host.placeholder_id)
+        return SoundEncoderUnit(host.name, encoder, held, host.text_width, host.placeholder_id)
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         config = host.config.audio_config

@@ -6,17 +6,13 @@ The encoder is a single layer and is not cut, because the outputs of several of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError
-from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.media_units.tiled_image_unit import RATIOS, TILES, AspectImageUnit
 from dilatant.data.sample import MediaMarkup
 from dilatant.models.core.cross_attention import visible_tiles
@@ -31,9 +27,6 @@ from dilatant.models.language.cross_attention import CrossAttention
 class TiledStage(EncoderStage):
     """The encoder, its projector, or both."""
 
-    def _check_rows(self, inputs: Mapping[str, Tensor]) -> None:
-        pass
-
     def _encode(self, model: nn.Module, inputs: Mapping[str, Tensor], hidden: Tensor | None) -> Tensor:
         """Encode images. inputs: pixels [images, tiles, channels, height, width], and the tile layout. Returns [images,
         rows, width]."""
@@ -44,42 +37,13 @@ class TiledStage(EncoderStage):
 
 
 class TiledEncoderUnit(StagedEncoderUnit):
-    """The encoder and its projector: layers `encoder` and `projector`."""
+    """The encoder and its projector: layers `encoder` and `projector`. An item is a whole image with all tiles."""
 
     stage_type = TiledStage
     has_blocks = False
 
-    def __init__(self, name: str, tower: PreTrainedModel, projector: NamedModule, width_out: int) -> None:
-        config: Any = tower.config
-        rows = config.max_num_tiles * ((config.image_size // config.patch_size) ** 2 + 1)
-        geometry = EncoderGeometry(
-            kind="image",
-            input_name="pixel_values",
-            tokens_per_row=rows,
-            encoder_tokens=rows,
-            width=config.vision_output_dim,
-            height=config.image_size,
-            row_width=config.image_size,
-            patch_size=config.patch_size,
-            channels=config.num_channels,
-        )
-        super().__init__(name, tower, projector, geometry, width_out)
-        self.tiles = config.max_num_tiles
-
     def _unused(self, model: nn.Module) -> frozenset[str]:
         return frozenset()
-
-    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Make whole images with all tiles."""
-        items = max(1, round(tokens / self.geometry.encoder_tokens))
-        if layer > 0:
-            return torch.randn(items, self.geometry.encoder_tokens, self.width, device=device), {}
-        pixels = torch.randn(items, self.tiles, *self.geometry.row_shape, device=device)
-        inputs = {
-            RATIOS: torch.ones(items, 1, dtype=torch.int64, device=device),
-            TILES: torch.ones(items, self.tiles, dtype=torch.int64, device=device),
-        }
-        return pixels, inputs
 
 
 class TiledTower(Tower):
@@ -87,21 +51,35 @@ class TiledTower(Tower):
 
     def build(self, host: HostModel) -> TiledEncoderUnit:
         model, encoder = self.in_model(host)
+        config: Any = encoder.config
+        tiles, side = config.max_num_tiles, config.image_size
+        rows = tiles * ((side // config.patch_size) ** 2 + 1)
+        geometry = EncoderGeometry(
+            kind="image",
+            input_name="pixel_values",
+            tokens_per_row=rows,
+            encoder_tokens=rows,
+            width=config.vision_output_dim,
+            height=side,
+            row_width=side,
+            patch_size=config.patch_size,
+            channels=config.num_channels,
+            example={
+                "pixel_values": torch.zeros(1, tiles, config.num_channels, side, side),
+                RATIOS: torch.ones(1, 1, dtype=torch.int64),
+                TILES: torch.ones(1, tiles, dtype=torch.int64),
+            },
+        )
         projector = NamedModule(*self.named_projector(model), encoder)
-        return TiledEncoderUnit(host.name, encoder, projector, host.text_width)
+        return TiledEncoderUnit(host.name, encoder, projector, geometry, host.text_width)
 
     def cross_attention(self, host: HostModel) -> CrossAttention:
         return CrossAttention.of(host.config, host.name, host.placeholder_id)
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> AspectImageUnit:
-        if settings is None or "image_processor_type" not in settings:
-            raise UserError(
-                f"model.processor is missing: {host.config.model_type} cuts images into tiles as its own says"
-            )
         geometry = self.build(host).geometry
-        cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
-        tokens = geometry.encoder_tokens
-        return AspectImageUnit(host.name, host.placeholder_id, tokens, cutting, "<image>", written)
+        place = host.name, host.placeholder_id, geometry.encoder_tokens
+        return AspectImageUnit(*place, self.cutting(host, settings, geometry.channels), "<image>", written)
 
     def forward_inputs(self, host: HostModel, ids: Tensor, inputs: Tensors) -> Tensors:
         """All prompts must have equally many images."""

@@ -6,6 +6,7 @@ transformers' own forward takes instead. A family (`families.families`) names th
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.config.errors import UserError
 from dilatant.data.media_units.native_clip_unit import CLIP_SETTINGS
+from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.adapters.lora import plain_key
 from dilatant.models.core.weights import Weight
@@ -129,6 +132,14 @@ class Tower(ABC):
         """Return the model around the encoder, on the meta device, and the encoder in it."""
         model = host.build()
         return model, model.get_submodule(self.path)
+
+    def cutting(self, host: HostModel, settings: Settings | None, channels: int) -> HuggingFaceImageProcessor:
+        """Return the family's own processor, which cuts images into tiles. Raises UserError if its settings are not
+        known."""
+        if settings is None or "image_processor_type" not in settings:
+            kind = host.config.model_type
+            raise UserError(f"model.processor is missing: {kind} cuts images into tiles as its own processor says")
+        return HuggingFaceImageProcessor(json.dumps({**settings}, sort_keys=True), channels)
 
     def named_projector(self, model: nn.Module) -> tuple[str, nn.Module]:
         """Return the name and the module of the only projector."""

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.encoders.anyres_encoder import AnyresTower
-from dilatant.models.encoders.conformer_encoder import ConformerTower
 from dilatant.models.encoders.fixed_tower import FixedTower
+from dilatant.models.encoders.generic_encoder import GenericSoundTower, GenericTower
 from dilatant.models.encoders.native_encoder import NativeTower
-from dilatant.models.encoders.pooled_encoder import PooledTower
 from dilatant.models.encoders.sound_encoder import SoundTower
 from dilatant.models.encoders.tiled_encoder import TiledTower
 from dilatant.models.encoders.tower import Clips, Tower
+from dilatant.models.families.shrink import narrow_json
 
 MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix", "in_windows"]
 
@@ -110,19 +110,23 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4": Family(
         {
-            "vision": PooledTower(
+            "vision": GenericTower(
                 "model.vision_tower",
                 ("model.embed_vision",),
                 opens="{boi_token_id}",
                 closes="{eoi_token_id}",
                 clips="timed",
+                inner="encoder.layers",
+                inputs=("image_position_ids", "pixel_values"),
             ),
-            "audio": ConformerTower(
+            "audio": GenericSoundTower(
                 "model.audio_tower",
                 ("model.embed_audio",),
                 "audio_token_id",
                 opens="{boa_token_id}",
                 closes="{eoa_token_index}",
+                inner="layers",
+                inputs=("input_features", "input_features_mask"),
             ),
         },
         media_attention="in_windows",
@@ -146,6 +150,13 @@ def family_of(config: Any, where: str) -> Family:
         )
     if getattr(config, "audio_config", None) is None:  # absent in the large models of some families
         family = replace(family, towers={k: t for k, t in family.towers.items() if t.kind != "audio"})
+    if any(isinstance(tower, GenericTower) for tower in family.towers.values()):
+        narrow = narrow_json(config, family.spatial)
+        towers = {
+            name: replace(tower, narrow=narrow, is_listed=True) if isinstance(tower, GenericTower) else tower
+            for name, tower in family.towers.items()
+        }
+        family = replace(family, towers=towers)
     problems = []
     layer = getattr(config, "vision_feature_layer", None)
     for key in {tower.token for tower in family.towers.values()}:

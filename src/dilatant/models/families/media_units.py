@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from dilatant.config.errors import UserError
 from dilatant.data.media_units.native_clip_unit import CLIP_SETTINGS, NativeClipUnit
 from dilatant.data.media_units.native_image_unit import NativeImageUnit
+from dilatant.data.media_units.processed_unit import ProcessedImageUnit, ProcessedSoundUnit
 from dilatant.data.media_units.processors import clip_settings, pretrained_settings
 from dilatant.data.sample import MediaMarkup, MediaUnit
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS
@@ -53,8 +54,8 @@ def units_of_pretrained(
 ) -> tuple[MediaUnit, ...]:
     """Build the `MediaUnit`s of every encoder of a pretrained multimodal model. processor: an id, a folder, or
     settings; settings that name no processor change those of `source`, an id or folder. Raises UserError."""
-    if isinstance(processor, Mapping):
-        _check_clip_settings(whole, processor)
+    requested = processor if isinstance(processor, Mapping) else {}
+    _check_clip_settings(whole, requested)
     if processor is None:
         processor = source
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
@@ -76,7 +77,19 @@ def units_of_pretrained(
                 if (text := _token(whole.config, f"{name}_id", tokenizer))
             }
             units.append(tower.clip_unit(host, unit, ClipOptions(settings or {}, of_clips, written, words)))
+    _refuse_unread(units, requested)
     return tuple(units)
+
+
+def _refuse_unread(units: Iterable[MediaUnit], requested: Mapping[str, Any]) -> None:
+    """Raise UserError for requested settings that none of the units reads, if all have processors of transformers."""
+    own = [unit.processor for unit in units if isinstance(unit, ProcessedImageUnit | ProcessedSoundUnit)]
+    if len(own) < sum(unit.kind != "video" for unit in units):
+        return
+    known = set(CLIP_KEYS).union(*(processor.known_settings for processor in own))
+    wrong = [key for key in requested if key not in known and not key.endswith("_type")]
+    if wrong:
+        raise UserError(f"model.processor: {wrong[0]} is no setting of {', '.join(type(p.made).__name__ for p in own)}")
 
 
 def named_tokens(config: Any) -> list[str]:

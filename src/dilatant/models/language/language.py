@@ -27,6 +27,7 @@ from dilatant.models.language.language_stage import BeforeLanguageModel, Languag
 from dilatant.models.language.merge import without_placeholders
 from dilatant.models.language.packed_row import PackedRow, Positions, token_places
 from dilatant.models.language.queries import Queries
+from dilatant.models.language.rotary_length import RotaryLength
 from dilatant.models.language.router_loss import RouterLoss, count_routers, has_router_loss, router_weight
 from dilatant.models.language.side_states import PerLayer
 
@@ -108,6 +109,8 @@ class LanguageUnit(Unit, LanguageStage):
         layer, outputs, extensions = f"{name}.embedding", outputs or {}, list(extensions)
         if not is_part and (carried := PerLayer.of(model.config.get_text_config())) is not None:
             extensions.append(carried)
+        if (by_length := RotaryLength.of(name, model.config.get_text_config())) is not None:
+            extensions.append(by_length)
         crossing = next((each for each in extensions if isinstance(each, CrossAttention)), None)
         apart = None if crossing is None else crossing.unit
         merged = {unit: id_ for unit, id_ in placeholder_ids.items() if unit != apart}
