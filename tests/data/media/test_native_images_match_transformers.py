@@ -32,7 +32,7 @@ def test_patches_are_those_of_transformers(width: int, height: int, limits: dict
     Image.fromarray(pixels).save(tmp_path / "image.png")
     media = Media("image", tmp_path / "image.png", "image")
     native = unit(**SETTINGS, **limits)
-    made = native.process(media)
+    made = native.process(media, media_size(media))
     processor = Qwen2VLImageProcessorPil(**SETTINGS, **limits)
     theirs = processor(images=pixels, return_tensors="np", input_data_format="channels_last")
     np.testing.assert_array_equal(made[GRID], theirs[GRID])
@@ -58,7 +58,7 @@ def test_patches_of_gemma_are_those_of_transformers_in_groups(
     native = NativeImageUnit("vision", 9, own)
     size = MediaSize(width, height)
     assert native.merged_tokens(size) == theirs["num_soft_tokens_per_image"][0]
-    made = native.process(Media("image", tmp_path / "image.png", "image"))
+    made = native.process(Media("image", tmp_path / "image.png", "image"), size)
     _, rows, columns = made[GRID][0].tolist()
     # Groups of 3 by 3 patches lie together; colours of a pixel lie together in theirs.
     patches = np.asarray(as_array(made["pixel_values"])).reshape(rows // 3, columns // 3, 3, 3, 3, 16, 16)

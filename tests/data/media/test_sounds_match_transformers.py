@@ -24,7 +24,7 @@ def test_frames_are_those_of_a_window_of_five_seconds(samples: int, trailing: in
     soundfile.write(tmp_path / "sound.wav", wave, 16000, subtype="FLOAT")
     unit = SoundUnit("audio", 9, LogMelProcessor(mel_bins=20), longest=500, trailing=trailing)
     media = Media("audio", tmp_path / "sound.wav", "sound")
-    made = unit.process(media)
+    made = unit.process(media, media_size(media))
     extractor = WhisperFeatureExtractor(feature_size=20, chunk_length=5)
     theirs = extractor(wave, sampling_rate=16000, return_attention_mask=True, return_tensors="np")
     frames, given = made[FRAMES][0]
@@ -50,7 +50,7 @@ def test_gemma4s_frames_of_a_sound_are_those_of_its_extractor(tmp_path: Path, se
     options = {"preemphasis": 0.97, "per_bin_mean": [0.1] * 16, "per_bin_stddev": [2.0] * 16, "feature_size": 16}
     for settings in ({"feature_size": 16}, options, {**options, "preemphasis_htk_flavor": False}):
         unit = UsmSoundUnit("audio", 9, usm_processor(settings, 16))
-        made = unit.process(Media("audio", tmp_path / "a.wav", "a"))
+        made = unit.process(Media("audio", tmp_path / "a.wav", "a"), MediaSize(seconds=len(wave) / 16000))
         theirs = Gemma4AudioFeatureExtractor(**settings)([wave], return_tensors="np")
         there = theirs["input_features_mask"][0]
         # The same operations on frames that are cut otherwise.

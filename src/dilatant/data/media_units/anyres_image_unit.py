@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.image_file import decode_image
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.frame_choice import FrameChoice, saved_limits
 from dilatant.data.media_units.image_unit import PixelProcessor
@@ -108,16 +107,12 @@ class AnyresImageUnit(ImageUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.shape.rows(size.height, size.width, size.alone)
 
-    def process_item(self, media: Media, grid: Mapping[str, EncoderInput]) -> dict[str, EncoderInput]:
-        return self.process(media, int(np.asarray(grid[SHAPES])[0, 2]) == ALONE)
-
-    def process(self, media: Media, alone: bool = True) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         pixels = decode_image(media, self.processor.channels)
-        size = MediaSize(pixels.shape[1], pixels.shape[0], alone=alone)
         # The processor makes one tile of each image only if there are several.
-        asked: Any = [[pixels]] if alone else [[pixels, pixels]]
+        asked: Any = [[pixels]] if size.alone else [[pixels, pixels]]
         made = self.processor.made(images=asked, return_tensors="np", input_data_format="channels_last")
-        tiles = np.asarray(made["pixel_values"])[0][: self.shape.tiles_of((size.height, size.width, alone))]
+        tiles = np.asarray(made["pixel_values"])[0][: self.shape.tiles_of((size.height, size.width, size.alone))]
         return {"pixel_values": tiles, **self.grid(size)}
 
 
@@ -150,7 +145,6 @@ class AnyresClipUnit(ClipUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.shape.clip_rows(self._count(size))
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        size = media_size(media)
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         frames = decode_clip(media, self.choice.frames(size).tolist(), self.processor)
         return {"pixel_values": concatenate_inputs([each["pixel_values"] for each in frames]), **self.grid(size)}

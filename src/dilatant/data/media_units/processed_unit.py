@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
-from dilatant.data.media_units.unit_base import ImageUnitBase, SoundUnitBase, UnitBase
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ImageUnitBase, SoundUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize, MediaUnit
 
 SHAPE = ".shape"
 """Suffix of the keyword for the shapes of an item's array, int64 [items, 6], padded with -1. The arrays themselves are
@@ -37,7 +36,7 @@ class CountsTokens(Protocol):
     def __hash__(self) -> int: ...
 
 
-class ProcessedUnit(UnitBase):
+class ProcessedUnit(MediaUnit):
     """Base class of media units whose items are prepared by a model's own processor; an item is everything that the
     processor returns. Its layout need not be known: a blank item of the same size has the same shapes and the same
     integers."""
@@ -45,8 +44,6 @@ class ProcessedUnit(UnitBase):
     __slots__ = ()
     if TYPE_CHECKING:
 
-        @property
-        def processor(self) -> Any: ...
         @property
         def count(self) -> CountsTokens: ...
 
@@ -114,8 +111,8 @@ class ProcessedSoundUnit(ProcessedUnit, SoundUnitBase):
     def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
         return (max(1, round(size.seconds * self.processor.sampling_rate)),)
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        return self.see(self.decode(media, *self.decoded_shape(media_size(media))))
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
+        return self.see(self.decode(media, *self.decoded_shape(size)))
 
 
 def is_layout(array: NDArray) -> bool:

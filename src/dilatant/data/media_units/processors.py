@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError, as_user_error
 from dilatant.data.media_units.audio_unit import LogMelProcessor
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
-from dilatant.data.media_units.unit_base import Fingerprinted
+from dilatant.data.sample import Fingerprinted
 
 _OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
 

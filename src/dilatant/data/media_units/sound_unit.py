@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.audio_unit import LogMelProcessor
-from dilatant.data.media_units.unit_base import Fingerprinted, SoundUnitBase
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import SoundUnitBase
+from dilatant.data.sample import Fingerprinted, Media, MediaMarkup, MediaSize
 
 FRAMES = "feature_lens"
 """Encoder keyword for the frames of every sound, without and with trailing frames: int64 [sounds, 2]."""
@@ -62,9 +61,8 @@ class SoundUnit(SoundUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.encoder_tokens(size) // 2
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         # By the header, as on other ranks; resampling may yield one sample more or less.
-        size = media_size(media)
         frames = self.frames(size)
         features = self.features(decode_audio(media, self.processor.sampling_rate), frames)
         return {"input_features": features, **self.grid(size)}
@@ -216,7 +214,6 @@ class UsmSoundUnit(SoundUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.encoder_tokens(size)
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        size = media_size(media)
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         window = self.decode(media, self.processor.samples(self.frames(size)))
         return {"input_features": self.processor(window), **self.grid(size)}

@@ -107,8 +107,6 @@ def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[Sample
         return [error]
     problems = list(_refusals(sample, encoding, layout))
     for item in layout.items if deep else ():
-        if item.goes_on:
-            continue
         try:
             _processed(sample, item)
         except SampleError as error:
@@ -186,8 +184,6 @@ def _encoded(
 ) -> EncodedSample:
     media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
-        if item.goes_on:
-            continue
         if parts is None or item.unit.name in parts:
             made: Mapping[str, EncoderInput] = _processed(sample, item)
         elif grid_part(item.unit.name) in parts:
@@ -226,10 +222,10 @@ def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> TokenLayout:
 
 
 def _processed(sample: Sample, item: Item) -> dict[str, EncoderInput]:
-    """Return the inputs of an item. Raises SampleError, also if their size differs from the header's, which the index
-    stores and other ranks compute with."""
+    """Return the inputs of an item; none for a clip's later pieces. Raises SampleError, also if their size differs from
+    the header's, which the index stores and other ranks compute with."""
     try:
-        made = item.unit.process_item(item.media, item.grid)
+        made = {} if item.size is None else item.unit.process(item.media, item.size)
         for name, promised in item.grid.items():
             if not np.array_equal(as_array(made[name]), as_array(promised)):
                 raise MediaError(

@@ -20,18 +20,21 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.media_units.unit_base import PiecedClipUnit
-from dilatant.data.sample import Media, MediaKind, MediaUnit, Sample
+from dilatant.data.sample import Media, MediaKind, MediaSize, MediaUnit, Sample
 from dilatant.data.text.chat import BREAK, MEDIA, RESERVED
 from dilatant.data.text.chat_template import TemplateMessage
-from dilatant.data.text.encoding import ESCAPE, NO_LOSS, Encoding, EncodingUnit
+from dilatant.data.text.encoding import ESCAPE, NO_LOSS, Encoding
 
 
 @dataclass(frozen=True, slots=True)
-class ClipTokens:
-    """A run of a clip's tokens without text between; all encoder tokens of the clip belong to the first piece."""
+class PlacedMedia:
+    """A media item with its unit. tokens: those of one piece of a clip, which has text between its pieces; None for an
+    item in one place. size: where it was read for the pieces, of the first one, which has all encoder tokens."""
 
-    tokens: int
-    is_first: bool
+    media: Media
+    unit: MediaUnit
+    tokens: int | None = None
+    size: MediaSize | None = None
 
 
 @contextmanager
@@ -61,10 +64,9 @@ class MarkerRules:
         return f"{before}{marker[0]}{BREAK}{marker[1:]}" if marker in self.tokens else written
 
 
-PlacedMedia = list[tuple[Media, EncodingUnit] | tuple[Media, EncodingUnit, ClipTokens]]
-
-
-def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessage], PlacedMedia, PlacedMedia]:
+def place_media(
+    sample: Sample, encoding: Encoding
+) -> tuple[list[TemplateMessage], list[PlacedMedia], list[PlacedMedia]]:
     """Return messages with a `MEDIA` character for every item, those items in order, and the items that precede all
     text.
 
@@ -100,10 +102,10 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
     first_user = next((at for at, turn in enumerate(turns) if turn.role == "user"), 0)
 
     messages: list[TemplateMessage] = []
-    placed: PlacedMedia = []
-    prepended: PlacedMedia = []
+    placed: list[PlacedMedia] = []
+    prepended: list[PlacedMedia] = []
 
-    def put(media: Media, unit: EncodingUnit | None) -> str:
+    def put(media: Media, unit: MediaUnit | None) -> str:
         if unit is None:
             remedy = "add one under 'model.encoders'"
             if media.kind == "video":
@@ -114,19 +116,20 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
                 sample.id, f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder", remedy
             )
         if isinstance(unit, ImageTarget):
-            placed.append((media, unit))
+            placed.append(PlacedMedia(media, unit))
             drawn = f"{unit.start}{MEDIA}"
             reader = read_by.get(media.kind) if is_followed else None
             return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
         before, after = encoding.around[unit.name, unit.kind]
         if isinstance(unit, PiecedClipUnit):
             with name_item_in_errors(sample, media):
-                pieces = unit.pieces(media_size(media))
+                size = media_size(media)
+                pieces = unit.pieces(size)
             placed.extend(
-                (media, unit, ClipTokens(tokens, number == 0)) for number, (_, tokens, _) in enumerate(pieces)
+                PlacedMedia(media, unit, tokens, None if at else size) for at, (_, tokens, _) in enumerate(pieces)
             )
             return before + "".join(f"{opens}{MEDIA}{closes}" for opens, _, closes in pieces) + after
-        (prepended if unit.merge == "prepend" else placed).append((media, unit))
+        (prepended if unit.merge == "prepend" else placed).append(PlacedMedia(media, unit))
         return "" if unit.merge == "prepend" else f"{before}{MEDIA}{after}"
 
     is_followed = True
@@ -159,7 +162,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
             "word of the text",
         )
     order = {unit.name: at for at, unit in enumerate(encoding.units)}
-    prepended.sort(key=lambda item: order[item[1].name])
+    prepended.sort(key=lambda item: order[item.unit.name])
     return messages, placed, prepended
 
 
@@ -175,11 +178,11 @@ def _refuse_reserved(sample: Sample, text: str, is_json: bool = False) -> None:
 
 def _fill_markers(
     text: str,
-    markers: tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None,
+    markers: tuple[re.Pattern[str], Mapping[str, MediaUnit]] | None,
     words: MarkerRules,
     waiting: Mapping[MediaKind, deque[Media]],
     used: dict[MediaKind, int],
-    put: Callable[[Media, EncodingUnit], str],
+    put: Callable[[Media, MediaUnit], str],
 ) -> str:
     if markers is None:
         return text
@@ -200,15 +203,15 @@ def _fill_markers(
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A media item and its unit, with the item's tokens in that unit and in the language model."""
+    """A media item and its unit, with the item's tokens in that unit and in the language model. size: None for a clip's
+    later pieces; its first piece is another item."""
 
     media: Media
-    unit: EncodingUnit
+    unit: MediaUnit
     encoder_tokens: int
     merged_tokens: int
     grid: Mapping[str, EncoderInput]
-    goes_on: bool = False
-    """True for a clip's later pieces; its first piece is another item."""
+    size: MediaSize | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,10 +301,8 @@ def _lay_out_turns(sample: Sample, encoding: Encoding, for_generation: bool) -> 
                 f"the text holds the token by which the model asks {target.name!r} for an image",
                 "remove it; an image in an assistant's turn stands for itself",
             )
-    together = Counter((unit.name, unit.kind) for _, unit, *_ in (*prepended, *placed))
-    items = tuple(
-        _sized(sample, *each, alone=together[each[1].name, each[1].kind] == 1) for each in (*prepended, *placed)
-    )
+    together = Counter((each.unit.name, each.unit.kind) for each in (*prepended, *placed))
+    items = tuple(_sized(sample, each, together[each.unit.name, each.unit.kind] == 1) for each in (*prepended, *placed))
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = (tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1) & ~tokens.silent
     for unit in encoding.units:
@@ -344,10 +345,11 @@ def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, 
     return TokenLayout(ids[:length], targets[:length], items[:kept], is_cut=True)
 
 
-def _sized(sample: Sample, media: Media, unit: EncodingUnit, piece: ClipTokens | None = None, *, alone: bool) -> Item:
+def _sized(sample: Sample, placed: PlacedMedia, alone: bool) -> Item:
+    media, unit, tokens = placed.media, placed.unit, placed.tokens
+    if tokens is not None and placed.size is None:
+        return Item(media, unit, 0, tokens, {}, None)
     with name_item_in_errors(sample, media):
-        if piece is not None and not piece.is_first:
-            return Item(media, unit, 0, piece.tokens, {}, goes_on=True)
-        size = replace(media_size(media), alone=alone)
-        merged = unit.merged_tokens(size) if piece is None else piece.tokens
-        return Item(media, unit, unit.encoder_tokens(size), merged, unit.grid(size))
+        size = replace(placed.size or media_size(media), alone=alone)
+        merged = unit.merged_tokens(size) if tokens is None else tokens
+        return Item(media, unit, unit.encoder_tokens(size), merged, unit.grid(size), size)
