@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +128,7 @@ class MediaUnit(Fingerprinted):
     """Base class: how one encoder tokenizes media. Every method but `process` needs only a size and decodes nothing."""
 
     __slots__ = ()
-    kind: MediaKind
+    kind: ClassVar[MediaKind]
     if TYPE_CHECKING:  # as a rule, fields of subclasses
 
         @property

@@ -89,8 +89,6 @@ class AnyresShape:
 class AnyresImageUnit(ImageUnitBase):
     """Media unit for images; each tile is one encoder row of `tokens_per_tile`."""
 
-    name: str
-    placeholder_id: int
     tokens_per_tile: int
     shape: AnyresShape
     processor: HuggingFaceImageProcessor

@@ -86,8 +86,6 @@ class AudioUnit(SoundUnitBase):
     if the projector pools; None for all.
     """
 
-    name: str
-    placeholder_id: int
     tokens_per_window: int
     processor: LogMelProcessor
     merged_per_window: int | None = None

@@ -107,8 +107,6 @@ class ImageTarget(ImageUnitBase):
     text. latents: cached latents, which replace decoded images.
     """
 
-    name: str
-    placeholder_id: int
     tokens_per_item: int
     start: str
     processor: ImageProcessor

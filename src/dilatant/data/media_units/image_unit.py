@@ -120,8 +120,6 @@ class ImageUnit(ImageUnitBase):
     if the projector pools; None for all.
     """
 
-    name: str
-    placeholder_id: int
     tokens_per_image: int
     processor: ImageProcessor
     merged_per_image: int | None = None

@@ -157,8 +157,6 @@ def pixel_settings(settings: Mapping[str, Any], normalizes: bool = True) -> dict
 class NativeImageUnit(ImageUnitBase):
     """Media unit for a native-resolution encoder: an image has one encoder token per patch."""
 
-    name: str
-    placeholder_id: int
     processor: PatchProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None

@@ -82,8 +82,6 @@ class ProcessedUnit(MediaUnit):
 class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
     """Media unit of images that a model's own processor prepares. beside_clips: the encoder reads clips, too."""
 
-    name: str
-    placeholder_id: int
     processor: HuggingFaceImageProcessor
     count: CountsTokens
     marker: str = "<image>"
@@ -101,8 +99,6 @@ class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
 class ProcessedSoundUnit(ProcessedUnit, SoundUnitBase):
     """Media unit of sounds that a model's own processor prepares."""
 
-    name: str
-    placeholder_id: int
     processor: HuggingFaceSoundProcessor
     count: CountsTokens
     marker: str = "<audio>"

@@ -33,8 +33,6 @@ class SoundUnit(SoundUnitBase):
     frames after the end that the encoder reads, for families that compute a padded window.
     """
 
-    name: str
-    placeholder_id: int
     processor: LogMelProcessor
     longest: int | None = None
     trailing: int = 0
@@ -189,8 +187,6 @@ class UsmSoundUnit(SoundUnitBase):
     """Media unit for sounds: four frames are one encoder token and one language-model token. Sounds longer than
     `LONGEST_SECONDS` are refused."""
 
-    name: str
-    placeholder_id: int
     processor: UsmMelProcessor
     marker: str = "<audio>"
     written: MediaMarkup | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,13 @@ from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.sample import Media, MediaKind, MediaSize, MediaUnit
 
 
+@dataclass(frozen=True, slots=True)
 class ImageUnitBase(MediaUnit):
-    """Base class of media units for images."""
+    """Base class of media units for images. placeholder_id: of an image's tokens."""
 
-    __slots__ = ()
-    kind: MediaKind = "image"
+    kind: ClassVar[MediaKind] = "image"
+    name: str
+    placeholder_id: int
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         return {} if before and not is_requested else self.processor.settings
@@ -31,11 +34,13 @@ class ImageUnitBase(MediaUnit):
         return dict(self.processor(pixels))
 
 
+@dataclass(frozen=True, slots=True)
 class SoundUnitBase(MediaUnit):
-    """Base class of media units for sounds."""
+    """Base class of media units for sounds. placeholder_id: of a sound's tokens."""
 
-    __slots__ = ()
-    kind: MediaKind = "audio"
+    kind: ClassVar[MediaKind] = "audio"
+    name: str
+    placeholder_id: int
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         return {} if "feature_extractor_type" in before else self.processor.settings
@@ -53,7 +58,7 @@ class ClipUnitBase(MediaUnit):
     """Base class of media units for clips."""
 
     __slots__ = ()
-    kind: MediaKind = "video"
+    kind: ClassVar[MediaKind] = "video"
 
 
 class PiecedClipUnit(ClipUnitBase):
