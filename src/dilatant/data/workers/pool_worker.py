@@ -31,8 +31,8 @@ STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
 
 
 def work(
-    listener: socket.socket,
     owner: Connection,
+    listener: socket.socket,
     job: bytes,
     folder: str,
     decode_seconds: float,
