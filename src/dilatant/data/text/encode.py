@@ -198,15 +198,15 @@ def _encoded(
     }
     ids, labels, branch = layout.ids, layout.labels, layout.branch
     if parts is not None and QUESTION in parts:
-        labels = _labels_of_answer(sample, encoding, labels)
+        prompt = lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True)
+        labels = _labels_of_answer(labels, len(prompt.ids), encoding)
     elif parts is not None and TOKENS not in parts:
         ids, labels, branch = ids[:0], labels[:0], None
     return EncodedSample(sample.id, ids, labels, together, layout.sizes(encoding), branch=branch)
 
 
-def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the labels with loss on the last answer only. Raises SampleError if there is no question."""
-    before = len(lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True).ids)
+def _labels_of_answer(labels: NDArray[np.int64], before: int, encoding: Encoding) -> NDArray[np.int64]:
+    """Return the labels with loss on the last answer only, which begins at token `before`."""
     answer = np.where(np.arange(len(labels)) < before, NO_LOSS, labels)
     ends = np.flatnonzero(np.isin(answer, encoding.chat.stop_ids))
     if len(ends):  # text that a template writes after the answer is not scored
@@ -292,13 +292,10 @@ def reduced(sample: EncodedSample, encoding: Encoding, parts: frozenset[str] | N
     if parts is None:
         return sample
     ids, labels = sample.input_ids, sample.labels
-    if QUESTION in parts:  # the last run of targets, up to the token that ends an answer
+    if QUESTION in parts:  # the last run of targets
         carries = np.flatnonzero(labels != NO_LOSS)
-        run = carries[max(np.flatnonzero(np.diff(carries) > 1) + 1, default=0) :]
-        ends = np.flatnonzero(np.isin(labels[run], encoding.chat.stop_ids))
-        run = run[: ends[0] + 1] if len(ends) else run
-        labels = np.full_like(labels, NO_LOSS)
-        labels[run] = sample.labels[run]
+        first = carries[max(np.flatnonzero(np.diff(carries) > 1) + 1, default=0)]
+        labels = _labels_of_answer(labels, int(first), encoding)
     elif TOKENS not in parts:
         ids, labels = ids[:0], labels[:0]
     media = {unit: own for unit, own in sample.media.items() if not parts.isdisjoint((unit, grid_part(unit)))}
