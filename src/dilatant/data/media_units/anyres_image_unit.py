@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.frame_choice import FrameChoice, saved_limits
 from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.media_units.unit_base import ClipUnitBase, ImageUnitBase
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ImageUnitBase
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, MediaUnit
 
 SHAPES = "image_sizes"
 """Keyword for the shapes of items, int64 [items, 3]: height, width and `ALONE` or `AMONG` for an image; frames, 0 and
@@ -115,9 +115,10 @@ class AnyresImageUnit(ImageUnitBase):
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresClipUnit(ClipUnitBase):
+class AnyresClipUnit(MediaUnit):
     """Media unit for clips; each frame is an encoder row of `tokens_per_tile`, and one end token follows them."""
 
+    kind: ClassVar[MediaKind] = "video"
     name: str
     placeholder_id: int
     tokens_per_tile: int

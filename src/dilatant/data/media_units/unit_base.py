@@ -54,17 +54,11 @@ class SoundUnitBase(MediaUnit):
         return window
 
 
-class ClipUnitBase(MediaUnit):
-    """Base class of media units for clips."""
-
-    __slots__ = ()
-    kind: ClassVar[MediaKind] = "video"
-
-
-class PiecedClipUnit(ClipUnitBase):
+class PiecedClipUnit(MediaUnit):
     """Base class of media units for clips that are written in several places, with text between."""
 
     __slots__ = ()
+    kind: ClassVar[MediaKind] = "video"
 
     def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
         """Return, for each group of the clip's tokens, the text before them, their number, and the text after them."""
