@@ -176,7 +176,8 @@ def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
     """Return the name and the key of a source's cache entry. The name identifies the files and their use; a changed
     key (the same files in another state) replaces the entry of that name."""
     folder = reader.home and reader.home.resolve()
-    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, reader.split)
+    own = reader.source
+    use = (folder, reader.name, own.prompt, sorted(own.columns.items()), own.limit, reader.split)
     return (
         f"sizes-{_digest(use, encoding.fingerprint)[:16]}",
         _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split, _TOOLS),
