@@ -81,13 +81,12 @@ def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
 
 def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding) -> tuple[Media, ...]:
     """Return the media without those of the markers in the last answer, which are the last of their kind."""
-    markers = encoding.markers["assistant"]
+    pattern, unit_of = encoding.markers["assistant"]
     left = list(unplaced)
-    for marker in () if markers is None else markers[0].findall(answer):
-        assert markers is not None
-        if marker not in markers[1]:  # an escaped marker
+    for marker in pattern.findall(answer):
+        if marker not in unit_of:  # an escaped marker
             continue
-        of_kind = [at for at, media in enumerate(left) if media.kind == markers[1][marker].kind]
+        of_kind = [at for at, media in enumerate(left) if media.kind == unit_of[marker].kind]
         if of_kind:
             del left[of_kind[-1]]
     return tuple(left)

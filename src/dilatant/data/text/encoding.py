@@ -101,14 +101,12 @@ class Encoding:
         return (*self.targets, *self.units) if role == "assistant" else self.units
 
     @cached_property
-    def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, MediaUnit]] | None]:
+    def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, MediaUnit]]]:
         """Role → the pattern that finds markers of media in a text, escaped ones with their `ESCAPE`, longest first;
         and the unit of each marker."""
-        found: dict[Role, tuple[re.Pattern[str], Mapping[str, MediaUnit]] | None] = {}
+        found: dict[Role, tuple[re.Pattern[str], Mapping[str, MediaUnit]]] = {}
         for role in get_args(Role):
             unit_of = {unit.marker: unit for unit in reversed(self.units_in(role))}
-            longest_first = sorted(unit_of, key=len, reverse=True)
-            either = "|".join(map(re.escape, longest_first))
-            pattern = re.compile(f"{re.escape(ESCAPE)}?(?:{either})") if unit_of else None
-            found[role] = None if pattern is None else (pattern, unit_of)
+            either = "|".join(map(re.escape, sorted(unit_of, key=len, reverse=True))) or "(?!)"  # which finds nothing
+            found[role] = re.compile(f"{re.escape(ESCAPE)}?(?:{either})"), unit_of
         return found
