@@ -35,7 +35,7 @@ from PIL import Image
 from transformers import LlamaConfig, SiglipVisionConfig
 
 from benchmarks.machine import machine
-from dilatant.config import DataSource, UserError
+from dilatant.config import DataConfig, DataSource, UserError
 from dilatant.data.index.sizes import blend_sizes
 from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
@@ -58,7 +58,6 @@ from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.step_planner import StepPlanner
 from dilatant.schedule.assignment.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
-from dilatant.training.feeding.decoding import Decoding
 from dilatant.training.feeding.feed import StepPrefetcher
 from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.feeding.loading import LoadedBatches
@@ -107,7 +106,7 @@ def load(blend: Blend, encoding: Encoding, workers: int, compute_seconds: float 
     """Samples, seconds, and the share of them spent waiting, once the first two batches have come."""
     steps = len(blend) // BATCH
     sampler = blend.sampler(0, BATCH)
-    with LoadedBatches(blend, encoding, sampler, steps, Decoding(workers), False, None) as loader:
+    with LoadedBatches(blend, encoding, sampler, steps, DataConfig(workers=workers), None) as loader:
         next(loader), next(loader)
         start, waited, samples = time.perf_counter(), 0.0, 0
         for batch in loader:

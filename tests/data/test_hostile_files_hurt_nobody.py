@@ -218,7 +218,7 @@ class Greedy:
     def __getattr__(self, name):
         return getattr(ENCODING.units[0], name)
 
-    def process_item(self, media, grid):
+    def process(self, media, size):
         raise MemoryError
 
 

@@ -153,7 +153,7 @@ def test_lint_sizes_and_resume_know_shards(tmp_path):
         sizes = blend_sizes(blend, encoding, cache_dir=tmp_path / "cache", workers=0)
         assert not lint(blend, encoding)
         assert sizes.unused == (("score",),)
-        return DataIdentity.of(blend, sizes, encoding)
+        return DataIdentity(blend, sizes, encoding)
 
     before = identity().by_source
     identity().require(before)

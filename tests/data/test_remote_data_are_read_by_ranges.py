@@ -191,7 +191,7 @@ def test_a_change_of_the_data_is_noticed(tmp_path):
         write_lines(tmp_path / "x" / "a.jsonl", [{"question": "q", "answer": answer} for answer in answers])
         upload(tmp_path / "x", "memory://changes")
         blend = open_blend([DataSource(path="memory://changes/a.jsonl")])
-        return DataIdentity.of(blend, blend_sizes(blend, encoding, workers=0), encoding), blend.readers[0].fingerprint
+        return DataIdentity(blend, blend_sizes(blend, encoding, workers=0), encoding), blend.readers[0].fingerprint
 
     before, known = identity("a", "b")
     after, changed = identity("a", "c")  # as many bytes

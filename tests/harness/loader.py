@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from dilatant.config import UserError
-from dilatant.data.order.sampler import SamplerState
-from dilatant.data.sample import Dataset
+from dilatant.data.errors import SampleError
+from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
+from dilatant.data.sample import Dataset, EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS, Encoding
-from dilatant.data.workers.batches import GlobalBatch, ReadBatch, SampleOrder, read_batches
-from dilatant.data.workers.pool import InlineSource, SampleSource
+from dilatant.data.workers.batches import GlobalBatch
+from dilatant.data.workers.pool import InlineSource, SampleRequest, SampleSource
 from dilatant.data.workers.pool_owner import PoolOwner
 from dilatant.data.workers.pool_source import PoolSource
 
@@ -90,3 +93,61 @@ class Loader:
             raise UserError(f"every sample of a batch is corrupt; the first: {wrong[0]}")
         epoch = self._sampler.epoch(read.position)
         return GlobalBatch(tuple(encoded), read.position, epoch, tuple(map(str, wrong)))
+
+
+Drawn = int | Sample | SampleError
+"""A sample as its sampler draws it: its index, a stream's sample itself, or the error from reading it."""
+
+
+SampleOrder = Sampler | StreamSampler
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """A batch as drawn and as encoded, sample by sample. first: number of its first sample in the order of training.
+    position: after the batch."""
+
+    drawn: Sequence[Drawn]
+    samples: Sequence[EncodedSample | UserError]
+    first: int
+    position: SamplerState
+
+
+def read_batches(
+    source: SampleSource,
+    dataset: str,
+    sampler: SampleOrder,
+    position: SamplerState,
+    parts: frozenset[str],
+    ahead: int,
+    steps: int | None,
+) -> Generator[ReadBatch]:
+    """Yield the batches of an order from `position` on, `steps` of them or without end. parts: of each sample,
+    requested from `source`. ahead: batches that are requested before the one that is yielded is complete."""
+    waiting: deque[tuple[int, Sequence[Drawn], SamplerState]] = deque()
+    first = position.samples
+
+    def complete() -> ReadBatch:
+        begin, due, after = waiting.popleft()
+        samples = [
+            each if isinstance(each, SampleError) else source.take(dataset, number)
+            for number, each in enumerate(due, begin)
+        ]
+        return ReadBatch(due, samples, begin, after)
+
+    order: Iterator[tuple[Sequence[Drawn], SamplerState]] = sampler.batches(position)
+    for drawn, after in islice(order, steps):
+        requests = [
+            SampleRequest(number, each, parts, dataset)
+            if isinstance(each, int)
+            else SampleRequest(number, number, parts, dataset, sample=each)
+            for number, each in enumerate(drawn, first)
+            if not isinstance(each, SampleError)
+        ]
+        source.ask(requests)
+        waiting.append((first, drawn, after))
+        first += len(drawn)
+        if len(waiting) > ahead:
+            yield complete()
+    while waiting:
+        yield complete()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,42 +113,60 @@ class MediaMarkup:
     closes: str = ""
 
 
-class MediaUnit(Protocol):
-    """Protocol: how one encoder tokenizes media. Every method but `process` needs only a size and decodes nothing."""
+class Fingerprinted:
+    """Base class of dataclasses whose settings decide the sizes of media."""
+
+    __slots__ = ()
 
     @property
-    def name(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Changes with any setting."""
+        settings = [getattr(self, each.name) for each in fields(cast(Any, self))]
+        return digest_of([type(self).__name__, *(getattr(each, "fingerprint", each) for each in settings)])
+
+
+class MediaUnit(Fingerprinted):
+    """Base class: how one encoder tokenizes media. Every method but `process` needs only a size and decodes nothing."""
+
+    __slots__ = ()
+    kind: ClassVar[MediaKind]
+    if TYPE_CHECKING:  # as a rule, fields of subclasses
+
+        @property
+        def name(self) -> str: ...
+        @property
+        def marker(self) -> str: ...
+        @property
+        def placeholder_id(self) -> int: ...
+        @property
+        def written(self) -> MediaMarkup | None: ...
+        @property
+        def processor(self) -> Any: ...
+
     @property
-    def kind(self) -> MediaKind: ...
-    @property
-    def marker(self) -> str: ...
-    @property
-    def placeholder_id(self) -> int: ...
-    @property
-    def written(self) -> MediaMarkup | None: ...
-    @property
-    def merge(self) -> Literal["placeholder", "prepend"]: ...
-    @property
-    def fingerprint(self) -> str: ...
+    def merge(self) -> Literal["placeholder", "prepend"]:
+        return "placeholder"
 
     def encoder_tokens(self, size: MediaSize) -> int:
         """Return the number of tokens that the encoder processes for one item."""
+        raise NotImplementedError
 
     def merged_tokens(self, size: MediaSize) -> int:
         """Return the number of language-model tokens of one item."""
+        raise NotImplementedError
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the inputs that later stages need of one item, as far as its size tells."""
+        return {}
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        """Decode one item into encoder inputs, whose first dimension is encoder rows."""
-
-    def process_item(self, media: Media, grid: Mapping[str, EncoderInput]) -> dict[str, EncoderInput]:
-        """Do the same for an item of a sample, whose `grid` may say what the other items make of it."""
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
+        """Decode one item of the size in its header into encoder inputs, whose first dimension is encoder rows."""
+        raise NotImplementedError
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         """Return what an export changes in the processor's settings `before`, those of the model's files, so that
         `processors` and transformers restore this unit's. is_requested: True if the user set the processor."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

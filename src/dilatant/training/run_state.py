@@ -91,7 +91,7 @@ class RunState:
         self.shapes = {name: box.whole for name, box in runtime.boxes.items()}
         self._config = config
         self._samples = samples
-        self._data = DataIdentity.of(samples.train, samples.train_sizes, samples.encoding)
+        self._data = DataIdentity(samples.train, samples.train_sizes, samples.encoding)
 
     @property
     def stays(self) -> bool:

@@ -49,8 +49,8 @@ def test_image_size_gives_tiles_and_several_images_get_one_each(height: int, wid
     Image.fromarray(pixels).save(tmp_path / "image.png")
     unit = AnyresImageUnit("vision", 9, SIDE**2, SHAPE, HuggingFaceImageProcessor(json.dumps(SETTINGS)))
     for alone in (True, False):
-        made = unit.process(Media("image", tmp_path / "image.png", "image"), alone)
         size = MediaSize(width, height, alone=alone)
+        made = unit.process(Media("image", tmp_path / "image.png", "image"), size)
         tiles = np.asarray(made["pixel_values"])
         assert tiles.shape == (unit.encoder_tokens(size) // SIDE**2, 3, TILE, TILE)
         np.testing.assert_array_equal(made["image_sizes"], unit.grid(size)["image_sizes"])

@@ -116,7 +116,7 @@ def test_patches_are_those_of_the_frames_pair_by_pair(tmp_path: Path) -> None:
     frames = np.random.default_rng(0).integers(0, 256, (5, 40, 90, 3), np.uint8)
     media = write(tmp_path, "folder", frames)
     unit = clip_unit()
-    made = unit.process(media)
+    made = unit.process(media, media_size(media))
     limits = {"min_pixels": 28 * 28, "max_pixels": 8 * 28 * 28}
     theirs = Qwen2VLImageProcessorPil(**limits)(images=list(frames), return_tensors="np")
     each = theirs["pixel_values"].reshape(5, -1, 3, 2, 14, 14)

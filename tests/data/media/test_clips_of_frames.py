@@ -15,7 +15,9 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.video_utils import VideoMetadata
 
+from cases.data_builders import small_encoding
 from dilatant.config.errors import UserError
+from dilatant.data.media import media_header
 from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.frame_choice import (
     FRAME_TEXTS,
@@ -26,7 +28,8 @@ from dilatant.data.media_units.frame_choice import (
     in_words,
 )
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.sample import Media, MediaMarkup, MediaSize, Sample, Turn
+from dilatant.data.text.encode import encode_sample
 from dilatant.models.encoders.media import frame_choice
 
 
@@ -110,11 +113,27 @@ def test_frames_are_seen_as_images_and_written_as_internvl_does(tmp_path: Path) 
     assert text == InternVLProcessor.replace_video_token(like, inputs, 0)
     assert unit.encoder_tokens(size) == 4 * 17
     assert unit.merged_tokens(size) == 4 * 4
-    made = unit.process(Media("video", tmp_path / "clip.png", "clip"))
+    made = unit.process(Media("video", tmp_path / "clip.png", "clip"), size)
     processor = GotOcr2ImageProcessorPil(size={"height": 8, "width": 8}, image_mean=mean, image_std=std)
     theirs = processor(images=[frames[at] for at in seen], return_tensors="np")["pixel_values"]
     # The same bytes of Pillow, normalised in another order of float32 operations.
     np.testing.assert_allclose(as_array(made["pixel_values"]), theirs, atol=1e-6, rtol=0)
+
+
+def test_the_header_of_a_clip_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its texts, its sizes and its frames: without an index in the file, all of it is read for its length."""
+    frames = [Image.new("RGB", (20, 14), (at, 0, 0)) for at in range(4)]
+    frames[0].save(tmp_path / "clip.png", save_all=True, append_images=frames[1:], duration=500)
+    read: list[Media] = []
+    size_of = media_header._SIZE["video"]
+    monkeypatch.setitem(media_header._SIZE, "video", lambda media: read.append(media) or size_of(media))
+    one = ImageUnit("vision", 9, 17, PixelProcessor(height=8, width=8), merged_per_image=4)
+    clip = Media("video", tmp_path / "clip.png", "clip")
+    sample = Sample("s", (Turn("user", (clip,)), Turn("assistant", ("red",))))
+    unit = FramedClipUnit(one, MiddleFrames(2), "counted")
+    encoded = encode_sample(sample, small_encoding(units=(unit,)))
+    assert len(encoded.media["vision"]["pixel_values"]) == 2
+    assert read == [clip]
 
 
 def test_what_is_asked_of_frames_goes_before_what_the_files_say() -> None:

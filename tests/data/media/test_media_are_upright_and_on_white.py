@@ -24,7 +24,7 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media_units.frame_choice import moments
 from dilatant.data.media_units.native_clip_unit import NativeClipUnit
 from dilatant.data.media_units.native_image_unit import GRID, NativeImageUnit, PatchProcessor
-from dilatant.data.sample import Media, MediaMarkup, Sample, Turn
+from dilatant.data.sample import Media, MediaMarkup, MediaSize, Sample, Turn
 from dilatant.data.text.encode import encode_sample, find_problems
 
 # What a viewer does with stored pixels, by the definition of EXIF's orientations.
@@ -114,8 +114,8 @@ def test_an_image_unlike_its_header_size_is_refused() -> None:
 class OtherUnit(NativeImageUnit):
     """An encoder's view whose pixels have another grid than headers say."""
 
-    def process(self, media: Media) -> dict[str, Any]:
-        made = NativeImageUnit.process(self, media)
+    def process(self, media: Media, size: MediaSize) -> dict[str, Any]:
+        made = NativeImageUnit.process(self, media, size)
         return {**made, GRID: np.array(made[GRID])[:, [0, 2, 1]]}
 
 

@@ -340,7 +340,7 @@ def test_a_shorter_window_is_cut_from_the_same_features():
     processor = audio_processor(settings, frames=100, mel_bins=80)
     assert processor.window_samples == 16000
     unit = AudioUnit("audio", 9, 50, processor)
-    features = unit.process(Media("audio", wav_bytes(2.5), "x"))["input_features"]
+    features = unit.process(Media("audio", wav_bytes(2.5), "x"), MediaSize(seconds=2.5))["input_features"]
     assert features.shape == (3, 80, 100)
     with pytest.raises(UserError, match="makes 80 mel bins, but the encoder takes 128"):
         audio_processor(settings, frames=100, mel_bins=128)
@@ -355,12 +355,13 @@ def test_windows_are_counted_alike_before_and_after_resampling():
     for rate in (8000, 11025, 16000, 22050, 44100):
         for samples in range(rate // 10 - 2, rate // 10 + 3):
             media = Media("audio", wav_bytes(samples / rate, rate), "x")
-            rows = unit.process(media)["input_features"]
-            assert len(rows) * 5 == unit.encoder_tokens(media_size(media))
+            size = media_size(media)
+            assert len(unit.process(media, size)["input_features"]) * 5 == unit.encoder_tokens(size)
     # A third of a sample more than 30 s: one window, although resampling rounds up to a sample more.
     unit = AudioUnit("audio", 9, 5, LogMelProcessor(window_frames=3000, mel_bins=8))
     media = Media("audio", wav_bytes(30 + 1 / 44100, 44100), "x")
-    assert len(unit.process(media)["input_features"]) * 5 == unit.encoder_tokens(media_size(media))
+    size = media_size(media)
+    assert len(unit.process(media, size)["input_features"]) * 5 == unit.encoder_tokens(size)
 
 
 def test_a_sound_of_whole_windows_takes_no_window_more():

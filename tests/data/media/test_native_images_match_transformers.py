@@ -30,7 +30,7 @@ def test_patches_are_those_of_transformers(width: int, height: int, limits: dict
     Image.fromarray(pixels).save(tmp_path / "image.png")
     media = Media("image", tmp_path / "image.png", "image")
     native = unit(**SETTINGS, **limits)
-    made = native.process(media)
+    made = native.process(media, media_size(media))
     processor = Qwen2VLImageProcessorPil(**SETTINGS, **limits)
     theirs = processor(images=pixels, return_tensors="np", input_data_format="channels_last")
     np.testing.assert_array_equal(made[GRID], theirs[GRID])

@@ -18,7 +18,7 @@ from dilatant.data.index.stats import describe
 from dilatant.data.media_units.image_target import image_target
 from dilatant.data.media_units.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.order.blend import Blend, open_blend
-from dilatant.data.sample import Media, Sample, Turn
+from dilatant.data.sample import Media, MediaSize, Sample, Turn
 from dilatant.data.text.encode import encode_prompt, encode_sample, find_problems, measure_sample
 from dilatant.data.text.encoding import Encoding
 
@@ -66,7 +66,7 @@ def test_a_picture_is_read_where_the_conversation_goes_on() -> None:
     assert encoded.sizes == {"language": len(encoded.input_ids), "vision": 8, "image": 6}
     assert len(encoded.media["image"]["pixel_values"]) == 2
     read = encoded.media["vision"]["pixel_values"].normalized()  # type: ignore[union-attr]
-    first = READER.process(_image(1))["pixel_values"].normalized()  # type: ignore[union-attr]
+    first = READER.process(_image(1), MediaSize())["pixel_values"].normalized()  # type: ignore[union-attr]
     assert np.array_equal(read[:1], first)
 
 
@@ -80,7 +80,7 @@ def test_answer_markers_take_images_listed_beside_the_chat() -> None:
     sample = Sample("s", turns, (_image(1), _image(2)))
     encoded = encode_sample(sample, _encoding())
     assert _read(encoded.input_ids) == "^#### again\nhere: <draw>@@@$"
-    drawn = TARGET.process(_image(2))["pixel_values"].normalized()  # type: ignore[union-attr]
+    drawn = TARGET.process(_image(2), MediaSize())["pixel_values"].normalized()  # type: ignore[union-attr]
     assert np.array_equal(encoded.media["image"]["pixel_values"].normalized(), drawn)  # type: ignore[union-attr]
     prompt = encode_prompt(sample, _encoding()).sample
     assert _read(prompt.input_ids) == "^#### again\n"

@@ -93,7 +93,7 @@ def test_sizes_and_texts_are_known_before_decoding() -> None:
 
 def test_a_clip_has_the_inputs_that_its_size_promises() -> None:
     media, unit = clip([10, 20, 30, 40]), unit_of(Processor)
-    inputs = unit.process(media)
+    inputs = unit.process(media, media_size(media))
     assert {*inputs} == {name + end for name in unit.processor.names for end in ("", SHAPE)} | {IS_CLIP}
     assert np.asarray(inputs["pixel_values_videos"]).mean() == 25
     for name, promised in unit.grid(media_size(media)).items():

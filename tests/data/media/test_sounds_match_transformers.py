@@ -27,7 +27,7 @@ def test_frames_are_those_of_a_window_of_five_seconds(samples: int, trailing: in
     soundfile.write(tmp_path / "sound.wav", wave, 16000, subtype="FLOAT")
     unit = SoundUnit("audio", 9, LogMelProcessor(mel_bins=20), longest=500, trailing=trailing)
     media = Media("audio", tmp_path / "sound.wav", "sound")
-    made = unit.process(media)
+    made = unit.process(media, media_size(media))
     extractor = WhisperFeatureExtractor(feature_size=20, chunk_length=5)
     theirs = extractor(wave, sampling_rate=16000, return_attention_mask=True, return_tensors="np")
     frames, given = made[FRAMES][0]

@@ -115,7 +115,7 @@ def test_a_stream_of_other_files_is_not_gone_on_with(folder):
     source = DataSource(id=folder, streaming=True, **SETTINGS)
 
     def identity():
-        return DataIdentity.of(open_blend([source]), None, small_encoding())
+        return DataIdentity(open_blend([source]), None, small_encoding())
 
     before = json.loads(json.dumps(identity().by_source))
     identity().require(before)
@@ -126,7 +126,7 @@ def test_a_stream_of_other_files_is_not_gone_on_with(folder):
     with pytest.raises(UserError, match="hub' is a stream of other files"):
         identity().require(before)
     with pytest.raises(UserError, match="there were 1 sources, and now there are 2"):
-        DataIdentity.of(open_blend([source, source]), None, small_encoding()).require(before)
+        DataIdentity(open_blend([source, source]), None, small_encoding()).require(before)
 
 
 def test_a_record_of_no_known_form_is_named_in_a_stream(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.order.blend import Blend, StreamBlend
-from dilatant.data.order.sampler import Stream
-from dilatant.data.readers.records import Blocks
 from dilatant.data.sample import digest_of
 from dilatant.data.text.encoding import Encoding
 
@@ -23,54 +21,43 @@ from dilatant.data.text.encoding import Encoding
 @dataclass(frozen=True)
 class DataIdentity:
     """Content digests of a run's data sources. Of streams, whose samples are not known in advance, only the files are
-    compared, as far as the stream knows them.
+    compared, as far as the stream knows them. sizes: None if nothing is known of the samples."""
 
-    content: int64 [samples], the `content_digest` of every sample of the concatenated sources. blocks: the blocks in
-    which each source is read; the order of its samples depends on them. processing: changes with the processors of
-    media and with the pictures to draw.
-    """
+    blend: Blend | StreamBlend
+    sizes: SizesIndex | None
+    encoding: Encoding
 
-    names: Sequence[str] = ()
-    lengths: Sequence[int] = ()
-    content: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    blocks: Sequence[Blocks | None] = ()
-    processing: str = ""
-    streams: Sequence[Stream] = ()
-
-    @staticmethod
-    def of(blend: Blend | StreamBlend, sizes: SizesIndex | None, encoding: Encoding) -> DataIdentity:
-        if not isinstance(blend, Blend):
-            return DataIdentity(streams=blend.streams)
-        if sizes is None:
-            return DataIdentity()
-        blocks = tuple(reader.blocks for reader in blend.readers)
-        processing = digest_of(
-            [*(unit.fingerprint for unit in encoding.units), *(target.fingerprint for target in encoding.targets)]
-        )[:32]
-        return DataIdentity(blend.source_names, blend.lengths, sizes.content, blocks, processing)
+    @cached_property
+    def processing(self) -> str:
+        """Changes with the processors of media and with the pictures to draw."""
+        return digest_of([each.fingerprint for each in (*self.encoding.units, *self.encoding.targets)])[:32]
 
     @cached_property
     def by_source(self) -> list[dict[str, Any]]:
         """Describe each source as JSON: name, number of samples, digest of their tokens and labels, digest of the
-        blocks in which they are read, and `processing`. A stream has no samples, and the digest of its files."""
-        if self.streams:
-            return [{"name": each.name, "samples": 0, "content": each.identity, "blocks": ""} for each in self.streams]
-        ends = np.cumsum(self.lengths).tolist()
+        blocks in which they are read, which order them, and `processing`. A stream has no samples, and the digest of
+        its files."""
+        if not isinstance(self.blend, Blend):
+            streams = self.blend.streams
+            return [{"name": each.name, "samples": 0, "content": each.identity, "blocks": ""} for each in streams]
+        if self.sizes is None:
+            return []
+        ends = np.cumsum(self.blend.lengths).tolist()
         return [
             {
                 "name": name,
-                "samples": length,
-                "content": _digest(self.content[end - length : end]),
-                "blocks": "" if blocks is None else digest_of(blocks)[:32],
+                "samples": len(reader),
+                "content": _digest(self.sizes.content[end - len(reader) : end]),
+                "blocks": "" if reader.blocks is None else digest_of(reader.blocks)[:32],
                 "processing": self.processing,
             }
-            for name, length, end, blocks in zip(self.names, self.lengths, ends, self.blocks)
+            for name, reader, end in zip(self.blend.source_names, self.blend.readers, ends)
         ]
 
     def require(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Raise UserError naming the changes if the data differ from `before`, an earlier `by_source`. File names and
         locations may differ. Nothing is compared if either side is unknown."""
-        if before and (self.names or self.streams) and (found := self._changes(before)):
+        if before and self.by_source and (found := self._changes(before)):
             raise UserError(
                 f"the training data changed since the checkpoint was written: {'; '.join(found)}. Going on would "
                 "repeat some samples and leave out others: restore the data, or start a new run from the weights"
@@ -82,14 +69,14 @@ class DataIdentity:
         found = []
         first = 0
         for old, new in zip(before, self.by_source):
-            if self.streams and not (old["content"] and new["content"]):
-                continue
-            part = self.content[first : first + new["samples"]]
-            first += new["samples"]
             source = f"source {new['name']!r}"
-            if self.streams and old["content"] != new["content"]:
-                found.append(f"{source} is a stream of other files")
-            elif old["samples"] == new["samples"] and old["content"] != new["content"]:
+            if self.sizes is None:
+                if old["content"] and new["content"] and old["content"] != new["content"]:
+                    found.append(f"{source} is a stream of other files")
+                continue
+            part = self.sizes.content[first : first + new["samples"]]
+            first += new["samples"]
+            if old["samples"] == new["samples"] and old["content"] != new["content"]:
                 found.append(
                     f"{source} has {new['samples']:,} samples as before, but other ones, or they become other tokens"
                 )

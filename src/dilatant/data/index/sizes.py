@@ -7,7 +7,7 @@ any number of samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -27,54 +27,6 @@ from dilatant.data.parallel_map import Progress
 from dilatant.data.readers.reader import Reader
 from dilatant.data.text.encode import too_long
 from dilatant.data.text.encoding import Encoding
-
-
-class Refusals(Mapping[int, str]):
-    """Mapping from sample to the reason why it cannot be trained on, in the order of the samples.
-
-    samples: int64 [refused], ascending. text: all reasons, concatenated as UTF-8 bytes. ends: int64 [refused + 1],
-    the boundaries of the reasons in `text`.
-    """
-
-    def __init__(self, samples: NDArray[np.int64], ends: NDArray[np.int64], text: NDArray[np.uint8]) -> None:
-        self._samples, self._ends, self._text = samples, ends, text
-
-    @staticmethod
-    def of(problems: Mapping[int, str]) -> Refusals:
-        samples = sorted(problems)
-        texts = [problems[sample].encode("utf-8", "backslashreplace") for sample in samples]
-        return Refusals(
-            np.array(samples, np.int64),
-            np.cumsum([0, *map(len, texts)], dtype=np.int64),
-            np.frombuffer(b"".join(texts), np.uint8),
-        )
-
-    @staticmethod
-    def joined(parts: Sequence[Refusals], offsets: Sequence[int]) -> Refusals:
-        """Concatenate the refusals of several parts of a data set, which begin at `offsets`."""
-        return Refusals(
-            np.concatenate([part._samples + offset for part, offset in zip(parts, offsets)]),
-            np.cumsum(np.concatenate([[0], *(np.diff(part._ends) for part in parts)]), dtype=np.int64),
-            np.concatenate([part._text for part in parts]),
-        )
-
-    @property
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the constructor's arguments by name."""
-        return {"samples": self._samples, "ends": self._ends, "text": self._text}
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._samples.tolist())
-
-    def __getitem__(self, sample: int) -> str:
-        at = int(np.searchsorted(self._samples, sample))
-        if at == len(self._samples) or self._samples[at] != sample:
-            raise KeyError(sample)
-        return self._text[self._ends[at] : self._ends[at + 1]].tobytes().decode()
-
 
 FORMAT = 6
 _COLUMNS = ("tokens", "target_tokens", "content", "desired")
@@ -121,7 +73,7 @@ class SizesIndex:
     def refused(self, max_length: int | None) -> dict[int, str]:
         """Return sample → the reason why `encode_sample` refuses it with this `max_length`, in order. Errors that only
         decoding finds are not included."""
-        found = dict(self.problems.items())
+        found = dict(self.problems)
         if max_length is not None:
             tokens = self.of(LANGUAGE)
             for sample in np.flatnonzero(tokens > max_length).tolist():
@@ -177,7 +129,8 @@ def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
     """Return the name and the key of a source's cache entry. The name identifies the files and their use; a changed
     key (the same files in another state) replaces the entry of that name."""
     folder = reader.home and reader.home.resolve()
-    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, reader.split)
+    own = reader.source
+    use = (folder, reader.name, own.prompt, sorted(own.columns.items()), own.limit, reader.split)
     return (
         f"sizes-{_digest(use, encoding.fingerprint)[:16]}",
         _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split, _TOOLS),
@@ -202,12 +155,13 @@ def _source(reader: Reader, encoding: Encoding, cache: Cache, workers: int | Non
 
 
 def _arrays(measured: SampleMeasurements) -> Arrays:
-    arrays = dict(zip(_COLUMNS, measured.columns))
     watched = dict.fromkeys(state for files in measured.media.values() for state in files)
-    return Arrays(
-        {**arrays, **Refusals.of(measured.problems).arrays},
-        {"media": list(watched)[:WATCHED_MEDIA], "unused": list(measured.unused)},
-    )
+    about = {
+        "problems": sorted(measured.problems.items()),
+        "media": list(watched)[:WATCHED_MEDIA],
+        "unused": list(measured.unused),
+    }
+    return Arrays(dict(zip(_COLUMNS, measured.columns)), about)
 
 
 def _media_unchanged(found: Arrays) -> bool:
@@ -217,7 +171,7 @@ def _media_unchanged(found: Arrays) -> bool:
 
 def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | None) -> Arrays:
     """Return the arrays with all refused samples measured again."""
-    refused = before.arrays["samples"]
+    refused = np.array([sample for sample, _ in before.about["problems"]], np.int64)
     again = measure(SampleSubset(reader, refused), encoding, name=reader.name, workers=workers)
     numbers = np.vstack([before.arrays[name] for name in _COLUMNS])
     numbers[:, refused] = again.numbers
@@ -226,19 +180,13 @@ def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | N
     return _arrays(SampleMeasurements(numbers, problems, again.media, unused))
 
 
-def _refusals(found: Arrays) -> Refusals:
-    return Refusals(found.arrays["samples"], found.arrays["ends"], found.arrays["text"])
-
-
 def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Arrays]) -> Arrays:
     """Return the arrays of all sources, concatenated, from the cache if possible."""
     if len(parts) == 1:
         return parts[0]
 
     def make() -> Arrays:
-        arrays = {name: np.concatenate([part.arrays[name] for part in parts], axis=-1) for name in _COLUMNS}
-        offsets = (np.cumsum(blend.lengths) - blend.lengths).tolist()
-        return Arrays({**arrays, **Refusals.joined([_refusals(part) for part in parts], offsets).arrays})
+        return Arrays({name: np.concatenate([part.arrays[name] for part in parts], axis=-1) for name in _COLUMNS})
 
     digests = [part.digest for part in parts]
     if None in digests:  # the cache cannot be written
@@ -250,12 +198,15 @@ def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Ar
 def _index(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Arrays]) -> SizesIndex:
     found = _together(blend, encoding, cache, parts)
     entries = [_entry(reader, encoding)[0] for reader in blend.readers]
+    offsets = (np.cumsum(blend.lengths) - blend.lengths).tolist()
     return SizesIndex(
         units=encoding.unit_names,
         tokens=found.arrays["tokens"].T,
         target_tokens=found.arrays["target_tokens"],
         content=found.arrays["content"],
-        problems=_refusals(found),
+        problems={
+            offset + sample: why for part, offset in zip(parts, offsets) for sample, why in part.about["problems"]
+        },
         name=blend.name,
         unused=tuple(tuple(part.about["unused"]) for part in parts),
         forget=partial(_forget, blend, cache, entries),

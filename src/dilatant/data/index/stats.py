@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from dilatant.data.index.sizes import SizesIndex
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 BINS = 40
 """Most bins of a histogram; a joint histogram has at most half as many on each axis."""
 REFUSALS_KEPT = 50
-
-
-class TokenTable(Protocol):
-    """The measurements of every sample: the part of `SizesIndex` that the statistics use."""
-
-    @property
-    def units(self) -> tuple[str, ...]: ...
-    @property
-    def tokens(self) -> NDArray[np.int64]: ...
-    @property
-    def target_tokens(self) -> NDArray[np.int64]: ...
-    @property
-    def problems(self) -> Mapping[int, str]: ...
-    def refused(self, max_length: int | None) -> Mapping[int, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +115,7 @@ class DataStats:
         return asdict(self)
 
 
-def describe(index: TokenTable, sources: Sequence[BlendSource] = (), max_length: int | None = None) -> DataStats:
+def describe(index: SizesIndex, sources: Sequence[BlendSource] = (), max_length: int | None = None) -> DataStats:
     """Compute the statistics of an index. Samples that could not be measured are counted and otherwise ignored.
 
     sources: the sources of the blend, in order; default: one source without a name. max_length: most tokens of a
@@ -237,7 +226,7 @@ def _joint(unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArr
 
 
 def _source_stats(
-    index: TokenTable, sources: Sequence[BlendSource], refused: NDArray[np.int64], good: NDArray[np.bool_]
+    index: SizesIndex, sources: Sequence[BlendSource], refused: NDArray[np.int64], good: NDArray[np.bool_]
 ) -> Iterator[SourceStats]:
     start = 0
     for source in sources:

@@ -7,20 +7,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.media.clip import decode_clip
 from dilatant.data.media.image_file import decode_image
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.frame_choice import FrameChoice, saved_limits
 from dilatant.data.media_units.image_unit import PixelProcessor
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
-from dilatant.data.media_units.unit_base import ClipUnitBase, ImageUnitBase
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ImageUnitBase
+from dilatant.data.sample import Media, MediaKind, MediaMarkup, MediaSize, MediaUnit
 
 SHAPES = "image_sizes"
 """Keyword for the shapes of items, int64 [items, 3]: height, width and `ALONE` or `AMONG` for an image; frames, 0 and
@@ -90,8 +89,6 @@ class AnyresShape:
 class AnyresImageUnit(ImageUnitBase):
     """Media unit for images; each tile is one encoder row of `tokens_per_tile`."""
 
-    name: str
-    placeholder_id: int
     tokens_per_tile: int
     shape: AnyresShape
     processor: HuggingFaceImageProcessor
@@ -108,23 +105,20 @@ class AnyresImageUnit(ImageUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.shape.rows(size.height, size.width, size.alone)
 
-    def process_item(self, media: Media, grid: Mapping[str, EncoderInput]) -> dict[str, EncoderInput]:
-        return self.process(media, int(np.asarray(grid[SHAPES])[0, 2]) == ALONE)
-
-    def process(self, media: Media, alone: bool = True) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         pixels = decode_image(media, self.processor.channels)
-        size = MediaSize(pixels.shape[1], pixels.shape[0], alone=alone)
         # The processor makes one tile of each image only if there are several.
-        asked: Any = [[pixels]] if alone else [[pixels, pixels]]
+        asked: Any = [[pixels]] if size.alone else [[pixels, pixels]]
         made = self.processor.made(images=asked, return_tensors="np", input_data_format="channels_last")
-        tiles = np.asarray(made["pixel_values"])[0][: self.shape.tiles_of((size.height, size.width, alone))]
+        tiles = np.asarray(made["pixel_values"])[0][: self.shape.tiles_of((size.height, size.width, size.alone))]
         return {"pixel_values": tiles, **self.grid(size)}
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresClipUnit(ClipUnitBase):
+class AnyresClipUnit(MediaUnit):
     """Media unit for clips; each frame is an encoder row of `tokens_per_tile`, and one end token follows them."""
 
+    kind: ClassVar[MediaKind] = "video"
     name: str
     placeholder_id: int
     tokens_per_tile: int
@@ -150,7 +144,6 @@ class AnyresClipUnit(ClipUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.shape.clip_rows(self._count(size))
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        size = media_size(media)
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         frames = decode_clip(media, self.choice.frames(size).tolist(), self.processor)
         return {"pixel_values": concatenate_inputs([each["pixel_values"] for each in frames]), **self.grid(size)}

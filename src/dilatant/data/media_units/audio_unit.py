@@ -11,10 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
-from dilatant.data.media_units.unit_base import Fingerprinted, SoundUnitBase
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import SoundUnitBase
+from dilatant.data.sample import Fingerprinted, Media, MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,6 @@ class AudioUnit(SoundUnitBase):
     if the projector pools; None for all.
     """
 
-    name: str
-    placeholder_id: int
     tokens_per_window: int
     processor: LogMelProcessor
     merged_per_window: int | None = None
@@ -109,6 +106,6 @@ class AudioUnit(SoundUnitBase):
         each = self.tokens_per_window if self.merged_per_window is None else self.merged_per_window
         return self.windows(size) * each
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        rows, window = self.windows(media_size(media)), self.processor.window_samples
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
+        rows, window = self.windows(size), self.processor.window_samples
         return dict(self.processor(self.decode(media, rows * window).reshape(rows, window)))

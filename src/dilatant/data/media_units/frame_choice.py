@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.media.clip import decode_clip
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, concatenate_inputs
 from dilatant.data.media_units.image_unit import ImageUnit
 from dilatant.data.media_units.processed_unit import ProcessedImageUnit
@@ -211,9 +210,9 @@ class FramedClipUnit(PiecedClipUnit):
             for before, after in FRAME_TEXTS[self.texts](size, self.choice.frames(size))
         ]
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         """Decode the frames into the inputs of images, concatenated."""
-        frames = self.choice.frames(media_size(media))
+        frames = self.choice.frames(size)
         made = decode_clip(media, frames.tolist(), self.frame.see)
         return {name: concatenate_inputs([each[name] for each in made]) for name in made[0]}
 

@@ -107,8 +107,6 @@ class ImageTarget(ImageUnitBase):
     text. latents: cached latents, which replace decoded images.
     """
 
-    name: str
-    placeholder_id: int
     tokens_per_item: int
     start: str
     processor: ImageProcessor
@@ -128,7 +126,7 @@ class ImageTarget(ImageUnitBase):
         """Return the number of language-model tokens of one item."""
         return self.tokens_per_item
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         """Return the cached `latents` [1, parts, channels, height, width] of an item or, without a cache, its
         `pixel_values` [1, channels, height, width]. Raises MediaError, also if cached latents have been lost."""
         if self.latents is None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.media.pixels import EncoderInput, Pixels
-from dilatant.data.media_units.unit_base import Fingerprinted, ImageUnitBase
-from dilatant.data.sample import MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ImageUnitBase
+from dilatant.data.sample import Fingerprinted, MediaMarkup, MediaSize
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
@@ -120,8 +120,6 @@ class ImageUnit(ImageUnitBase):
     if the projector pools; None for all.
     """
 
-    name: str
-    placeholder_id: int
     tokens_per_image: int
     processor: ImageProcessor
     merged_per_image: int | None = None

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.media.clip import Frame, decode_clip
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.frame_choice import moments
 from dilatant.data.media_units.native_image_unit import GRID, STEP, PatchProcessor
@@ -128,12 +127,11 @@ class NativeClipUnit(PiecedClipUnit):
         tokens = self.merged_tokens(size) // time
         return [(f"<{moment:.1f} seconds>{before}", tokens, after) for moment in shown.mean(axis=1)]
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         """Return `pixel_values`: [patches, channels, frames * patch, patch], laid out as for an image; the last frame
         is repeated to fill the last temporal patch."""
         from PIL import Image
 
-        size = media_size(media)
         time, rows, columns = self._grid(size)
         processor = self.processor
         shape = (columns * processor.patch, rows * processor.patch)

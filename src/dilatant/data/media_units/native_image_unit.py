@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError, as_user_error
 from dilatant.data.media.pixels import EncoderInput, Pixels
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, Resample
-from dilatant.data.media_units.unit_base import Fingerprinted, ImageUnitBase
-from dilatant.data.sample import MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ImageUnitBase
+from dilatant.data.sample import Fingerprinted, MediaMarkup, MediaSize
 
 GRID = "image_grid_thw"
 """Encoder keyword for the patches of every image: frames, rows, columns."""
@@ -150,8 +150,6 @@ def _pixel_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 class NativeImageUnit(ImageUnitBase):
     """Media unit for a native-resolution encoder: an image has one encoder token per patch."""
 
-    name: str
-    placeholder_id: int
     processor: PatchProcessor
     marker: str = "<image>"
     written: MediaMarkup | None = None

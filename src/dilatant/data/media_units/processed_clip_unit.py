@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from dilatant.data.errors import MediaError
 from dilatant.data.media.clip import decode_clip
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.frame_choice import UNTIMED_FPS
 from dilatant.data.media_units.processed_unit import IS_CLIP, Arrays, CountsTokens, ProcessedUnit, flatten
 from dilatant.data.media_units.processors import of_family
-from dilatant.data.media_units.unit_base import Fingerprinted, PiecedClipUnit
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import PiecedClipUnit
+from dilatant.data.sample import Fingerprinted, Media, MediaMarkup, MediaSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +105,8 @@ class ProcessedClipUnit(ProcessedUnit, PiecedClipUnit):
         """Return, for each group of the clip's tokens, the text before them, their number, and the text after them."""
         return self.processor.pieces(size, self.merged_tokens(size))
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        frames = self.processor.frames(media_size(media)).tolist()
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
+        frames = self.processor.frames(size).tolist()
         return self.see(np.stack(decode_clip(media, frames, lambda frame: frame)))
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor
-from dilatant.data.media_units.unit_base import ImageUnitBase, SoundUnitBase, UnitBase
-from dilatant.data.sample import Media, MediaMarkup, MediaSize
+from dilatant.data.media_units.unit_base import ImageUnitBase, SoundUnitBase
+from dilatant.data.sample import Media, MediaMarkup, MediaSize, MediaUnit
 
 SHAPE = ".shape"
 """Suffix of the keyword for the shapes of an item's array, int64 [items, 6], padded with -1. The arrays themselves are
@@ -37,7 +36,7 @@ class CountsTokens(Protocol):
     def __hash__(self) -> int: ...
 
 
-class ProcessedUnit(UnitBase):
+class ProcessedUnit(MediaUnit):
     """Base class of media units whose items are prepared by a model's own processor; an item is everything that the
     processor returns. Its layout need not be known: a blank item of the same size has the same shapes and the same
     integers."""
@@ -45,8 +44,6 @@ class ProcessedUnit(UnitBase):
     __slots__ = ()
     if TYPE_CHECKING:
 
-        @property
-        def processor(self) -> Any: ...
         @property
         def count(self) -> CountsTokens: ...
 
@@ -85,8 +82,6 @@ class ProcessedUnit(UnitBase):
 class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
     """Media unit of images that a model's own processor prepares. beside_clips: the encoder reads clips, too."""
 
-    name: str
-    placeholder_id: int
     processor: HuggingFaceImageProcessor
     count: CountsTokens
     marker: str = "<image>"
@@ -104,8 +99,6 @@ class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
 class ProcessedSoundUnit(ProcessedUnit, SoundUnitBase):
     """Media unit of sounds that a model's own processor prepares."""
 
-    name: str
-    placeholder_id: int
     processor: HuggingFaceSoundProcessor
     count: CountsTokens
     marker: str = "<audio>"
@@ -119,8 +112,8 @@ class ProcessedSoundUnit(ProcessedUnit, SoundUnitBase):
             raise ValueError(f"{size.seconds:.2f} s is longer than its processor takes, which drops the end; cut it")
         return ProcessedUnit.encoder_tokens(self, size)
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
-        return self.see(self.decode(media, *self.decoded_shape(media_size(media))))
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
+        return self.see(self.decode(media, *self.decoded_shape(size)))
 
 
 def is_layout(array: NDArray) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError, as_user_error
 from dilatant.data.media_units.audio_unit import LogMelProcessor
 from dilatant.data.media_units.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
-from dilatant.data.media_units.unit_base import Fingerprinted
+from dilatant.data.sample import Fingerprinted
 
 _OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
 
@@ -226,30 +226,28 @@ def fixed_size(settings: ProcessorSettings, channels: int) -> PixelProcessor | N
 def pretrained_settings(name: str, parts: Sequence[str] = ("image_processor", "feature_extractor")) -> dict[str, Any]:
     """Return the saved image and sound processor settings of a model in a folder or on the hub. As in transformers,
     they are the `parts` of `processor_config.json` or, if it has none, `preprocessor_config.json`. Raises UserError."""
-    saved = {} if _lacks(name, "processor_config.json") else saved_settings(name, "processor_config.json")
+    saved = _settings_if_there(name, "processor_config.json")
     nested = [saved[part] for part in parts if isinstance(saved.get(part), dict)]
-    if not nested and not (saved and _lacks(name, "preprocessor_config.json")):
-        return saved_settings(name, "preprocessor_config.json")
-    return {key: value for each in nested for key, value in each.items()}
+    if nested:
+        return {key: value for each in nested for key, value in each.items()}
+    return (_settings_if_there if saved else saved_settings)(name, "preprocessor_config.json")
 
 
 def clip_settings(name: str) -> dict[str, Any]:
     """Return the saved clip processor settings of a model, found as `pretrained_settings` does; empty if there are
     none."""
-    saved = {} if _lacks(name, "processor_config.json") else saved_settings(name, "processor_config.json")
-    if isinstance(nested := saved.get("video_processor"), dict):
-        return nested
-    file = "video_preprocessor_config.json"
-    return {} if _lacks(name, file) else saved_settings(name, file)
+    nested = _settings_if_there(name, "processor_config.json").get("video_processor")
+    return nested if isinstance(nested, dict) else _settings_if_there(name, "video_preprocessor_config.json")
 
 
-def _lacks(name: str, file: str) -> bool:
+def _settings_if_there(name: str, file: str) -> dict[str, Any]:
     from transformers.utils import cached_file
 
     try:
-        return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is None
+        is_there = cached_file(name, file, _raise_exceptions_for_missing_entries=False) is not None
     except OSError:
-        return True
+        is_there = False
+    return saved_settings(name, file) if is_there else {}
 
 
 def sound_processor(settings: ProcessorSettings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
 from dilatant.data.media_units.audio_unit import LogMelProcessor
@@ -29,8 +28,6 @@ class SoundUnit(SoundUnitBase):
     frames after the end that the encoder reads, for families that compute a padded window.
     """
 
-    name: str
-    placeholder_id: int
     processor: LogMelProcessor
     longest: int | None = None
     trailing: int = 0
@@ -57,9 +54,8 @@ class SoundUnit(SoundUnitBase):
     def merged_tokens(self, size: MediaSize) -> int:
         return self.encoder_tokens(size) // 2
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         # By the header, as on other ranks; resampling may yield one sample more or less.
-        size = media_size(media)
         frames = self.frames(size)
         features = self.features(decode_audio(media, self.processor.sampling_rate), frames)
         return {"input_features": features, **self.grid(size)}

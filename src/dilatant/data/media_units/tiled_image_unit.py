@@ -20,8 +20,6 @@ class TiledImageUnit(ImageUnitBase):
     """Media unit for tiled images: the image size determines the tiles; each is one encoder row of `tokens_per_tile`,
     of which `merged_per_tile` reach the language model."""
 
-    name: str
-    placeholder_id: int
     tokens_per_tile: int
     merged_per_tile: int
     row_shape: tuple[int, int, int]
@@ -81,8 +79,6 @@ TILES = "aspect_ratio_mask"
 class AspectImageUnit(ImageUnitBase):
     """Media unit for images of `tokens_per_image` encoder tokens each, padding tiles included."""
 
-    name: str
-    placeholder_id: int
     tokens_per_image: int
     processor: HuggingFaceImageProcessor
     marker: str = "<image>"

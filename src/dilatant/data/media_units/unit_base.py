@@ -1,10 +1,10 @@
-"""Base classes of media units and processors."""
+"""Base classes of media units for images, sounds and clips."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,53 +12,21 @@ from numpy.typing import NDArray
 from dilatant.data.media.image_file import decode_image
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media.sound_file import decode_audio
-from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
+from dilatant.data.sample import Media, MediaKind, MediaSize, MediaUnit
 
 
-class Fingerprinted:
-    """Base class of dataclasses whose settings decide the sizes of media."""
+@dataclass(frozen=True, slots=True)
+class ImageUnitBase(MediaUnit):
+    """Base class of media units for images. placeholder_id: of an image's tokens."""
 
-    __slots__ = ()
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with any setting."""
-        settings = [getattr(self, field.name) for field in fields(cast(Any, self))]
-        return digest_of([type(self).__name__, *(getattr(each, "fingerprint", each) for each in settings)])
-
-
-class UnitBase(Fingerprinted):
-    """Base class of media units whose items need nothing but their tensors."""
-
-    __slots__ = ()
-    kind: MediaKind
-
-    @property
-    def merge(self) -> Literal["placeholder", "prepend"]:
-        return "placeholder"
-
-    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
-        """Return the inputs that later stages need of an item, which are computed from its size alone."""
-        return {}
-
-    def process_item(self, media: Media, grid: Mapping[str, EncoderInput]) -> dict[str, EncoderInput]:
-        return dict(cast(Any, self).process(media))
-
-
-class ImageUnitBase(UnitBase):
-    """Base class of media units for images."""
-
-    __slots__ = ()
-    kind: MediaKind = "image"
-    if TYPE_CHECKING:
-
-        @property
-        def processor(self) -> Any: ...
+    kind: ClassVar[MediaKind] = "image"
+    name: str
+    placeholder_id: int
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         return {} if before and not is_requested else self.processor.settings
 
-    def process(self, media: Media) -> dict[str, EncoderInput]:
+    def process(self, media: Media, size: MediaSize) -> dict[str, EncoderInput]:
         return self.see(decode_image(media, self.processor.channels))
 
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
@@ -66,15 +34,13 @@ class ImageUnitBase(UnitBase):
         return dict(self.processor(pixels))
 
 
-class SoundUnitBase(UnitBase):
-    """Base class of media units for sounds."""
+@dataclass(frozen=True, slots=True)
+class SoundUnitBase(MediaUnit):
+    """Base class of media units for sounds. placeholder_id: of a sound's tokens."""
 
-    __slots__ = ()
-    kind: MediaKind = "audio"
-    if TYPE_CHECKING:
-
-        @property
-        def processor(self) -> Any: ...
+    kind: ClassVar[MediaKind] = "audio"
+    name: str
+    placeholder_id: int
 
     def saved_settings(self, before: Mapping[str, Any], is_requested: bool) -> dict[str, Any]:
         return {} if "feature_extractor_type" in before else self.processor.settings
@@ -88,17 +54,11 @@ class SoundUnitBase(UnitBase):
         return window
 
 
-class ClipUnitBase(UnitBase):
-    """Base class of media units for clips."""
-
-    __slots__ = ()
-    kind: MediaKind = "video"
-
-
-class PiecedClipUnit(ClipUnitBase):
+class PiecedClipUnit(MediaUnit):
     """Base class of media units for clips that are written in several places, with text between."""
 
     __slots__ = ()
+    kind: ClassVar[MediaKind] = "video"
 
     def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
         """Return, for each group of the clip's tokens, the text before them, their number, and the text after them."""

@@ -144,4 +144,5 @@ def open_own_data(part: OwnPart, max_samples: int | None = None) -> Blend | Stre
     records = open_records(part)
     if not len(records):
         raise UserError(f"{part.name} is empty")
-    return Blend((Reader(part.name, records, records.fingerprint, limit=max_samples),), (1.0,))
+    source = DataSource(id=part.name, limit=max_samples)
+    return Blend((Reader(part.name, records, records.fingerprint, source),), (1.0,))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError, as_user_error
 from dilatant.config.files.remote_files import map_file
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord
+from dilatant.data.readers.record_fields import CHAT_COLUMNS
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan, SourceFiles
 
 _Id = int | str
@@ -61,8 +61,8 @@ LISTS = {"images": _Image, "annotations": _Annotation, "questions": _Question}
 
 
 class AnnotationRecords(RecordsOfFiles):
-    """Captions or questions of several files, in file order. Picklable. Raises UserError for answers whose questions
-    are in none of the files."""
+    """Captions or questions of several files. Raises UserError for answers whose questions are in none of the
+    files."""
 
     def __init__(self, files: SourceFiles) -> None:
         super().__init__(files)
@@ -72,9 +72,12 @@ class AnnotationRecords(RecordsOfFiles):
                 "path: v2_*_train2014_*.json"
             )
 
-    def read(self, index: int) -> FileRecord:
-        file, number = self._files.locate(index)
-        place, path = self.name_of(index), self._files.paths[file]
+    @cached_property
+    def unused(self) -> tuple[str, ...]:
+        names = self._files.array("unused").tobytes().decode().split("\0")
+        return tuple(dict.fromkeys(filter(None, names)))
+
+    def fields(self, place: str, file: int, number: int) -> dict[str, Any]:
         fields = self._row("rows", file, number)
         if "question" in fields:
             keys, order, first = self._answers
@@ -86,8 +89,7 @@ class AnnotationRecords(RecordsOfFiles):
             fields |= self._row("answers", holder, int(order[at] - first[holder]))
         if fields["image"] is None:
             raise SampleError(place, "names an image that 'images' lacks", "add it")
-        unused = self._files.array("unused").tobytes().decode().split("\0")
-        return FileRecord(place, path.parent, fields, tuple(dict.fromkeys(filter(None, unused))))
+        return fields
 
     def _row(self, name: str, file: int, number: int) -> dict[str, Any]:
         first, end = self._files.part(f"{name} ends", file)[number : number + 2].tolist()

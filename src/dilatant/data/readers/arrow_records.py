@@ -18,14 +18,12 @@ from dilatant.data.readers.source_files import RecordsOfFiles, Scan
 
 
 class ArrowRecords(RecordsOfFiles):
-    """Rows of several Arrow files, in file order. Picklable: another process maps the same files."""
+    """Rows of several Arrow files. Picklable: another process maps the same files."""
 
-    def read(self, index: int) -> FileRecord:
-        file, row = self._files.locate(index)
-        place, path = self.name_of(index), self._files.paths[file]
+    def fields(self, place: str, file: int, number: int) -> dict[str, Any]:
         if file not in self._tables:
-            self._tables[file] = _mapped(path)
-        return FileRecord(place, path.parent, row_fields(self._tables[file], row, place))
+            self._tables[file] = _mapped(self._files.paths[file])
+        return row_fields(self._tables[file], number, place)
 
     @cached_property
     def _tables(self) -> dict[int, Any]:

@@ -12,6 +12,7 @@ import re
 from array import array
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,6 @@ from dilatant.config.files.remote_files import map_file
 from dilatant.data.errors import SampleError
 from dilatant.data.media.media_kind import kind_of_name
 from dilatant.data.readers.json_records import MARK
-from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.source_files import Scan, SpannedRecords
 
 DELIMITERS = (",", "\t", ";", "|")
@@ -30,13 +30,11 @@ _LISTED = re.compile(r'"?([^"\t,;|]+?\.\w+)(?:#\d+)?"?([\t,;|])')
 
 
 class CsvRecords(SpannedRecords):
-    """Rows of several CSV files, in file order. Picklable."""
+    """Rows of several CSV files."""
 
-    def read(self, index: int) -> FileRecord:
-        file, _ = self._files.locate(index)
-        place, path = self.name_of(index), self._files.paths[file]
+    def fields(self, place: str, file: int, number: int) -> dict[str, Any]:
         try:
-            text = self._raw(index).decode()
+            text = self.raw(place, file, number).decode()
         except UnicodeDecodeError as error:
             raise SampleError(place, f"is not UTF-8 text: {error}", "save the file as UTF-8") from None
         delimiter, listed, *columns = self._files.part("header", file).tobytes().decode().split("\0")
@@ -49,7 +47,7 @@ class CsvRecords(SpannedRecords):
                 f"has {len(values)} values for the {len(columns)} columns in the first line",
                 "put a value that contains the delimiter into quotation marks",
             )
-        return FileRecord(place, path.parent, dict(zip(columns, values)))
+        return dict(zip(columns, values))
 
 
 def scan_csv(path: Path, name: str) -> Scan:

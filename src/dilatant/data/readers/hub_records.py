@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
@@ -61,7 +61,7 @@ class HubStream:
         dataset = _load(self.source, streaming=True).decode(False)
         convert = converters(dataset.features.arrow_schema) if dataset.features else {}
         stop = self.source.limit
-        columns: dict[str, str] = {**{str(key): value for key, value in self.source.columns.items()}}
+        columns = cast(Mapping[str, str], self.source.columns)
         for number, fields in enumerate(islice(iter(dataset.skip(skip)), stop and max(0, stop - skip)), skip + 1):
             known = {key: convert[key](value) if key in convert else value for key, value in fields.items()}
             record = FileRecord(f"{self.name}:{number}", data_path(self.source.media_dir or "."), known)

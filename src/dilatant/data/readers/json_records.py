@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.config.files.remote_files import map_file
 from dilatant.data.errors import SampleError
-from dilatant.data.readers.record_fields import CHAT_COLUMNS, FileRecord, is_objects, json_value
+from dilatant.data.readers.record_fields import CHAT_COLUMNS, is_objects, json_value
 from dilatant.data.readers.source_files import MOST_BYTES, Scan, SpannedRecords
 
 SCAN_BYTES = 1 << 24
@@ -25,12 +25,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class JsonRecords(SpannedRecords):
-    """Records of several JSON or JSON Lines files, in file order. Picklable."""
+    """Records of several JSON or JSON Lines files."""
 
-    def read(self, index: int) -> FileRecord:
-        file, _ = self._files.locate(index)
-        place, path = self.name_of(index), self._files.paths[file]
-        fields = json_value(self._raw(index), place)
+    def fields(self, place: str, file: int, number: int) -> dict[str, Any]:
+        fields = json_value(self.raw(place, file, number), place)
         if not isinstance(fields, dict):
             raise SampleError(place, f"is JSON but no object: {type(fields).__name__}", "write one object a record")
         lists = [key for key, value in fields.items() if is_objects(value) and value]
@@ -44,7 +42,7 @@ class JsonRecords(SpannedRecords):
                 f"is one object that holds a list of {len(fields[lists[0]])} records under {lists[0]!r}",
                 "write that list alone, or one record a line",
             )
-        return FileRecord(place, path.parent, fields)
+        return fields
 
 
 def scan_json(path: Path, name: str) -> Scan:

@@ -25,7 +25,6 @@ from dilatant.config.errors import UserError, as_user_error
 from dilatant.config.files.remote_files import RemotePath, open_data
 from dilatant.data.errors import SampleError, may_pass
 from dilatant.data.readers.mds_values import fixed_bytes, value_of
-from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import (
     Catalog,
@@ -78,7 +77,7 @@ class Column(NamedTuple):
 
 
 class MdsRecords(SpannedRecords):
-    """Samples of several shards, in shard order. Picklable, without its unpacked shards.
+    """Samples of several shards. Picklable, without its unpacked shards.
 
     hashes: name of the algorithm and hexadecimal digest of compressed shards, by path. They are compared when a shard
     is unpacked.
@@ -102,15 +101,14 @@ class MdsRecords(SpannedRecords):
         lengths = lengths[lengths > 0]
         return Blocks(tuple(lengths.tolist()), max(1, CACHE_BYTES * len(lengths) // total))
 
-    def read(self, index: int) -> FileRecord:
-        file, number = self._files.locate(index)
-        place, path = self.name_of(index), self._files.paths[file]
-        if path.suffix in CODECS:
-            start, end = self._files.part("spans", file)[number].tolist()
-            data = self._shard(file, place)[start:end]
-        else:
-            data = self._raw(index)
-        return FileRecord(place, path.parent, _fields(place, self._files.part("columns", file).tobytes(), data))
+    def raw(self, place: str, file: int, number: int) -> bytes:
+        if self._files.paths[file].suffix not in CODECS:
+            return super().raw(place, file, number)
+        start, end = self._files.part("spans", file)[number].tolist()
+        return self._shard(file, place)[start:end]
+
+    def fields(self, place: str, file: int, number: int) -> dict[str, Any]:
+        return _fields(place, self._files.part("columns", file).tobytes(), self.raw(place, file, number))
 
     def _end(self, file: int) -> int:
         return int(self._files.part("spans", file)[-1, 1])

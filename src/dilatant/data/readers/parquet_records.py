@@ -20,7 +20,6 @@ from dilatant.config.errors import as_user_error
 from dilatant.config.files.remote_files import RemotePath, open_data
 from dilatant.data.errors import SampleError
 from dilatant.data.readers.arrow_records import row_fields
-from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks
 from dilatant.data.readers.source_files import RecordsOfFiles, Scan, SourceFiles
 
@@ -76,7 +75,7 @@ class _Stream:
 
 
 class ParquetRecords(RecordsOfFiles):
-    """Rows of several Parquet files, in file order. Picklable, without its cache.
+    """Rows of several Parquet files. Picklable, without its cache.
 
     blocks: the runs of rows that are read together; None if all of the data fit into the cache.
     """
@@ -99,12 +98,10 @@ class ParquetRecords(RecordsOfFiles):
         window = max(1, int(CACHE_BYTES * len(lengths) / total_bytes))
         return Blocks(tuple(lengths.tolist()), window, tuple(self._runs.group_of.tolist()))
 
-    def read(self, index: int) -> FileRecord:
-        file, _ = self._files.locate(index)
-        number = int(np.searchsorted(self._runs.first, index, side="right")) - 1
-        place = self.name_of(index)
-        fields = row_fields(self._table(number), index - int(self._runs.first[number]), place)
-        return FileRecord(place, self._files.paths[file].parent, fields)
+    def fields(self, place: str, file: int, number: int) -> dict[str, Any]:
+        index = int(self._files.first[file]) + number
+        block = int(np.searchsorted(self._runs.first, index, side="right")) - 1
+        return row_fields(self._table(block), index - int(self._runs.first[block]), place)
 
     def _table(self, number: int) -> Any:
         """Return the rows of a block. The blocks before it in its row group are read and cached on the way."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,38 +99,33 @@ class Records(Protocol):
 class Reader:
     """The samples of one source by index: `len(reader)`, `reader[index]`. Picklable.
 
-    fingerprint: changes when the files (names, sizes or times) or the options for reading them change. label: the
-    user's name for the source. split: the subset of the samples that this reader has, after `limit`; None for all.
-    home: the folder of the data; None for the hub. media_dir: base folder of relative media paths; None for the folder
-    of the file that names them. passed_over: descriptions of files that are not read. contrasts: every sample's
-    `rejected` ends with the answer of the sample before it, the first one's with that of the last.
+    fingerprint: changes when the files (names, sizes or times) or the options for reading them change. home: the folder
+    of the data; None for the hub. split: the subset of the samples that this reader has, after the source's limit; None
+    for all. passed_over: descriptions of files that are not read. contrasts: every sample's `rejected` ends with the
+    answer of the sample before it, the first one's with that of the last.
     Indexing raises UserError naming the invalid record.
     """
 
     name: str
     records: Records
     fingerprint: str
+    source: DataSource
     home: Path | None = None
-    prompt: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    limit: int | None = None
-    label: str = ""
-    split: HeldOutSplit | None = None
-    media_dir: str | None = None
     passed_over: tuple[str, ...] = ()
+    split: HeldOutSplit | None = None
     contrasts: bool = False
 
     @property
     def is_called(self) -> str:
         """The name of this source in reports."""
         place = self.name.partition("?")[0] if is_address(self.name) else self.name
-        return self.label or Path(place).name or self.name
+        return self.source.name or Path(place).name or self.name
 
     @property
     def all_samples(self) -> int:
         """The number of samples on both sides of a split."""
         length = len(self.records)
-        return length if self.limit is None else min(length, self.limit)
+        return min(length, self.source.limit or length)
 
     def __len__(self) -> int:
         return self.all_samples if self.split is None else self.split.count(self.all_samples)
@@ -146,10 +141,10 @@ class Reader:
         record = self.records.read(self._number(index))
         if isinstance(record, Sample):
             return record
-        if self.media_dir is not None:
-            record = replace(record, folder=data_path(self.media_dir))
+        if self.source.media_dir is not None:
+            record = replace(record, folder=data_path(self.source.media_dir))
         try:
-            return parse_record(record, self.prompt, self.columns)
+            return parse_record(record, self.source.prompt, cast(Mapping[str, str], self.source.columns))
         except RecursionError:
             raise SampleError(record.id, "nests too deep", "write it flat") from None
 
@@ -169,7 +164,7 @@ class Reader:
     def blocks(self) -> Blocks | None:
         """The runs of samples that are cheap to read together; None if any order of reading costs the same."""
         blocks = self.records.blocks
-        if blocks is None or (self.limit is None and self.split is None):
+        if blocks is None or (self.source.limit is None and self.split is None):
             return blocks
         ends = np.minimum(np.cumsum(blocks.lengths), self.all_samples)
         if self.split is not None:
@@ -208,22 +203,10 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None, held
                 records, home, identity, passed_over = _open_files(source, held_out, open_cache(cache_dir))
     if len(records) == 0:
         raise UserError(f"data set {name!r} is empty")
-    columns: dict[str, str] = {key: value for key, value in source.columns.items()}  # noqa: C416 - wider keys
     fingerprint = hashlib.sha256(
         repr((identity, source.prompt, sorted(source.columns.items()), source.media_dir)).encode()
     ).hexdigest()
-    return Reader(
-        masked(name),
-        records,
-        fingerprint,
-        home,
-        source.prompt,
-        columns,
-        source.limit,
-        source.name or "",
-        media_dir=source.media_dir,
-        passed_over=passed_over,
-    )
+    return Reader(masked(name), records, fingerprint, source, home, passed_over)
 
 
 def _open_files(source: DataSource, held_out: bool, cache: Cache) -> tuple[Records, Path, str, tuple[str, ...]]:

@@ -23,7 +23,7 @@ from dilatant.config.printable import masked
 from dilatant.data.cache import Arrays, Cache
 from dilatant.data.errors import SampleError, may_pass
 from dilatant.data.parallel_map import IndexRange, map_ranges, piece_bounds
-from dilatant.data.readers.record_fields import distinct
+from dilatant.data.readers.record_fields import FileRecord, distinct
 
 FORMAT = 3
 MOST_BYTES = 256 << 20
@@ -168,7 +168,10 @@ class _ScanJob:
 
 
 class RecordsOfFiles:
-    """Base class of the records of several files, of any format: their number and their names. Picklable."""
+    """Base class of the records of several files, of any format, in file order. Picklable. blocks: None, as any order
+    of reading costs the same."""
+
+    blocks: Any = None
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
@@ -179,29 +182,35 @@ class RecordsOfFiles:
     def __len__(self) -> int:
         return int(self._files.first[-1])
 
-    @property
-    def blocks(self) -> Any:
-        """None: any order of reading costs the same."""
-        return None
-
     def name_of(self, index: int) -> str:
         file, number = self._files.locate(index)
         return f"{self._files.names[file]}:{number + 1}"
+
+    def read(self, index: int) -> FileRecord:
+        """Return a record. Raises SampleError."""
+        file, number = self._files.locate(index)
+        place = self.name_of(index)
+        return FileRecord(place, self._files.paths[file].parent, self.fields(place, file, number), self.unused)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Parts of every record that are not in its fields."""
+        return ()
+
+    def fields(self, place: str, file: int, number: int) -> dict[str, Any]:
+        """Return the fields of a record by its number in a file. place: its name in errors."""
+        raise NotImplementedError
 
 
 class SpannedRecords(RecordsOfFiles):
     """Base class of records that are spans of a file: first and end byte in the array `spans`, int64 [records, 2]."""
 
-    def _raw(self, index: int) -> bytes:
+    def raw(self, place: str, file: int, number: int) -> bytes:
         """Return the bytes of a record. Raises SampleError if there are more than `MOST_BYTES`."""
-        file, number = self._files.locate(index)
         start, end = self._files.part("spans", file)[number].tolist()
         if end - start > MOST_BYTES:
-            raise SampleError(
-                self.name_of(index),
-                f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed",
-                "cut it into pieces",
-            )
+            problem = f"has {end - start:,} bytes, more than the {MOST_BYTES:,} allowed"
+            raise SampleError(place, problem, "cut it into pieces")
         with open_data(self._files.paths[file], end) as stream:
             stream.seek(start)
             return stream.read(end - start)

@@ -36,7 +36,7 @@ _NOWHERE = -1
 
 
 class TarRecords(RecordsOfFiles):
-    """Records of several tar shards, in shard order. Picklable."""
+    """Records of several tar shards."""
 
     def name_of(self, index: int) -> str:
         return f"{self._files.names[self._files.locate(index)[0]]}:{self.key_of(index)}"

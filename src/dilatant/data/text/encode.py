@@ -84,13 +84,12 @@ def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
 
 def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding) -> tuple[Media, ...]:
     """Return the media without those of the markers in the last answer, which are the last of their kind."""
-    markers = encoding.markers["assistant"]
+    pattern, unit_of = encoding.markers["assistant"]
     left = list(unplaced)
-    for marker in () if markers is None else markers[0].findall(answer):
-        assert markers is not None
-        if marker not in markers[1]:  # an escaped marker
+    for marker in pattern.findall(answer):
+        if marker not in unit_of:  # an escaped marker
             continue
-        of_kind = [at for at, media in enumerate(left) if media.kind == markers[1][marker].kind]
+        of_kind = [at for at, media in enumerate(left) if media.kind == unit_of[marker].kind]
         if of_kind:
             del left[of_kind[-1]]
     return tuple(left)
@@ -110,8 +109,6 @@ def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[Sample
         return [error]
     problems = list(_refusals(sample, encoding, layout))
     for item in layout.items if deep else ():
-        if item.goes_on:
-            continue
         try:
             _processed(sample, item)
         except SampleError as error:
@@ -190,8 +187,6 @@ def _encoded(
 ) -> EncodedSample:
     media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
-        if item.goes_on:
-            continue
         if parts is None or item.unit.name in parts:
             made: Mapping[str, EncoderInput] = _processed(sample, item)
         elif grid_part(item.unit.name) in parts:
@@ -206,15 +201,15 @@ def _encoded(
     }
     ids, labels, branch = layout.ids, layout.labels, layout.branch
     if parts is not None and QUESTION in parts:
-        labels = _labels_of_answer(sample, encoding, labels)
+        prompt = lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True)
+        labels = _labels_of_answer(labels, len(prompt.ids), encoding)
     elif parts is not None and TOKENS not in parts:
         ids, labels, branch = ids[:0], labels[:0], None
     return EncodedSample(sample.id, ids, labels, together, layout.sizes(encoding), branch=branch)
 
 
-def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the labels with loss on the last answer only. Raises SampleError if there is no question."""
-    before = len(lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True).ids)
+def _labels_of_answer(labels: NDArray[np.int64], before: int, encoding: Encoding) -> NDArray[np.int64]:
+    """Return the labels with loss on the last answer only, which begins at token `before`."""
     answer = np.where(np.arange(len(labels)) < before, NO_LOSS, labels)
     ends = np.flatnonzero(np.isin(answer, encoding.chat.stop_ids))
     if len(ends):  # text that a template writes after the answer is not scored
@@ -230,10 +225,10 @@ def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> TokenLayout:
 
 
 def _processed(sample: Sample, item: Item) -> dict[str, EncoderInput]:
-    """Return the inputs of an item. Raises SampleError, also if their size differs from the header's, which the index
-    stores and other ranks compute with."""
+    """Return the inputs of an item; none for a clip's later pieces. Raises SampleError, also if their size differs from
+    the header's, which the index stores and other ranks compute with."""
     try:
-        made = item.unit.process_item(item.media, item.grid)
+        made = {} if item.size is None else item.unit.process(item.media, item.size)
         for name, promised in item.grid.items():
             if not np.array_equal(as_array(made[name]), as_array(promised)):
                 raise MediaError(
@@ -300,13 +295,10 @@ def reduced(sample: EncodedSample, encoding: Encoding, parts: frozenset[str] | N
     if parts is None:
         return sample
     ids, labels = sample.input_ids, sample.labels
-    if QUESTION in parts:  # the last run of targets, up to the token that ends an answer
+    if QUESTION in parts:  # the last run of targets
         carries = np.flatnonzero(labels != NO_LOSS)
-        run = carries[max(np.flatnonzero(np.diff(carries) > 1) + 1, default=0) :]
-        ends = np.flatnonzero(np.isin(labels[run], encoding.chat.stop_ids))
-        run = run[: ends[0] + 1] if len(ends) else run
-        labels = np.full_like(labels, NO_LOSS)
-        labels[run] = sample.labels[run]
+        first = carries[max(np.flatnonzero(np.diff(carries) > 1) + 1, default=0)]
+        labels = _labels_of_answer(labels, int(first), encoding)
     elif TOKENS not in parts:
         ids, labels = ids[:0], labels[:0]
     media = {unit: own for unit, own in sample.media.items() if not parts.isdisjoint((unit, grid_part(unit)))}

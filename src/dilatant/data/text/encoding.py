@@ -20,10 +20,6 @@ TOKENS = "tokens"
 """Part of a sample: ids and labels. The other parts are the media units, by name."""
 QUESTION = "question"
 """Like `TOKENS`, but with labels on the last answer only, for the evaluation of held-out samples."""
-EncodingUnit = MediaUnit | ImageTarget
-"""The unit of a media item: an encoder's input or a generator's target."""
-
-
 ESCAPE = "\\"
 """Precedes a marker that is an ordinary word of the text."""
 
@@ -103,19 +99,17 @@ class Encoding:
             return sample.turns
         return (Turn("system", (self.system,)), *sample.turns)
 
-    def units_in(self, role: Role) -> Sequence[EncodingUnit]:
+    def units_in(self, role: Role) -> Sequence[MediaUnit]:
         """Return the units for media in a turn of this role, in order of preference."""
         return (*self.targets, *self.units) if role == "assistant" else self.units
 
     @cached_property
-    def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None]:
+    def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, MediaUnit]]]:
         """Role → the pattern that finds markers of media in a text, escaped ones with their `ESCAPE`, longest first;
         and the unit of each marker."""
-        found: dict[Role, tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None] = {}
+        found: dict[Role, tuple[re.Pattern[str], Mapping[str, MediaUnit]]] = {}
         for role in get_args(Role):
             unit_of = {unit.marker: unit for unit in reversed(self.units_in(role))}
-            longest_first = sorted(unit_of, key=len, reverse=True)
-            either = "|".join(map(re.escape, longest_first))
-            pattern = re.compile(f"{re.escape(ESCAPE)}?(?:{either})") if unit_of else None
-            found[role] = None if pattern is None else (pattern, unit_of)
+            either = "|".join(map(re.escape, sorted(unit_of, key=len, reverse=True))) or "(?!)"  # which finds nothing
+            found[role] = re.compile(f"{re.escape(ESCAPE)}?(?:{either})"), unit_of
         return found

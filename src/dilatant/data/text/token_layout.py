@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -20,18 +21,21 @@ from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import EncoderInput
 from dilatant.data.media_units.image_target import ImageTarget
 from dilatant.data.media_units.unit_base import PiecedClipUnit
-from dilatant.data.sample import Media, MediaKind, MediaUnit, Sample
+from dilatant.data.sample import Media, MediaKind, MediaSize, MediaUnit, Sample, Turn
 from dilatant.data.text.chat import BREAK, MEDIA, RESERVED
 from dilatant.data.text.chat_template import TemplateMessage
-from dilatant.data.text.encoding import ESCAPE, NO_LOSS, Encoding, EncodingUnit
+from dilatant.data.text.encoding import ESCAPE, NO_LOSS, Encoding
 
 
 @dataclass(frozen=True, slots=True)
-class ClipTokens:
-    """A run of a clip's tokens without text between; all encoder tokens of the clip belong to the first piece."""
+class PlacedMedia:
+    """A media item with its unit. tokens: those of one piece of a clip, which has text between its pieces; None for an
+    item in one place. size: where it was read for the pieces, of the first one, which has all encoder tokens."""
 
-    tokens: int
-    is_first: bool
+    media: Media
+    unit: MediaUnit
+    tokens: int | None = None
+    size: MediaSize | None = None
 
 
 @contextmanager
@@ -47,24 +51,9 @@ def name_item_in_errors(sample: Sample, media: Media) -> Iterator[None]:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class MarkerRules:
-    """Rules for markers that are words of a text. listed: kinds of media that the sample lists outside its text; their
-    markers are not words. tokens: tokens of the tokenizer, which a word must not become."""
-
-    listed: frozenset[MediaKind]
-    tokens: frozenset[str]
-
-    def word(self, written: str, marker: str) -> str:
-        """Return the text for `written`, which ends with `marker`."""
-        before = written[: -len(marker)]
-        return f"{before}{marker[0]}{BREAK}{marker[1:]}" if marker in self.tokens else written
-
-
-PlacedMedia = list[tuple[Media, EncodingUnit] | tuple[Media, EncodingUnit, ClipTokens]]
-
-
-def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessage], PlacedMedia, PlacedMedia]:
+def place_media(
+    sample: Sample, encoding: Encoding
+) -> tuple[list[TemplateMessage], list[PlacedMedia], list[PlacedMedia]]:
     """Return messages with a `MEDIA` character for every item, those items in order, and the items that precede all
     text.
 
@@ -73,94 +62,114 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[TemplateMessag
     With a generator, images in an assistant's turn are targets; if another turn follows, the encoder reads them, too.
     """
     turns = encoding.turns_of(sample)
-    waiting: dict[MediaKind, deque[Media]] = {kind: deque() for kind in get_args(MediaKind)}
-    for media in sample.unplaced:
-        waiting[media.kind].append(media)
-    listed = frozenset(media.kind for media in sample.unplaced)
     marked: set[MediaKind] = set()
-    for turn in turns:
-        if (found := encoding.markers[turn.role]) is not None and listed:
-            pattern, unit_of = found
-            written = (
-                match.group() for part in turn.content if isinstance(part, str) for match in pattern.finditer(part)
-            )
-            marked.update(unit_of[marker].kind for marker in written if marker in unit_of)
-    read_by: dict[MediaKind, MediaUnit] = {}
-    for unit in encoding.units:
-        read_by.setdefault(unit.kind, unit)
-    drawn_by: dict[MediaKind, ImageTarget] = {}
-    for target in encoding.targets:
-        drawn_by.setdefault(target.kind, target)
-    leading = tuple(media for media in sample.unplaced if media.kind not in marked)
-    words = MarkerRules(listed, encoding.chat.added)
-    for media in leading:
-        waiting[media.kind].popleft()
-    given = {kind: len(media) for kind, media in waiting.items()}
-    used = dict.fromkeys(waiting, 0)
+    for turn in turns if sample.unplaced else ():
+        pattern, unit_of = encoding.markers[turn.role]
+        written = (match.group() for part in turn.content if isinstance(part, str) for match in pattern.finditer(part))
+        marked.update(unit_of[marker].kind for marker in written if marker in unit_of)
+    placement = _Placement(sample, encoding, marked)
+    leading = [media for media in sample.unplaced if media.kind not in marked]
     first_user = next((at for at, turn in enumerate(turns) if turn.role == "user"), 0)
+    messages = [
+        placement.message(turn, leading if position == first_user else [], position + 1 < len(turns))
+        for position, turn in enumerate(turns)
+    ]
+    _refuse_reserved(sample, sample.tools, is_json=True)
+    placement.check_markers()
+    order = {unit.name: at for at, unit in enumerate(encoding.units)}
+    return messages, placement.placed, sorted(placement.prepended, key=lambda item: order[item.unit.name])
 
-    messages: list[TemplateMessage] = []
-    placed: PlacedMedia = []
-    prepended: PlacedMedia = []
 
-    def put(media: Media, unit: EncodingUnit | None) -> str:
+class _Placement:
+    """Write the turns of a sample, and note the media in them: `placed` in the order of the text, and `prepended`.
+    marked: kinds of unplaced media whose places are markers in the text."""
+
+    def __init__(self, sample: Sample, encoding: Encoding, marked: set[MediaKind]) -> None:
+        self._sample, self._encoding = sample, encoding
+        self._listed = {media.kind for media in sample.unplaced}
+        self._given: dict[MediaKind, list[Media]] = {
+            kind: [media for media in sample.unplaced if media.kind == kind]
+            for kind in get_args(MediaKind)
+            if kind in marked
+        }
+        self._used = dict.fromkeys(self._given, 0)
+        # Of several units for one kind, the first.
+        self._read_by: dict[MediaKind, MediaUnit] = {unit.kind: unit for unit in reversed(encoding.units)}
+        self._drawn_by: dict[MediaKind, MediaUnit] = {target.kind: target for target in reversed(encoding.targets)}
+        self.placed: list[PlacedMedia] = []
+        self.prepended: list[PlacedMedia] = []
+
+    def message(self, turn: Turn, leading: Sequence[Media], is_followed: bool) -> TemplateMessage:
+        """Write a turn with `leading` media at its start. Raises SampleError."""
+        text = [self._media(media, self._read_by.get(media.kind), is_followed) for media in leading]
+        for part in turn.content:
+            if isinstance(part, Media):
+                drawn = self._drawn_by.get(part.kind) if turn.role == "assistant" else None
+                text.append(self._media(part, drawn or self._read_by.get(part.kind), is_followed))
+                continue
+            _refuse_reserved(self._sample, part)
+            pattern, unit_of = self._encoding.markers[turn.role]
+            fill = partial(self._marker, unit_of, is_followed)
+            text.append(pattern.sub(fill, part) if unit_of else part)
+        for key, value in turn.extras:
+            if self._encoding.chat.template.reads(key):
+                _refuse_reserved(self._sample, value, is_json=True)
+        return TemplateMessage(turn.role, "".join(text), turn.extras, turn.carries_loss)
+
+    def _marker(self, unit_of: Mapping[str, MediaUnit], is_followed: bool, match: re.Match[str]) -> str:
+        """Return the text for a marker: its item, or the marker as a word, which must not become a token."""
+        marker = match.group().removeprefix(ESCAPE)
+        unit = unit_of[marker]
+        if unit.kind in self._listed and match.group() == marker:
+            number = self._used[unit.kind]
+            self._used[unit.kind] += 1
+            media = self._given[unit.kind][number : number + 1]
+            return self._media(media[0], unit, is_followed) if media else ""
+        before = ESCAPE if unit.kind not in self._listed and match.group() != marker else ""
+        return before + (f"{marker[0]}{BREAK}{marker[1:]}" if marker in self._encoding.chat.added else marker)
+
+    def _media(self, media: Media, unit: MediaUnit | None, is_followed: bool) -> str:
+        """Return the text for an item, and note the item."""
         if unit is None:
             remedy = "add one under 'model.encoders'"
             if media.kind == "video":
                 remedy = "give frames as images, or a whole model that sees clips"
             if media.kind == "image":
                 remedy += ", or a generator that draws what stands in an assistant's turn"
-            raise SampleError(
-                sample.id, f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder", remedy
-            )
+            problem = f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder"
+            raise SampleError(self._sample.id, problem, remedy)
         if isinstance(unit, ImageTarget):
-            placed.append((media, unit))
+            self.placed.append(PlacedMedia(media, unit))
             drawn = f"{unit.start}{MEDIA}"
-            reader = read_by.get(media.kind) if is_followed else None
-            return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
-        before, after = encoding.around[unit.name, unit.kind]
+            reader = self._read_by.get(media.kind) if is_followed else None
+            is_read = reader is not None and reader.merge != "prepend"
+            return drawn + self._media(media, reader, is_followed) if is_read else drawn
+        before, after = self._encoding.around[unit.name, unit.kind]
         if isinstance(unit, PiecedClipUnit):
-            with name_item_in_errors(sample, media):
-                pieces = unit.pieces(media_size(media))
-            placed.extend(
-                (media, unit, ClipTokens(tokens, number == 0)) for number, (_, tokens, _) in enumerate(pieces)
-            )
+            with name_item_in_errors(self._sample, media):
+                size = media_size(media)
+                pieces = unit.pieces(size)
+            self.placed += [
+                PlacedMedia(media, unit, tokens, None if at else size) for at, (_, tokens, _) in enumerate(pieces)
+            ]
             return before + "".join(f"{opens}{MEDIA}{closes}" for opens, _, closes in pieces) + after
-        (prepended if unit.merge == "prepend" else placed).append((media, unit))
+        (self.prepended if unit.merge == "prepend" else self.placed).append(PlacedMedia(media, unit))
         return "" if unit.merge == "prepend" else f"{before}{MEDIA}{after}"
 
-    is_followed = True
-    for position, turn in enumerate(turns):
-        is_followed = position + 1 < len(turns)
-        content = (*leading, *turn.content) if position == first_user else turn.content
-        text = []
-        for part in content:
-            if isinstance(part, Media):
-                drawn = drawn_by.get(part.kind) if turn.role == "assistant" and part not in leading else None
-                text.append(put(part, drawn or read_by.get(part.kind)))
-                continue
-            _refuse_reserved(sample, part)
-            text.append(_fill_markers(part, encoding.markers[turn.role], words, waiting, used, put))
-        for key, value in turn.extras:
-            if encoding.chat.template.reads(key):
-                _refuse_reserved(sample, value, is_json=True)
-        messages.append(TemplateMessage(turn.role, "".join(text), turn.extras, turn.carries_loss))
-    _refuse_reserved(sample, sample.tools, is_json=True)
-    problems = [
-        f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
-        for kind in waiting
-        if used[kind] != given[kind]
-    ]
-    if problems:
-        raise SampleError(
-            sample.id,
-            ", ".join(problems),
-            "write one marker for each item, or none at all to put them first; a backslash before a marker makes it a "
-            "word of the text",
-        )
-    order = {unit.name: at for at, unit in enumerate(encoding.units)}
-    prepended.sort(key=lambda item: order[item[1].name])
-    return messages, placed, prepended
+    def check_markers(self) -> None:
+        """Raise SampleError if the turns had more or fewer markers than there are media."""
+        problems = [
+            f"{used} {kind} markers in the text for {len(self._given[kind])} {kind}s beside it"
+            for kind, used in self._used.items()
+            if used != len(self._given[kind])
+        ]
+        if problems:
+            raise SampleError(
+                self._sample.id,
+                ", ".join(problems),
+                "write one marker for each item, or none at all to put them first; a backslash before a marker makes "
+                "it a word of the text",
+            )
 
 
 def _refuse_reserved(sample: Sample, text: str, is_json: bool = False) -> None:
@@ -173,42 +182,17 @@ def _refuse_reserved(sample: Sample, text: str, is_json: bool = False) -> None:
         raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
 
 
-def _fill_markers(
-    text: str,
-    markers: tuple[re.Pattern[str], Mapping[str, EncodingUnit]] | None,
-    words: MarkerRules,
-    waiting: Mapping[MediaKind, deque[Media]],
-    used: dict[MediaKind, int],
-    put: Callable[[Media, EncodingUnit], str],
-) -> str:
-    if markers is None:
-        return text
-    pattern, unit_of = markers
-
-    def fill(match: re.Match[str]) -> str:
-        marker = match.group().removeprefix(ESCAPE)
-        unit = unit_of[marker]
-        if unit.kind not in words.listed:
-            return words.word(match.group(), marker)
-        if match.group() != marker:
-            return words.word(marker, marker)
-        used[unit.kind] += 1
-        return put(waiting[unit.kind].popleft(), unit) if waiting[unit.kind] else ""
-
-    return pattern.sub(fill, text)
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A media item and its unit, with the item's tokens in that unit and in the language model."""
+    """A media item and its unit, with the item's tokens in that unit and in the language model. size: None for a clip's
+    later pieces; its first piece is another item."""
 
     media: Media
-    unit: EncodingUnit
+    unit: MediaUnit
     encoder_tokens: int
     merged_tokens: int
     grid: Mapping[str, EncoderInput]
-    goes_on: bool = False
-    """True for a clip's later pieces; its first piece is another item."""
+    size: MediaSize | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +296,8 @@ def _lay_out_turns(sample: Sample, encoding: Encoding, for_generation: bool) -> 
                 f"the text holds the token by which the model asks {target.name!r} for an image",
                 "remove it; an image in an assistant's turn stands for itself",
             )
-    together = Counter((unit.name, unit.kind) for _, unit, *_ in (*prepended, *placed))
-    items = tuple(
-        _sized(sample, *each, alone=together[each[1].name, each[1].kind] == 1) for each in (*prepended, *placed)
-    )
+    together = Counter((each.unit.name, each.unit.kind) for each in (*prepended, *placed))
+    items = tuple(_sized(sample, each, together[each.unit.name, each.unit.kind] == 1) for each in (*prepended, *placed))
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = (tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1) & ~tokens.silent
     for unit in encoding.units:
@@ -358,10 +340,11 @@ def _cut(ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[Item, 
     return TokenLayout(ids[:length], targets[:length], items[:kept], is_cut=True)
 
 
-def _sized(sample: Sample, media: Media, unit: EncodingUnit, piece: ClipTokens | None = None, *, alone: bool) -> Item:
+def _sized(sample: Sample, placed: PlacedMedia, alone: bool) -> Item:
+    media, unit, tokens = placed.media, placed.unit, placed.tokens
+    if tokens is not None and placed.size is None:
+        return Item(media, unit, 0, tokens, {}, None)
     with name_item_in_errors(sample, media):
-        if piece is not None and not piece.is_first:
-            return Item(media, unit, 0, piece.tokens, {}, goes_on=True)
-        size = replace(media_size(media), alone=alone)
-        merged = unit.merged_tokens(size) if piece is None else piece.tokens
-        return Item(media, unit, unit.encoder_tokens(size), merged, unit.grid(size))
+        size = replace(placed.size or media_size(media), alone=alone)
+        merged = unit.merged_tokens(size) if tokens is None else tokens
+        return Item(media, unit, unit.encoder_tokens(size), merged, unit.grid(size), size)

@@ -59,6 +59,19 @@ def warm_up() -> None:
     fork_server.warm_up(PRELOAD)
 
 
+def start_worker(number: int, main: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """Start a worker process, and return it with this end of the pipe to it. main: called with the other end, `args`,
+    and the folder for `remove_orphaned_folder`. Raises OSError or EOFError if the fork server has just exited."""
+    warm_up()  # preloads the modules again if the fork server has exited meanwhile
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    given = theirs, *args, fork_server.multiprocessing_folder()
+    process = context.Process(target=main, args=given, name=f"dilatant-data-{number}", daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
     """Return the number of data workers for a machine with `ranks` ranks. It is `asked` if that is not None, else the
     cores that the ranks leave free, at least one and at most eight per rank."""
@@ -106,21 +119,11 @@ class WorkerPool(Generic[T, R]):
         self._workers: list[_RunningWorker[T]] = []
         self.close = util.Finalize(self, _end, (self._workers,), exitpriority=0)
         """Kill the worker processes. Idempotent."""
-        context = multiprocessing.get_context("forkserver")
-        warm_up()
         payload = pickle.dumps(job)
         for number in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work,
-                args=(theirs, payload, fork_server.multiprocessing_folder()),
-                name=f"dilatant-data-{number}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
+            process, connection = start_worker(number, _work, payload)
             shown = f"data worker {number} (process {process.pid})"
-            self._workers.append(_RunningWorker(shown, process, ours))
+            self._workers.append(_RunningWorker(shown, process, connection))
 
     def map(self, tasks: Iterable[T], ahead: int) -> Iterator[R]:
         """Yield the result of every task, in order. Raises the UserError of a job in its place.

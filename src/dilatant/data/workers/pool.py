@@ -20,7 +20,7 @@ from dilatant.data.sample import Dataset, EncodedSample, Sample
 from dilatant.data.text.encode import encode_sample
 from dilatant.data.text.encoding import Encoding
 from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
-from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, lay_out, unpack_sample
+from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, lay_out
 
 T = TypeVar("T")
 
@@ -190,15 +190,3 @@ def answer(
         return PoolRefused(ticket, str(error)), []
     except BaseException:
         return Failed(ticket, f"a data worker failed:\n{traceback.format_exc()}"), []
-
-
-def outcome_of(message: Encoded | PoolRefused | Failed, draw: int, buffer: memoryview) -> PoolOutcome:
-    """Decode the reply to request `draw`. buffer: holds the arrays of an `Encoded` sample, which are copied. Raises
-    ProtocolError if they do not fit."""
-    if isinstance(message, Encoded):
-        return unpack_sample(message, draw, buffer)
-    if isinstance(message, Failed):
-        return (UnreadableFileError if message.is_withheld else WorkerError)(message.problem)
-    if message.sample:
-        return SampleError(message.sample, message.problem, message.remedy)
-    return UserError(message.problem)

@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from dilatant.comm.fork_server import NO_GUARD, NO_GUARD_EXIT, multiprocessing_folder
+from dilatant.comm.fork_server import NO_GUARD, NO_GUARD_EXIT
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.files.durable import write_durably
 from dilatant.data.sample import Dataset
 from dilatant.data.text.encoding import Encoding
-from dilatant.data.workers.ordered_map import how_ended, warm_up
+from dilatant.data.workers.ordered_map import how_ended, start_worker
 from dilatant.data.workers.pool_wire import Death
 from dilatant.data.workers.pool_worker import LEAVE, PING, work
 
@@ -106,14 +106,12 @@ class _WorkerGroup:
     def __init__(self, job: bytes, workers: int, decode_seconds: float) -> None:
         self._job = job
         self._decode_seconds = decode_seconds
-        self._context = multiprocessing.get_context("forkserver")
         self._temporary = TemporaryFolder()
         self.folder = self._temporary.path
         self.slots: list[_WorkerSlot] = []
         self._wake, self._wakes = multiprocessing.Pipe(duplex=False)
         self._lock = threading.Lock()  # held while workers are started or ended
         self.is_closed = False
-        warm_up()
         try:
             for number in range(workers):
                 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -135,35 +133,16 @@ class _WorkerGroup:
     def _start(self, slot: _WorkerSlot) -> None:
         """Start a worker. Raises OSError or EOFError after several tries: a fork server that has just exited may only
         be noticed when it does not answer; the next try starts a new one."""
+        given = slot.listener, self._job, self.folder, self._decode_seconds, slot.deaths
         for attempt in range(1, START_TRIES + 1):
             try:
-                return self._start_once(slot)
+                slot.process, slot.pipe = start_worker(slot.number, work, *given)
+                break
             except (OSError, EOFError):
                 if attempt == START_TRIES:
                     raise
                 time.sleep(START_PAUSE_SECONDS)
-
-    def _start_once(self, slot: _WorkerSlot) -> None:
-        warm_up()  # preloads the modules again if the fork server has exited meanwhile
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=work,
-            args=(
-                slot.listener,
-                theirs,
-                self._job,
-                self.folder,
-                self._decode_seconds,
-                slot.deaths,
-                multiprocessing_folder(),
-            ),
-            name=f"dilatant-data-{slot.number}",
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        slot.process = process
-        slot.pipe, slot.is_ready, slot.is_pinged, slot.silent, slot.stood_still = ours, False, False, 0, False
+        slot.is_ready, slot.is_pinged, slot.silent, slot.stood_still = False, False, 0, False
 
     def _watch(self) -> None:
         next_tick = time.monotonic()

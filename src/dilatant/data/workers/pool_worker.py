@@ -31,8 +31,8 @@ STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
 
 
 def work(
-    listener: socket.socket,
     owner: Connection,
+    listener: socket.socket,
     job: bytes,
     folder: str,
     decode_seconds: float,
@@ -162,17 +162,13 @@ class _Worker:
         ask, since = rank.requests.popleft(), time.monotonic()
         for other in self._ranks:
             other.notes(ask.ticket if other is rank else -1, since)
+        assert rank.arena is not None  # requests come behind the arena
+        sample = wire.unpack_undecoded(rank.arena[ask.offset : ask.offset + ask.packed]) if ask.packed else None
+        request = SampleRequest(ask.draw, ask.index, frozenset(ask.parts), ask.dataset, sample=sample)
 
         def read(sample: Sample) -> None:
             rank.notes(ask.ticket, since, sample.id)
 
-        rank.connection.sendall(self._answered(ask, rank, read))
-
-    def _answered(self, ask: wire.PoolAsk, rank: _RankLink, read: Callable[[Sample], None]) -> bytes:
-        sample = None
-        if ask.packed and rank.arena is not None:
-            sample = wire.unpack_undecoded(rank.arena[ask.offset : ask.offset + ask.packed])
-        request = SampleRequest(ask.draw, ask.index, frozenset(ask.parts), ask.dataset, sample=sample)
         try:
             if self._encoding is None:
                 self._datasets, self._encoding = unpickle_job(self._job)
@@ -182,15 +178,14 @@ class _Worker:
                 message, arrays = answer(ask.ticket, request, self._datasets, self._encoding, read)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            if isinstance(message, wire.Encoded):
-                nbytes = message.nbytes
-                if nbytes <= ask.space and rank.arena is not None:
-                    with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + nbytes] as slot:
-                        wire.write(slot, message.places, arrays)
-                else:
-                    message.inline = wire.pack_arrays(message, arrays)
-            return wire.to_frame(message)
+            if isinstance(message, wire.Encoded) and message.nbytes <= ask.space:
+                with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + message.nbytes] as slot:
+                    wire.write(slot, message.places, arrays)
+            elif isinstance(message, wire.Encoded):
+                message.inline = wire.pack_arrays(message, arrays)
+            frame = wire.to_frame(message)
         except WorkerError as error:
-            return wire.to_frame(wire.Failed(ask.ticket, f"a data worker failed: {error}"))
+            frame = wire.to_frame(wire.Failed(ask.ticket, f"a data worker failed: {error}"))
         except BaseException:
-            return wire.to_frame(wire.Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))
+            frame = wire.to_frame(wire.Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))
+        rank.connection.sendall(frame)

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample
-from dilatant.data.workers.ordered_map import WorkerError
-from dilatant.data.workers.pool import PoolOutcome, SampleRequest, Waiting, add_once, outcome_of, unknown_request
-from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused
+from dilatant.data.workers.ordered_map import UnreadableFileError, WorkerError
+from dilatant.data.workers.pool import PoolOutcome, SampleRequest, Waiting, add_once, unknown_request
+from dilatant.data.workers.pool_wire import Encoded, Failed, PoolRefused, unpack_sample
 
 UNKNOWN_BYTES = 1 << 20
 """Assumed size of a sample without an estimate."""
@@ -220,14 +220,20 @@ class QueuedSource(ABC):
             self.requeue(entry)
 
     def answered(self, entry: Entry, message: Encoded | PoolRefused | Failed, held: memoryview) -> None:
-        """Conclude a request with a worker's reply. held: the bytes of the sample's arrays."""
-        nbytes = 0
-        if isinstance(message, Encoded):
-            nbytes = message.nbytes
-            if nbytes > (need := self.nbytes_of(entry.request)):
-                self._scale[entry.request.parts] *= nbytes / need
+        """Conclude a request with a worker's reply. held: the bytes of the sample's arrays, which are copied. Raises
+        FrameError if they do not fit."""
+        if not isinstance(message, Encoded):
+            if isinstance(message, Failed):
+                self.conclude(entry, (UnreadableFileError if message.is_withheld else WorkerError)(message.problem))
+            elif message.sample:
+                self.conclude(entry, SampleError(message.sample, message.problem, message.remedy))
+            else:
+                self.conclude(entry, UserError(message.problem))
+            return
+        if message.nbytes > (need := self.nbytes_of(entry.request)):
+            self._scale[entry.request.parts] *= message.nbytes / need
         if not entry.is_forgotten:
-            self.conclude(entry, outcome_of(message, entry.request.draw, held), nbytes)
+            self.conclude(entry, unpack_sample(message, entry.request.draw, held), message.nbytes)
 
     def conclude(self, entry: Entry, outcome: PoolOutcome, nbytes: int = 0) -> None:
         """Store the outcome, which takes `nbytes` bytes, for `take`."""

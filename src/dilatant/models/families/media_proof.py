@@ -268,9 +268,9 @@ def samples_with_media(whole: PretrainedModel, clips: bool = False) -> list[Enco
                 continue
             unit = next(turns)
             media = _noise_of(unit.kind, part, patch_of(whole.config), noise)
-            items[unit.name].append(unit.process(media))
             opens, closes = borders[unit.name]
             size = media_size(media)
+            items[unit.name].append(unit.process(media, size))
             # Texts between the rows of a clip are one token each.
             groups = [each for _, each, _ in unit.pieces(size)] if isinstance(unit, ProcessedClipUnit) else []
             for rows in groups or [unit.merged_tokens(size)]:

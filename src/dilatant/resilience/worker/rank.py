@@ -51,7 +51,7 @@ from dilatant.resilience.worker.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoints.checkpoint import newest_valid
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.commit import RunMembership
-from dilatant.training.feeding.decoding import PersistentPool, decoding_of, warm_up_next_owner
+from dilatant.training.feeding.decoding import PersistentPool, warm_up_next_owner
 from dilatant.training.prepare import PreparedRun, prepare
 from dilatant.training.rank import RunResult, Show, begin_folder, begin_state, console_for, train_to_end
 from dilatant.training.stop_signal import StopSignal
@@ -221,7 +221,7 @@ class ResilientRank:
         """Copy the model for building the next generation, write plan and history, and prepare the decoding workers."""
         if self._spare is None:
             self._spare = copy.deepcopy(self._prepared.model)
-        warm_up_next_owner(comm, decoding_of(self._config.data))
+        warm_up_next_owner(comm, self._config.data)
         if comm.rank == 0:
             self._show_plan()
             write_history(self._folder.path, self._config.output_dir)

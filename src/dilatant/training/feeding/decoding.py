@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 
 from dilatant.comm.comm import Comm
@@ -21,24 +20,6 @@ from dilatant.data.workers.pool_source import PoolSource
 from dilatant.data.workers.ray_source import RaySource
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """Decoding settings. workers: processes on every machine (None: as many as its cores leave room for; 0: the rank
-    itself). seconds: limit for one sample. memory: bytes of decoded samples that a rank holds ahead. cluster: Ray
-    cluster that decodes, see `ray_cluster.Connection`; workers are then those of all ranks together."""
-
-    workers: int | None = None
-    seconds: float = 60.0
-    memory: int = 512 << 20
-    cluster: str | None = None
-
-
-def decoding_of(config: DataConfig) -> Decoding:
-    """Return the decoding settings of a config."""
-    cluster = cluster_address(config.ray_address) if config.preprocess == "ray" else None
-    return Decoding(config.workers, config.decode_seconds, config.memory << 20, cluster)
-
-
 class PersistentPool:
     """This machine's worker pool, if this process owns it, kept over generations of ranks with the same data; `close`
     ends it."""
@@ -46,10 +27,10 @@ class PersistentPool:
     def __init__(self) -> None:
         self._owner: PoolOwner | None = None
 
-    def owner(self, datasets: Mapping[str, Dataset], encoding: Encoding, workers: int, how: Decoding) -> PoolOwner:
+    def owner(self, datasets: Mapping[str, Dataset], encoding: Encoding, workers: int, seconds: float) -> PoolOwner:
         """Return the existing pool, with the number of workers that it began with; a new one if there is none left."""
         if self._owner is None or not self._owner.is_open:
-            self._owner = PoolOwner(datasets, encoding, workers, how.seconds)
+            self._owner = PoolOwner(datasets, encoding, workers, seconds)
         return self._owner
 
     def close(self) -> None:
@@ -61,8 +42,8 @@ class RankSource:
     """`SampleSource` of a rank. It is the worker pool of its machine, which the lowest rank there owns, or producers on
     a Ray cluster, where rank 0 starts a local one. All ranks make it together.
 
-    comm: None in a process alone. pool: outlives the source; None to end the pool with it. Raises UserError for a
-    cluster that cannot be used.
+    comm: None in a process alone. how: the keys about workers. pool: outlives the source; None to end the pool with it.
+    Raises UserError for a cluster that cannot be used.
     """
 
     def __init__(
@@ -70,30 +51,30 @@ class RankSource:
         comm: Comm | None,
         datasets: Mapping[str, Dataset],
         encoding: Encoding,
-        how: Decoding,
+        how: DataConfig,
         pool: PersistentPool | None = None,
     ) -> None:
         self._close_later = ExitStack()
         rank, here = (0, (0,)) if comm is None else (comm.rank, comm.ranks_here)
-        report = partial(_report, rank)
+        report, memory = partial(_report, rank), how.memory << 20
         source: SampleSource
-        if how.cluster is not None and datasets:
-            most = self._connect(comm, how, how.cluster)
-            source = RaySource(datasets, encoding, how.memory, most, how.seconds, report)
+        if how.preprocess == "ray" and datasets:
+            most = self._connect(comm, how)
+            source = RaySource(datasets, encoding, memory, most, how.decode_seconds, report)
         else:
             workers = workers_of_machine(how.workers, len(here))
             address = ""
             if workers and datasets and rank == here[0]:
                 if pool is None:
                     pool = self._close_later.enter_context(closing(PersistentPool()))
-                address = pool.owner(datasets, encoding, workers, how).address
+                address = pool.owner(datasets, encoding, workers, how.decode_seconds).address
             if comm is not None and how.workers != 0:  # ranks may count free cores differently
                 address = comm.broadcast_on_machine(address)
-            source = PoolSource(address, how.memory, report) if address else InlineSource(datasets, encoding)
+            source = PoolSource(address, memory, report) if address else InlineSource(datasets, encoding)
         self._close_later.callback(source.close)
         self.ask, self.take, self.forget = source.ask, source.take, source.forget
 
-    def _connect(self, comm: Comm | None, how: Decoding, address: str) -> int:
+    def _connect(self, comm: Comm | None, how: DataConfig) -> int:
         """Connect this rank to the cluster, and return the number of its producers at the most."""
         rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
         # All ranks raise rank 0's error; ranks of other machines find no cluster on this one's loopback.
@@ -101,7 +82,8 @@ class RankSource:
         if rank == 0:
             try:
                 cpus = max(workers_of_machine(how.workers, ranks), ranks)
-                connection = Connection(address, cpus=cpus, store_bytes=2 * how.memory * ranks)
+                store_bytes = 2 * (how.memory << 20) * ranks
+                connection = Connection(cluster_address(how.ray_address), cpus=cpus, store_bytes=store_bytes)
                 opened = [connection.address, connection.token, ""]
             except UserError as error:
                 opened[2] = str(error)
@@ -118,9 +100,9 @@ class RankSource:
         self._close_later.close()
 
 
-def warm_up_next_owner(comm: Comm, how: Decoding) -> None:
+def warm_up_next_owner(comm: Comm, how: DataConfig) -> None:
     """Start the server that forks workers, which takes seconds, if this rank is next to own its machine's pool."""
-    if how.cluster is None and how.workers != 0 and comm.ranks_here[1:2] == (comm.rank,):
+    if how.preprocess != "ray" and how.workers != 0 and comm.ranks_here[1:2] == (comm.rank,):
         warm_up()
 
 

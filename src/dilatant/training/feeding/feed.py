@@ -51,9 +51,10 @@ class StepInput(Generic[Step]):
     step: Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PlannedStep(Generic[Step]):
-    """A planned step. heads: its samples' metadata; indices: of these samples in the data set."""
+    """A planned step. heads: its samples' metadata; indices: of these samples in the data set. loaded: what was decoded
+    so far; bad: the samples that proved bad, index → why."""
 
     draw: StepSamples
     indices: tuple[int, ...]
@@ -61,13 +62,6 @@ class _PlannedStep(Generic[Step]):
     problems: tuple[str, ...]
     step: Step
     parts: Parts
-
-
-@dataclass(slots=True)
-class _DecodedStep(Generic[Step]):
-    """A planned step with what was decoded for it, and the samples that proved bad: index → why."""
-
-    draft: _PlannedStep[Step]
     loaded: dict[int, EncodedSample] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
 
@@ -152,7 +146,7 @@ class StepPrefetcher(Generic[Step]):
         self.left_out: Mapping[int, str] = dict(left_out or {})
         """Samples that proved bad so far, index → why; to be stored in checkpoints."""
         self._lock = threading.Lock()
-        self._coming: _DecodedStep[Step] | None = None
+        self._coming: _PlannedStep[Step] | None = None
         self.waited_seconds = 0.0
         """Seconds that the consumer has waited for samples so far."""
         self._counted_seconds = 0.0
@@ -163,32 +157,32 @@ class StepPrefetcher(Generic[Step]):
         return self
 
     def __next__(self) -> StepInput[Step]:
-        collected = self._fetch()
-        if collected is None:
+        planned = self._fetch()
+        if planned is None:
             raise StopIteration
         self._coming = None
-        if self.left_out.keys() & set(collected.draft.indices):
+        if self.left_out.keys() & set(planned.indices):
             began = time.perf_counter()
             with self._lock:
-                collected = self._again(collected)
+                planned = self._again(planned)
             self.waited_seconds += time.perf_counter() - began
-        if collected.bad:
-            raise UserError(next(iter(collected.bad.values())))
+        if planned.bad:
+            raise UserError(next(iter(planned.bad.values())))
         if isinstance(self._data, StreamedData):
-            self._oldest = collected.draft.draw.first
-        draft, waited = collected.draft, self.waited_seconds - self._counted_seconds
+            self._oldest = planned.draw.first
+        waited = self.waited_seconds - self._counted_seconds
         self._counted_seconds = self.waited_seconds
-        samples = tuple(collected.loaded.get(number, head) for number, head in enumerate(draft.heads))
-        slowest = sorted(collected.loaded.values(), key=lambda sample: -sample.made_seconds)[:NAMED]
+        samples = tuple(planned.loaded.get(number, head) for number, head in enumerate(planned.heads))
+        slowest = sorted(planned.loaded.values(), key=lambda sample: -sample.made_seconds)[:NAMED]
         batch = GlobalBatch(
             samples,
-            draft.draw.position,
-            draft.draw.epoch,
-            draft.problems,
+            planned.draw.position,
+            planned.draw.epoch,
+            planned.problems,
             waited,
             tuple((sample.id, sample.made_seconds) for sample in slowest),
         )
-        return StepInput(batch, draft.step)
+        return StepInput(batch, planned.step)
 
     def found(self) -> list[tuple[int, str]]:
         """Return the samples of the coming step that proved bad when this rank measured or decoded them: (index, why).
@@ -201,7 +195,7 @@ class StepPrefetcher(Generic[Step]):
             return []
         found, refused = dict(coming.bad), self._data.refused
         if self._data.known:  # measured by this rank's own requests, which may be refused for being slow
-            found |= {index: refused[index] for index in coming.draft.draw.indices.tolist() if index in refused}
+            found |= {index: refused[index] for index in coming.draw.indices.tolist() if index in refused}
         return [*found.items()]
 
     def leave_out(self, found: Iterable[tuple[int, str]]) -> None:
@@ -222,14 +216,14 @@ class StepPrefetcher(Generic[Step]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _fetch(self) -> _DecodedStep[Step] | None:
+    def _fetch(self) -> _PlannedStep[Step] | None:
         if self._coming is None:
             began = time.perf_counter()
             self._coming = next(self._ahead, None)
             self.waited_seconds += time.perf_counter() - began
         return self._coming
 
-    def _collect_all(self) -> Generator[_DecodedStep[Step]]:
+    def _collect_all(self) -> Generator[_PlannedStep[Step]]:
         drafts: deque[_PlannedStep[Step]] = deque()
         given = look_ahead = 0
         for draw in self._draws:
@@ -237,21 +231,20 @@ class StepPrefetcher(Generic[Step]):
                 drafts.append(self._draft(draw))
                 self._ask(drafts[-1], drafts[-1].parts)
             if len(drafts) > look_ahead:
-                yield self._collected(drafts.popleft())
+                yield self._decoded(drafts.popleft())
                 given += 1
                 look_ahead = min(max(0, given - FIRST_STEPS), self._look_ahead)
         while drafts:
-            yield self._collected(drafts.popleft())
+            yield self._decoded(drafts.popleft())
 
-    def _collected(self, draft: _PlannedStep[Step]) -> _DecodedStep[Step]:
+    def _decoded(self, draft: _PlannedStep[Step]) -> _PlannedStep[Step]:
         if not self._skips:
             refused = self._data.refused.keys() - self.left_out.keys()
             if bad := [index for index in draft.draw.indices.tolist() if index in refused]:
                 raise UserError(self._data.refused[bad[0]])
-        collected = _DecodedStep(draft)
         with self._lock:
-            self._take(collected, draft.parts)
-        return collected
+            self._take(draft, draft.parts)
+        return draft
 
     def _draft(self, draw: StepSamples) -> _PlannedStep[Step]:
         """Plan a step. Raises UserError if no sample is left."""
@@ -284,16 +277,15 @@ class StepPrefetcher(Generic[Step]):
             ]
         )
 
-    def _take(self, collected: _DecodedStep[Step], parts: Parts) -> None:
+    def _take(self, draft: _PlannedStep[Step], parts: Parts) -> None:
         """Wait for the parts that were requested. Raises UserError for a bad sample, unless bad samples are skipped."""
-        draft = collected.draft
         for number, wanted in parts.items():
             head = draft.heads[number]
             sample = self._source.take(self._data.name, head.draw)
             if isinstance(sample, UserError):
                 if not self._skips:
                     raise sample
-                collected.bad[draft.indices[number]] = str(sample)
+                draft.bad[draft.indices[number]] = str(sample)
                 continue
             if dict(sample.sizes) != dict(head.sizes) or (
                 TOKENS in wanted and replace(sample, content=None).content_digest != head.content
@@ -304,9 +296,9 @@ class StepPrefetcher(Generic[Step]):
                     f"{head.id} is not what it was when its size was measured: its data or media changed; start again "
                     "or resume, and it is measured anew"
                 )
-            held = collected.loaded.get(number, head)
+            held = draft.loaded.get(number, head)
             has_tokens = bool(wanted & {TOKENS, QUESTION})
-            collected.loaded[number] = replace(
+            draft.loaded[number] = replace(
                 held,
                 input_ids=sample.input_ids if has_tokens else held.input_ids,
                 labels=sample.labels if has_tokens else held.labels,
@@ -315,22 +307,20 @@ class StepPrefetcher(Generic[Step]):
                 made_seconds=held.made_seconds + sample.made_seconds,
             )
 
-    def _again(self, collected: _DecodedStep[Step]) -> _DecodedStep[Step]:
+    def _again(self, before: _PlannedStep[Step]) -> _PlannedStep[Step]:
         """Plan the step again without samples that proved bad since; what is decoded already is kept."""
-        draft = self._draft(collected.draft.draw)
-        have = {collected.draft.heads[number].draw: (number, sample) for number, sample in collected.loaded.items()}
-        again = _DecodedStep(draft)
+        draft = self._draft(before.draw)
+        have = {before.heads[number].draw: (number, sample) for number, sample in before.loaded.items()}
         missing: dict[int, frozenset[str]] = {}
         for number, wanted in draft.parts.items():
-            before, sample = have.get(draft.heads[number].draw, (None, None))
-            if sample is not None and before is not None:
-                again.loaded[number] = sample
-                wanted = wanted - collected.draft.parts[before]
+            if (known := have.get(draft.heads[number].draw)) is not None:
+                draft.loaded[number] = known[1]
+                wanted = wanted - before.parts[known[0]]
             if wanted:
                 missing[number] = wanted
         self._ask(draft, missing)
-        self._take(again, missing)
-        return again
+        self._take(draft, missing)
+        return draft
 
 
 def _bytes_of(head: EncodedSample, parts: frozenset[str]) -> int:

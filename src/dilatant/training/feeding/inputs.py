@@ -20,7 +20,7 @@ from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
 from dilatant.schedule.schedule import ActionKind
-from dilatant.training.feeding.decoding import PersistentPool, RankSource, decoding_of
+from dilatant.training.feeding.decoding import PersistentPool, RankSource
 from dilatant.training.feeding.feed import StepInput, StepPrefetcher, gather_bad_samples
 from dilatant.training.feeding.step_data import IndexedData, StepSamples, StreamedData, draws
 
@@ -145,7 +145,7 @@ class RankInputs:
             if isinstance(blend, Blend) and sizes is not None
         }
         datasets = {TRAIN: samples.train} | {name: known.samples for name, known in self._data.items()}
-        self._source = RankSource(comm, datasets, samples.encoding, decoding_of(config.data), pool)
+        self._source = RankSource(comm, datasets, samples.encoding, config.data, pool)
 
     def training(
         self,

@@ -22,7 +22,7 @@ from dilatant.models.families.media_units import units_of_encoder, units_of_pret
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step.step_planner import PreparedStep
-from dilatant.training.feeding.decoding import RankSource, decoding_of
+from dilatant.training.feeding.decoding import RankSource
 from dilatant.training.feeding.feed import StepPrefetcher, gather_bad_samples, merge_bad_samples
 from dilatant.training.feeding.inputs import DecodeRequirements
 from dilatant.training.feeding.step_data import IndexedData, StreamedData, draws
@@ -123,7 +123,7 @@ class LoadedBatches:
             data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
             if data.refused and not self._skips:
                 raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
-        self._source = RankSource(self._comm, {"train": blend}, encoding, decoding_of(keys))
+        self._source = RankSource(self._comm, {"train": blend}, encoding, keys)
         if isinstance(sampler, Sampler):
             order = draws(sampler, sampler.start(), 0, steps)
         else:

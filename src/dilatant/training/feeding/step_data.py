@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import count
+from itertools import count, islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from dilatant.config import Config
-from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
 from dilatant.data.index.sizes import SizesIndex
 from dilatant.data.order.blend import Blend
 from dilatant.data.order.sampler import Sampler, SamplerState, StreamSampler
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.text.encoding import TOKENS
-from dilatant.data.workers.batches import read_batches
-from dilatant.data.workers.pool import SampleSource
+from dilatant.data.workers.pool import SampleRequest, SampleSource
 from dilatant.planning.assemble import Samples
 
 LOOK_AHEAD = 8
@@ -111,23 +111,32 @@ class StreamedData:
     def draws(self, position: SamplerState, begin: int, end: int | None) -> Iterator[StepSamples]:
         """Yield the draws of steps `begin` to `end` (exclusive), measured; endless if `end` is None."""
         steps = None if end is None else max(0, end - begin)
-        batches = read_batches(self._source, self.name, self._sampler, position, self.known, MEASURED_AHEAD, steps)
-        for step, batch in enumerate(batches, begin):
-            indices = range(batch.first, batch.first + len(batch.drawn))
-            self._forget_before(batch.first - STEPS_KEPT * len(indices))
-            for index, undecoded, measured in zip(indices, batch.drawn, batch.samples):
-                if isinstance(measured, UserError):
-                    self.refused[index] = str(measured)
-                elif isinstance(undecoded, Sample):
-                    head = replace(
-                        measured,
-                        draw=index,
-                        targets=measured.target_tokens,
-                        content=measured.content_digest,
-                        made_seconds=0.0,
-                    )
-                    self._samples[index] = undecoded, head
-            yield StepSamples(step, np.array(indices), batch.first, batch.position)
+        waiting: deque[tuple[StepSamples, Sequence[Sample | SampleError]]] = deque()
+        for step, (drawn, after) in enumerate(islice(self._sampler.batches(position), steps), begin):
+            indices = np.arange(len(drawn)) + position.samples
+            waiting.append((StepSamples(step, indices, position.samples, after), drawn))
+            position = after
+            unmeasured = [(index, each) for index, each in zip(indices.tolist(), drawn) if isinstance(each, Sample)]
+            self._source.ask(
+                [SampleRequest(index, index, self.known, self.name, sample=each) for index, each in unmeasured]
+            )
+            if len(waiting) > MEASURED_AHEAD:
+                yield self._measured(*waiting.popleft())
+        while waiting:
+            yield self._measured(*waiting.popleft())
+
+    def _measured(self, step: StepSamples, drawn: Sequence[Sample | SampleError]) -> StepSamples:
+        """Wait for the sizes of a step's samples, and return the step."""
+        for index, undecoded in zip(step.indices.tolist(), drawn):
+            measured = self._source.take(self.name, index) if isinstance(undecoded, Sample) else undecoded
+            if isinstance(measured, EncodedSample) and isinstance(undecoded, Sample):
+                targets, content = measured.target_tokens, measured.content_digest
+                head = replace(measured, draw=index, targets=targets, content=content, made_seconds=0.0)
+                self._samples[index] = undecoded, head
+            else:
+                self.refused[index] = str(measured)
+        self._forget_before(step.first - STEPS_KEPT * len(drawn))
+        return step
 
     def head(self, index: int, draw: int) -> EncodedSample:
         """Return the sample without its media."""
