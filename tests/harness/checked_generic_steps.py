@@ -48,11 +48,17 @@ def _step(worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero
 
 
 def check_generic_case(workers: WorkerPool, case: GenericCase, zero: Zero, nodes: int) -> None:
-    """Compare loss, every gradient and their norm."""
+    """Compare loss, every gradient and their norm.
+
+    In bf16 adapters are allowed more than other weights: their gradients are sums over tokens of products with as few
+    numbers as their rank, 2, and cancel more. In 24 drawn steps of eager blocks, the worst error was 1.7 times what
+    others are allowed, and that of the plain model from its own fp32 1.9 times: two such errors, and a margin."""
     expected, gradients, weights = step_in_transformers(case)
     config = pretrained(case.family).config
     blocks = config.get_text_config().num_hidden_layers + 3
     allowed = Allowed.in_fp8(blocks) if case.fp8 else Allowed.of_blocks(blocks, case.dtype)
+    if case.lora and case.dtype == torch.bfloat16:
+        allowed = replace(allowed, relative=4 * allowed.relative, absolute=4 * allowed.absolute)
     largest = max((float(each.abs().max()) for each in gradients.values()), default=0.0)
     total = sum(float(each.double().square().sum()) for each in gradients.values()) ** 0.5
     seen: set[str] = set()
@@ -72,9 +78,11 @@ def check_generic_case(workers: WorkerPool, case: GenericCase, zero: Zero, nodes
 
 def check_generic_rounding(workers: WorkerPool, case: GenericCase) -> None:
     """Compare the gradients' distance from those in fp32 with that of the plain model in the case's precision, and a
-    second run with the first one, which has to compile its graphs.
+    second run with the first one, which has to compile its graphs, to the bit.
 
-    Both distances are norms of roundings, over all gradients, that began at many places independently."""
+    Both distances are norms of the same number of roundings at other places, of which few may outweigh the others: in
+    24 drawn steps of one rank compiled blocks were 0.7 to 1.6 times as far away as the plain model, and eager ones 0.6
+    to 2.6 times. The plain model itself was off by 1 to 6 % of the norm; a lost gradient would be more than 4 times."""
     _, exact, weights = step_in_transformers(replace(case, dtype=torch.float32))
     theirs = step_in_transformers(case)[1]
     first, again = (workers.run(_step, case.plan.ranks[-1] + 1, case, weights, "node", 1) for _ in range(2))
@@ -87,4 +95,4 @@ def check_generic_rounding(workers: WorkerPool, case: GenericCase) -> None:
             wanted, other = (slice_of(each[box.name], box).reshape(gradient.shape) for each in (exact, theirs))
             mine += float((gradient.double() - wanted).square().sum())
             own += float((other.double() - wanted).square().sum())
-    assert mine**0.5 <= 2 * own**0.5
+    assert mine**0.5 <= 4 * own**0.5
