@@ -33,6 +33,7 @@ class Section:
     """A command, in which `{data}` is the folder of chartqa_mini and `{out}` that of the results.
 
     gigabytes: GPU memory. gpus: one for each rank, because NCCL takes one rank per GPU. package: an optional import.
+    capability: the lowest compute capability.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Section:
     gigabytes: int = 8
     gpus: int = 1
     package: str | None = None
+    capability: tuple[int, int] = (0, 0)
 
     def needs(self, data: Path | None) -> str | None:
         """Return what is missing here, or None."""
@@ -50,6 +52,9 @@ class Section:
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         if memory < self.gigabytes:
             return f"needs {self.gigabytes} GB of GPU memory; there are {memory:.0f}"
+        if (capability := torch.cuda.get_device_capability(0)) < self.capability:
+            needed, found = (".".join(map(str, each)) for each in (self.capability, capability))
+            return f"needs compute capability {needed}; this GPU has {found}"
         if (here := torch.cuda.device_count()) < self.gpus:
             return f"needs {self.gpus} GPUs, here {here}: NCCL takes one rank of a GPU"
         if self.package is not None and importlib.util.find_spec(self.package) is None:
@@ -59,6 +64,8 @@ class Section:
         return None
 
 
+FP8 = (8, 9)
+"""Compute capability with products in eight bits."""
 STAGED = "tests/runtime/test_ranks_on_one_gpu.py"
 
 
@@ -95,6 +102,23 @@ SECTIONS = {
         (*TRAINER, "--compile", "blocks", "--way", "packed", "--warm-up", "3", "--data", "{data}", "--workers", "4",
          "--json", "{out}/one_device_compiled-gpu.json"),
         80,
+    ),
+    "fp8_products": Section(
+        "linear layers in FP8 against bf16, and the rounding of their factors", 200,
+        ("-m", "benchmarks.models.fp8_products", "--json", "{out}/fp8_products-gpu.json"),
+        16, capability=FP8,
+    ),
+    "fp8": Section(
+        "steps of that model with `precision: fp8` against the Trainer's in bf16", 300,
+        (*TRAINER, "--precision", "fp8", "--way", "packed", "--data", "{data}", "--workers", "4",
+         "--json", "{out}/one_device_fp8-gpu.json"),
+        80, capability=FP8,
+    ),
+    "fp8_blocks": Section(
+        "the same with compiled blocks", 500,
+        (*TRAINER, "--precision", "fp8", "--compile", "blocks", "--way", "packed", "--warm-up", "3", "--data", "{data}",
+         "--workers", "4", "--json", "{out}/one_device_fp8_compiled-gpu.json"),
+        80, capability=FP8,
     ),
     "lora": Section(
         "LoRA of that model against transformers' Trainer with peft", 300,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_day
-from benchmarks.models import gpu_prediction
+from benchmarks.models import fp8_products, gpu_prediction
 from benchmarks.models.one_device_trainer import SIZES, save_model
 
 
@@ -37,13 +37,28 @@ def test_what_a_small_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     memory = SimpleNamespace(total_memory=70e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     sections = gpu_day.SECTIONS
     assert sections["training"].needs(tmp_path) == "needs 80 GB of GPU memory; there are 70"
     assert (sections["recovery"].needs(None) or "").startswith("needs 4 GPUs, here 1: NCCL takes one rank")
     assert sections["lora"].needs(None) == "needs --data, the folder of chartqa_mini"
     monkeypatch.setattr(gpu_day.importlib.util, "find_spec", lambda name: None)
     assert sections["lora"].needs(tmp_path) == "needs the package peft"
+    assert sections["fp8_products"].needs(None) == "needs compute capability 8.9; this GPU has 8.6"
     assert sections["prediction"].needs(None) is None
+
+
+def test_products_in_fp8_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure() -> dict[str, Any]:
+        return fp8_products.compare("small", (32, 48), 64, torch.device("cpu"), 1)
+
+    row = measure()
+    assert json.loads(json.dumps(row)) == row
+    assert all(each > 0 for each in (row["ratio"], *row["seconds"].values(), *row["teraflops"].values()))
+    fp8_products.show(row)
+    monkeypatch.setattr(fp8_products, "fp8_linear", torch.nn.functional.linear)
+    with pytest.raises(SystemExit, match="small, 64 rows, forward: the product differs from its emulation"):
+        measure()
 
 
 def test_kernels_belong_to_the_action_that_launched_them(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from cases.generic_steps import GenericCase, opened, pretrained, samples_of, step_in_transformers
@@ -14,7 +16,7 @@ from dilatant.cost.memory import Zero
 from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import slice_of
 from dilatant.runtime.state.shared_weights import StateLayout
-from harness.checked_steps import Allowed, assert_close
+from harness.checked_steps import Allowed, assert_close, compiling_all
 from harness.worker_pool import Worker, WorkerPool
 
 
@@ -32,7 +34,8 @@ def _step(worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero
         ),
     )
     samples = [samples_of(case.family)[number] for number in case.numbers]
-    result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
+    with compiling_all():
+        result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
     owned = runtime.owned
     found = {
         key: (owned.boxes[key], None if parameter.grad is None else parameter.grad.clone())
@@ -45,11 +48,17 @@ def _step(worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero
 
 
 def check_generic_case(workers: WorkerPool, case: GenericCase, zero: Zero, nodes: int) -> None:
-    """Compare loss, every gradient and their norm."""
+    """Compare loss, every gradient and their norm.
+
+    In bf16 adapters are allowed more than other weights: their gradients are sums over tokens of products with as few
+    numbers as their rank, 2, and cancel more. In 24 drawn steps of eager blocks, the worst error was 1.7 times what
+    others are allowed, and that of the plain model from its own fp32 1.9 times: two such errors, and a margin."""
     expected, gradients, weights = step_in_transformers(case)
     config = pretrained(case.family).config
     blocks = config.get_text_config().num_hidden_layers + 3
     allowed = Allowed.in_fp8(blocks) if case.fp8 else Allowed.of_blocks(blocks, case.dtype)
+    if case.lora and case.dtype == torch.bfloat16:
+        allowed = replace(allowed, relative=4 * allowed.relative, absolute=4 * allowed.absolute)
     largest = max((float(each.abs().max()) for each in gradients.values()), default=0.0)
     total = sum(float(each.double().square().sum()) for each in gradients.values()) ** 0.5
     seen: set[str] = set()
@@ -65,3 +74,25 @@ def check_generic_case(workers: WorkerPool, case: GenericCase, zero: Zero, nodes
             wanted = slice_of(gradients[box.name], box).reshape(gradient.shape)
             assert_close(gradient, wanted, allowed.of(wanted, largest), f"gradient of {key}")
     assert seen == {name for name, each in gradients.items()}
+
+
+def check_generic_rounding(workers: WorkerPool, case: GenericCase) -> None:
+    """Compare the gradients' distance from those in fp32 with that of the plain model in the case's precision, and a
+    second run with the first one, which has to compile its graphs, to the bit.
+
+    Both distances are norms of the same number of roundings at other places, of which few may outweigh the others: in
+    24 drawn steps of one rank compiled blocks were 0.7 to 1.6 times as far away as the plain model, and eager ones 0.6
+    to 2.6 times. The plain model itself was off by 1 to 6 % of the norm; a lost gradient would be more than 4 times."""
+    _, exact, weights = step_in_transformers(replace(case, dtype=torch.float32))
+    theirs = step_in_transformers(case)[1]
+    first, again = (workers.run(_step, case.plan.ranks[-1] + 1, case, weights, "node", 1) for _ in range(2))
+    mine = own = 0.0
+    for (_, found, _), (_, repeated, _) in zip(first, again, strict=True):
+        for key, (box, gradient) in found.items():
+            if gradient is None or box.name not in exact:
+                continue
+            assert torch.equal(gradient, repeated[key][1]), key
+            wanted, other = (slice_of(each[box.name], box).reshape(gradient.shape) for each in (exact, theirs))
+            mine += float((gradient.double() - wanted).square().sum())
+            own += float((other.double() - wanted).square().sum())
+    assert mine**0.5 <= 4 * own**0.5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -113,11 +114,17 @@ def _only(sample: EncodedSample, parts: frozenset[str]) -> EncodedSample:
 def _strict_steps(
     worker: Worker, case: Case, zero: Zero, nodes: int, shard: Mapping[str, Shard], shares: str
 ) -> dict[str, Any]:
-    """Run the steps; a block that is to be compiled and cannot be, for no reason that is known before, is an error."""
+    with compiling_all():
+        return _steps(worker, case, zero, nodes, shard, shares)
+
+
+@contextmanager
+def compiling_all() -> Iterator[None]:
+    """Context in which a block that is to be compiled and cannot be, for no reason known before, is an error."""
     known = "tensor-parallel|the numbers of its experts|four-bit|recomputation keeps|modules within"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=f"train.compile: .* run eager: (?!{known})")
-        return _steps(worker, case, zero, nodes, shard, shares)
+        yield
 
 
 def _steps(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from cases.engine_case import BATCHES, CASE, TEXT, Case, build_model
@@ -28,6 +29,7 @@ from dilatant.models.parallel.tensor_plan import degree_problems, tensor_plan
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Stage
 from dilatant.planning.problem.planned_hardware import plan_target
+from dilatant.runtime.compiled_blocks import gradients_aside
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.state.fp8_products import fp8_linear, multiply_emulated, multiply_scaled, quantize
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
@@ -137,7 +139,9 @@ def _unit(**sizes: Any) -> Unit:
 def test_narrow_gates_and_experts_are_not_rounded() -> None:
     """The second layer of the family has experts, and a gate of one number."""
     unit = _unit(num_experts=16, mlp_only_layers=[0], shared_expert_intermediate_size=32)
-    choose_fp8({"language": unit}, "fp8")
+    named = r"these stay in bf16: language\.layers\.\*\.mlp\.experts\.gate_up_proj \(16 x 24 x 16\), "
+    with pytest.warns(UserWarning, match=named):
+        choose_fp8({"language": unit}, "fp8")
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     layers = (
         (*attention, *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))),
@@ -150,7 +154,8 @@ def test_routers_that_are_linear_layers_are_not_rounded() -> None:
     sizes = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1}
     config = parse_config({"model_type": "afmoe", **TEXT, **WIDE, **sizes, "num_hidden_layers": 2}, "language")
     unit = MultimodalModel({}, config, seed=0, device="meta").units["language"]
-    choose_fp8({"language": unit}, "fp8")
+    with pytest.warns(UserWarning, match="these stay in bf16: .*experts"):
+        choose_fp8({"language": unit}, "fp8")
     router = "language.layers.1.mlp.router.gate.weight"
     assert router in dict(unit.named_logical_parameters())
     assert router not in unit.fp8
@@ -206,9 +211,31 @@ def test_fp8_is_refused_where_the_device_lacks_it(
         pick_precision("fp8", device)
 
 
-def test_fp8_is_refused_with_compiled_blocks() -> None:
-    with pytest.raises(ValidationError, match="leave one out"):
-        TrainConfig(precision="fp8", compile="blocks")
+@pytest.mark.parametrize("defers", [False, True])
+def test_compiled_products_are_those_of_eager_layers(defers: bool) -> None:
+    """The first layer is frozen, so that its compiled graph has no weight gradient; the last one multiplies in bf16."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 16), nn.Linear(16, 16)).to(torch.bfloat16)
+    plain[0].requires_grad_(False)
+    layers = [plain, copy.deepcopy(plain)]
+    found = []
+    for net, run in zip(layers, (plain, torch.compile(layers[1], backend="aot_eager", fullgraph=True)), strict=True):
+        gradients = WeightGradients()
+        replace_linears(net, gradients, (), dict.fromkeys([*net][:2], fp8_linear))
+        for weight in net.parameters():
+            weight.grad_dtype = torch.float32
+        rows = _rows(9, 48, torch.bfloat16).requires_grad_()
+        output = run(rows)
+        with gradients.deferring() if defers else nullcontext():
+            output.sum().backward()
+        accumulate(gradients.take())
+        with torch.no_grad(), gradients_aside(net):
+            again = run(rows)
+        found.append([output, again, rows.grad, *(weight.grad for weight in net.parameters())])
+    for mine, own in zip(*found, strict=True):
+        assert (mine is None) == (own is None)
+        assert mine is None or torch.equal(mine, own)
+    assert sum(each is None for each in found[0]) == 2, "the frozen layer's"
 
 
 def test_costs_know_which_products_are_in_fp8() -> None:
@@ -251,6 +278,11 @@ def _shards() -> Case:
 @pytest.mark.parametrize("case", [_pipeline, _shards])
 def test_steps_in_fp8_match_one_process(workers: WorkerPool, case: Callable[[], Case]) -> None:
     check_case(workers, case(), "node", 1)
+
+
+@pytest.mark.slow
+def test_compiled_steps_in_fp8_match_one_process(workers: WorkerPool) -> None:
+    check_case(workers, replace(_pipeline(), compiler="aot_eager"), "node", 1)
 
 
 @pytest.mark.slow

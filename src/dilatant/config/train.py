@@ -280,8 +280,6 @@ class TrainConfig(Section):
     def _fuses_once(self) -> Self:
         if self.compile == "blocks" and self.kernels == "liger":
             raise ValueError("'compile: blocks' fuses what 'kernels: liger' would replace; leave one out")
-        if self.compile == "blocks" and self.precision == "fp8":
-            raise ValueError("'compile: blocks' does not compile products of 'precision: fp8'; leave one out")
         if self.compile == "blocks" and self.deterministic:
             raise ValueError(
                 "'compile: blocks' may round otherwise for rows of other lengths; leave out 'deterministic'"

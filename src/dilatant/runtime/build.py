@@ -171,11 +171,14 @@ def _layers_apart(plan: Plan, model: MultimodalModel, trained: Collection[str], 
 
 
 def compile_stages(
-    model: MultimodalModel, stages: Mapping[int, LocalStage], units: Collection[str], backend: str
+    model: MultimodalModel,
+    stages: Mapping[int, LocalStage],
+    units: Collection[str],
+    backend: str,
+    eager: set[type[nn.Module]],
 ) -> None:
     """Compile the blocks of this rank's stages of `units`. Call this once their modules are final. backend: of
-    `torch.compile`."""
-    eager: set[type[nn.Module]] = set()
+    `torch.compile`. eager: classes of blocks that cannot be compiled, to which more are added."""
     for local in stages.values():
         unit, layers = model.units[local.placed.unit], local.placed.stage
         if unit.unit not in units:

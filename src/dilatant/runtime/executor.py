@@ -19,7 +19,7 @@ from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.core.stage import Boundary, StageOutput, StepData
 from dilatant.runtime.build import LocalStage
-from dilatant.runtime.compiled_blocks import COMPILER_ERRORS
+from dilatant.runtime.compiled_blocks import COMPILER_ERRORS, gradients_aside
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.state.gradient_sync import GradientSync
 from dilatant.runtime.state.weight_gradients import DelayedGradient, accumulate
@@ -183,17 +183,12 @@ class Executor:
                 compiled.is_warm = output.rows is not None and not stage.needs_backward
                 continue
             compiled.is_warm = True
-            before = {weight: weight.grad for weight in stage.module.parameters()}
-            for weight in before:
-                weight.grad = None
             try:
-                with stage.gradients.deferring():
+                with gradients_aside(stage.module), stage.gradients.deferring():
                     torch.autograd.backward(ends, [torch.zeros_like(end) for end in ends])
             except COMPILER_ERRORS as error:
                 compiled.give_up(error)
             stage.gradients.take()
-            for weight, gradient in before.items():
-                weight.grad = gradient
         for stage in self._stages.values():
             if stage.compiled is not None:
                 stage.compiled.settle()

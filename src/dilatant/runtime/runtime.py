@@ -171,8 +171,6 @@ class Runtime:
             raise UserError(
                 "train.compile: blocks may round otherwise in rows of other lengths; leave out deterministic"
             )
-        if execution.compile == "blocks" and any(unit.fp8 for unit in model.units.values()):
-            raise UserError("train.compile: blocks are not compiled with precision: fp8; leave one out")
         how = "none" if execution.exact else execution.compile
         compiled = {name for name, unit in model.units.items() if compiles(how, comm.device, unit.family)}
         own = execution.kernels
@@ -194,7 +192,8 @@ class Runtime:
             self._shared.require_equal()
             costs = _first_ranks(comm, costs, plan)
         shard_stages(model, self._stages, self._shared, layout)
-        compile_stages(model, self._stages, compiled, execution.compiler)
+        self._eager: set[type[nn.Module]] = set() if before is None else before._eager
+        compile_stages(model, self._stages, compiled, execution.compiler, self._eager)
         self._recorder = Recorder(rank, comm.device)
         self._transport = Transport(
             comm, [p.stage for p in self._placed], execution.look_ahead, execution.check_transport

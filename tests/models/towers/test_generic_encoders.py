@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from cases.generic_steps import GenericCase, opened
 from dilatant.config.model import LoraConfig
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.models.adapters.lora import read_as_experts, targets
+from dilatant.models.core.slicing import capturing_hooks, held_blocks
 from dilatant.models.core.structure import on_meta
 from dilatant.models.encoders.generic_encoder import GenericTower, join_items
 from dilatant.models.encoders.narrow_encoder import (
@@ -191,3 +193,12 @@ def test_adapters_leave_layers_that_peft_reads_as_experts() -> None:
     assert {name.rpartition(".")[2] for name in taken} == {"gate_proj", "up_proj", "down_proj"}
     found = targets(model, LoraConfig(units=("language",)), {"language": ("model.language_model",)})
     assert {name.rpartition(".")[2] for name in found} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_only_whole_blocks_record_their_hidden_states() -> None:
+    """transformers' hooks within them, for attention weights, end a compiled graph."""
+    unit = opened(GenericCase("deepseek_vl", (0,)), "meta").units["vision"]
+    assert unit.structure is not None
+    blocks = held_blocks(unit.model.get_submodule(unit.structure.blocks))
+    assert [len(capturing_hooks(block)) for block in blocks] == [1] * 3
+    assert not any(capturing_hooks(one) for block in blocks for one in block.modules() if one is not block)

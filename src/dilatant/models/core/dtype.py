@@ -80,8 +80,8 @@ def four_bit_names(unit: Unit) -> frozenset[str]:
 
 def choose_fp8(units: Mapping[str, Unit], precision: str) -> None:
     """Choose the weights by which `units` multiply in FP8, under precision "fp8": of the linear layers of their blocks,
-    without adapters, routers, gates of less than a tile, and, with a warning, sizes that are no multiples of a tile.
-    Raises UserError for four-bit weights."""
+    without adapters, routers, gates of less than a tile, and, with a warning, experts and sizes that are no multiples
+    of a tile. Raises UserError for four-bit weights."""
     for name, unit in units.items() if precision == "fp8" else ():
         if unit.four_bit:
             raise UserError(f"train.precision: fp8 multiplies by no 4-bit weights, which {name} has; write bf16")
@@ -91,9 +91,12 @@ def choose_fp8(units: Mapping[str, Unit], precision: str) -> None:
             if not is_adapter(key) and not _ROUTERS & {*key.split(".")} and module.out_features >= TILE
         }
         unit.fp8 = frozenset(key for key, shape in shapes.items() if not any(size % TILE for size in shape))
+        experts = {key: tuple(each.shape) for key, each in unit.named_logical_parameters() if ".experts." in key}
+        shapes |= {key: shape for key, shape in experts.items() if len(shape) == 3 and not is_adapter(key)}
         if left := {re.sub(r"\.\d+\.", ".*.", key): shape for key, shape in shapes.items() if key not in unit.fp8}:
             listed = ", ".join(f"{key} ({' x '.join(map(str, shape))})" for key, shape in left.items())
-            warnings.warn(f"train.precision: fp8 needs multiples of {TILE}; these stay in bf16: {listed}", stacklevel=2)
+            takes = f"takes linear layers in multiples of {TILE}"
+            warnings.warn(f"train.precision: fp8 {takes}; these stay in bf16: {listed}", stacklevel=2)
 
 
 def _linears(unit: Unit) -> Iterator[tuple[str, nn.Linear]]:

@@ -123,6 +123,12 @@ def _key_of(value: Any, with_values: bool) -> Any:
     return type(value), value if isinstance(value, Hashable) else repr(value)
 
 
+def capturing_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return the forward hooks with which transformers records a module's hidden states or attention weights."""
+    ours = output_capturing.__name__
+    return {key: hook for key, hook in module._forward_hooks.items() if getattr(hook, "__module__", "") == ours}
+
+
 class SkippedBlock(Placeholder):
     """Placeholder for a block of another stage. where: before this stage, the last block before it, or behind it.
     width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor."""
@@ -132,9 +138,7 @@ class SkippedBlock(Placeholder):
         self.number = number
         self.where = where
         self.width = 0
-        for key, hook in original._forward_hooks.items():
-            if getattr(hook, "__module__", "") == output_capturing.__name__:  # records families' hidden states
-                self._forward_hooks[key] = hook
+        self._forward_hooks.update(capturing_hooks(original))
         self.passage: _Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

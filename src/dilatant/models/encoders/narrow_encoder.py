@@ -29,7 +29,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.media_units.processed_unit import IS_CLIP, SHAPE
 from dilatant.data.media_units.processors import HuggingFaceImageProcessor, HuggingFaceSoundProcessor, of_family
 from dilatant.models.core.materialize import seeded
-from dilatant.models.core.slicing import keep_output, run_slice, slice_model
+from dilatant.models.core.slicing import capturing_hooks, held_blocks, keep_output, run_slice, slice_model
 from dilatant.models.core.structure import Structure, find_structure, leaves_of
 
 Layout = tuple[tuple[str, tuple[int, ...], tuple[str, bytes] | None], ...]
@@ -277,6 +277,10 @@ def encoder_in(
     if blocks is None:
         return base, None
     inner = find_structure(encoder, blocks)
+    for block in held_blocks(encoder.get_submodule(inner.blocks)):
+        for module in (one for one in block.modules() if one is not block):
+            for key in capturing_hooks(module):  # of attention weights: nobody asks for them, and they end graphs
+                del module._forward_hooks[key]
     return base, Structure(
         f"{path}.{inner.blocks}",
         tuple(f"{path}.{each}" for each in inner.before),

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class TakesGradient(Protocol):
-    """A linear layer that computes its own weight gradient."""
+class Layer(Protocol):
+    """A linear layer that multiplies and computes its own weight gradient."""
+
+    def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor:
+        """Compute what `functional.linear` does, in the layer's own precision, without autograd."""
 
     def add_gradient(self, gradient: Tensor, inputs: Tensor) -> None:
         """Add, or delay, the weight gradient of outputs with this `gradient`; both operands may be kept."""
@@ -29,7 +32,7 @@ _LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Operators are registered once for the process, so the layers that they find by number are, too."""
 
 
-def handle_of(layer: TakesGradient) -> Tensor:
+def handle_of(layer: Layer) -> Tensor:
     """Return a new handle of `layer` for `linear`: float64, a scalar on the CPU; it does not keep the layer alive. It
     requires a gradient, which is always 0: a graph would leave out a call whose result nobody takes."""
     number = next(_NUMBERS)
@@ -38,13 +41,14 @@ def handle_of(layer: TakesGradient) -> Tensor:
 
 
 @torch.library.custom_op("dilatant::linear", mutates_args=())
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor) -> Tensor:
-    """Compute `functional.linear`; in backward the layer of `handle` gets the weight's and the bias's gradient."""
-    return functional.linear(input, weight, bias)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, is_own: bool) -> Tensor:
+    """Compute `functional.linear`; in backward the layer of `handle` gets the weight's and the bias's gradient. is_own:
+    this product and the input gradient's are the layer's own `multiply`."""
+    return (_LAYERS[int(handle)].multiply if is_own else functional.linear)(input, weight, bias)
 
 
 @linear.register_fake
-def _(input: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor) -> Tensor:
+def _(input: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, is_own: bool) -> Tensor:
     torch._check(input.shape[-1] == weight.shape[1])  # the width is a constant of the graph
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
@@ -63,14 +67,18 @@ def _(handle: Tensor, gradient: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, _, handle = inputs
+    input, weight, _, handle, ctx.is_own = inputs
     ctx.save_for_backward(input, weight, handle)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
     input, weight, handle = ctx.saved_tensors
-    called = weight_gradient(handle, gradient, input)
-    return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, called
+    is_wanted, *trains = ctx.needs_input_grad[:3]
+    called = weight_gradient(handle, gradient, input) if any(trains) else None  # else the graph keeps no input
+    into = None
+    if is_wanted:
+        into = linear(gradient, weight.t(), None, handle, True) if ctx.is_own else gradient @ weight
+    return into, None, None, called, None
 
 
 linear.register_autograd(_backward, setup_context=_setup)

@@ -115,8 +115,8 @@ class DeferredLinear(ParallelLinear):
         bias_trains, is_own = bias is not None and bias.requires_grad, self.multiply is not functional.linear
         trains = weight.requires_grad or bias_trains or (is_own and input.requires_grad)
         trains = trains and torch.is_grad_enabled()
-        if trains and torch.compiler.is_compiling():
-            return operator(input, weight, bias, self.handle)
+        if (trains or is_own) and torch.compiler.is_compiling():
+            return operator(input, weight, bias, self.handle, is_own)
         if trains and (self.gradients.splits or not defers or is_own or _adds_itself(weight)):
             return _DeferredProduct.apply(input, weight, bias, self)
         return self.multiply(input, weight, bias)
