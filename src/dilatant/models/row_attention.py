@@ -24,6 +24,7 @@ from dilatant.models.families.media_proof import prove_media
 from dilatant.models.families.training_proof import prove
 from dilatant.models.language.language import LanguageUnit, Proof
 from dilatant.models.language.media_attention import MediaMasks, in_words
+from dilatant.models.language.rotary_length import RotaryLength
 from dilatant.models.multimodal import MultimodalModel
 
 IN_WINDOWS = "in_windows"
@@ -287,3 +288,14 @@ def _settle(model: MultimodalModel, proof: Proof) -> None:
     language = model.language
     language.uncut = None if proof.unproven is not None else proof.cut
     language.proof, language.streams = proof, proof.streams
+
+
+def run_long_samples_alone(language: LanguageUnit, max_length: int | None) -> str | None:
+    """Make every sample a row that ranks do not share, if samples of up to `max_length` tokens (None: of any length)
+    would change each other's frequencies. Return the reason, or None."""
+    found = [each for each in language.extensions if isinstance(each, RotaryLength) and not each.keeps]
+    if not any(max_length is None or each.steady < max_length for each in found):
+        return None
+    why = f"rotary frequencies depend on the longest sample of a row, beyond {found[0].steady:,} tokens"
+    language.unpacked, language.unsplit = language.unpacked or why, language.unsplit or why
+    return why

@@ -30,9 +30,8 @@ from dilatant.models.core.freeze import choose_orthogonal
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, encoder_geometry
 from dilatant.models.encoders.media import media_unit
 from dilatant.models.families.media_units import units_of_patch_merger, units_of_pretrained
-from dilatant.models.language.rotary_length import run_long_samples_alone
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import attend_as_configured, place_rows
+from dilatant.models.row_attention import attend_as_configured, place_rows, run_long_samples_alone
 from dilatant.models.sources import encoder_config, load_pretrained_config, parse_config
 
 
@@ -58,8 +57,10 @@ def assemble_samples(config: Config) -> Samples:
     size = config.data.val_size
     train, held_out = (_open_train(config), open_held_out(config)) if size is None else _split(config, size)
     tokenizer, encoding = assemble_encoding(config)
-    if encoding.marks:
-        train, held_out = (each.contrasted() if isinstance(each, Blend) else each for each in (train, held_out))
+    if encoding.marks and isinstance(train, Blend):
+        train = train.contrasted()
+    if encoding.marks and isinstance(held_out, Blend):
+        held_out = held_out.contrasted()
     return Samples(tokenizer, encoding, train, held_out)
 
 

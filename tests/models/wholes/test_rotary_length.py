@@ -12,8 +12,8 @@ from cases.tiny_models import LANGUAGE_MODELS, VOCABULARY
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.stage import StepData
-from dilatant.models.language.rotary_length import run_long_samples_alone
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import run_long_samples_alone
 
 LIMIT = 8
 LONG: dict[str, Any] = {

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.models.language.extension import Extension, LanguageForward
-
-if TYPE_CHECKING:
-    from dilatant.models.language.language import LanguageUnit
 
 
 @dataclass(frozen=True)
@@ -48,14 +45,3 @@ class RotaryLength(Extension):
                 f"depend on the longest sample beyond {self.steady:,} tokens, for others; set data.max_length to "
                 f"{self.steady}" + ("" if self.keeps else ", or run such samples alone, without context parallelism")
             )
-
-
-def run_long_samples_alone(language: LanguageUnit, max_length: int | None) -> str | None:
-    """Make every sample a row that ranks do not share, if samples of up to `max_length` tokens (None: of any length)
-    would change each other's frequencies. Return the reason, or None."""
-    found = [each for each in language.extensions if isinstance(each, RotaryLength) and not each.keeps]
-    if not any(max_length is None or each.steady < max_length for each in found):
-        return None
-    why = f"rotary frequencies depend on the longest sample of a row, beyond {found[0].steady:,} tokens"
-    language.unpacked, language.unsplit = language.unpacked or why, language.unsplit or why
-    return why
