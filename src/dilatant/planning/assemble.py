@@ -57,7 +57,8 @@ def assemble_samples(config: Config) -> Samples:
     train, held_out = (_open_train(config), open_held_out(config)) if size is None else _split(config, size)
     tokenizer, encoding = assemble_encoding(config)
     if encoding.marks:
-        train, held_out = (each.contrasted() if isinstance(each, Blend) else each for each in (train, held_out))
+        train = train.contrasted() if isinstance(train, Blend) else train
+        held_out = held_out.contrasted() if isinstance(held_out, Blend) else held_out
     return Samples(tokenizer, encoding, train, held_out)
 
 
@@ -106,7 +107,7 @@ def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
         targets=image_targets(config.model, tokenizer),
         truncates=data.truncation == "right",
         pairs=preferences is not None,
-        marks=preferences is not None and preferences.is_of_marks,
+        marks=preferences is not None and preferences.method == "kto",
         shares_prompt=preferences is None or preferences.share_prompt,
         system=data.system,
     )
