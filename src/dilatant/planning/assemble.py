@@ -56,9 +56,10 @@ def assemble_samples(config: Config) -> Samples:
     size = config.data.val_size
     train, held_out = (_open_train(config), open_held_out(config)) if size is None else _split(config, size)
     tokenizer, encoding = assemble_encoding(config)
-    if encoding.marks:
-        train = train.contrasted() if isinstance(train, Blend) else train
-        held_out = held_out.contrasted() if isinstance(held_out, Blend) else held_out
+    if encoding.marks and isinstance(train, Blend):
+        train = train.contrasted()
+    if encoding.marks and isinstance(held_out, Blend):
+        held_out = held_out.contrasted()
     return Samples(tokenizer, encoding, train, held_out)
 
 

@@ -114,5 +114,5 @@ def with_other_answer(sample: Sample, other: Sample) -> Sample:
             raise SampleError(each.id, "has two answers, and kto learns from single ones", "take dpo, or give one")
         if not each.turns or each.turns[-1].role != "assistant":
             raise SampleError(each.id, "does not end with an answer", "add one, or remove the record")
-    prompt = _unlearned(sample.turns[:-1])
-    return replace(sample, turns=(*prompt, sample.turns[-1]), rejected=(*prompt, other.turns[-1]))
+    prompt, answer = _unlearned(sample.turns[:-1]), sample.turns[-1]
+    return replace(sample, turns=(*prompt, answer), rejected=(*prompt, other.turns[-1]))
