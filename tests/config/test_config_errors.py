@@ -438,7 +438,7 @@ def test_keys_that_pairs_have_no_use_for_are_refused(tmp_path: Path, override: s
 
 def test_kto_repeats_steps_whole(tmp_path: Path) -> None:
     path = write(tmp_path, changed(train={"preferences": {"method": "kto"}}))
-    with pytest.raises(UserError, match=r"resilience\.salvage: with kto all samples of a step decide its loss"):
+    with pytest.raises(UserError, match=r"resilience\.salvage: all samples decide the loss of kto, .* set it to false"):
         load_config(path, ["resilience.enabled=true"])
     assert not load_config(path, ["resilience={enabled: true, salvage: false}"]).resilience.keeps_gradients
 

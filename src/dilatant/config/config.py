@@ -103,9 +103,8 @@ class Config(Section):
         evaluation, drawing = self.evaluation, next(iter(self.model.generators), None)
         for is_wrong, problem in (
             (
-                self.train.preferences.is_of_marks and self.resilience.keeps_gradients,
-                "resilience.salvage: with kto all samples of a step decide its loss, so that a step is repeated whole; "
-                "set it to false",
+                self.train.preferences.method == "kto" and self.resilience.keeps_gradients,
+                "resilience.salvage: all samples decide the loss of kto, so steps are repeated whole; set it to false",
             ),
             (self.train.loss, "train.loss: 'train.preferences' is a loss already; leave one of them out"),
             (self.train.label_smoothing, "train.label_smoothing: pairs have 'train.preferences.label_smoothing'"),

@@ -32,8 +32,7 @@ _ZEROS = {"seed": 0, "train.optimizer.weight_decay": 0.0, "train.max_grad_norm":
 """Keys here for which zero is a value, and what it is here; for others it means that nothing was chosen."""
 _SAID = frozenset({"formatting", "ranking", "tags", "ms_hub_url", "om_hub_url", "file_sha1"})
 """Keys of `dataset_info.json` for what files show by themselves, or for other places of the same data."""
-_PAIRS = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo",
-          "kto": "kto"}  # fmt: skip
+_PAIRS = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "kto"}
 """Their losses of pairs of answers, and of marked ones → the method here."""
 _OF_PAIRS = {
     "beta": ("pref_beta", "beta"),

@@ -161,11 +161,6 @@ class PreferencesConfig(Section):
         """Return True if the loss needs log-probabilities by the model that the run starts from."""
         return self.method in ("dpo", "ipo", "kto")
 
-    @property
-    def is_of_marks(self) -> bool:
-        """Return True if records have one answer and its mark instead of a pair of answers."""
-        return self.method == "kto"
-
 
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)

@@ -159,7 +159,7 @@ class MultimodalModel(nn.Module):
         if why is not None:
             raise UserError(f"{language.family} {why}")
         self._count_loss(count_one)
-        language.pair_loss = loss = MarkedLoss(how) if how.is_of_marks else PairLoss(how)
+        language.pair_loss = loss = MarkedLoss(how) if how.method == "kto" else PairLoss(how)
         measures = {name: Loss(count, weight=0.0) for name, count in loss.measures.items()}
         self.graph = replace(self.graph, losses={**self.graph.losses, **measures})
 

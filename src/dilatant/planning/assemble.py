@@ -109,7 +109,7 @@ def assemble_encoding(config: Config) -> tuple[Any, Encoding]:
         targets=image_targets(config.model, tokenizer),
         truncates=data.truncation == "right",
         pairs=preferences is not None,
-        marks=preferences is not None and preferences.is_of_marks,
+        marks=preferences is not None and preferences.method == "kto",
         shares_prompt=preferences is None or preferences.share_prompt,
         system=data.system,
     )

@@ -193,8 +193,6 @@ def test_a_file_name_is_a_medium_by_its_suffix(name, kind):
         ({"caption": "a", "image_path": "a.png", "img": "b.png"}, "two columns for images"),
         ({"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"}, "a system text in 'system' and"),
         ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]}, "both 'role' and 'from'"),
-        ({"prompt": "q", "completion": "a", "label": False}, "undesired"),
-        ({"messages": CHAT, "label": False}, "undesired"),
         (
             {"messages": [{"role": "user", "content": "<bbox>"}, CHAT[1]], "objects": {"bbox": [[1, 2, 3, 4]]}},
             "<bbox> in its text stands for what 'objects' lists",

@@ -30,40 +30,28 @@ _LEAST = 1e-12
 """Least probability that an answer is another one, so that the odds of a certain answer are finite."""
 
 
-Counts = Mapping[str, Callable[[EncodedSample], float]]
-"""What is measured of samples → a sample's part in the number that divides the sum over the global batch."""
-
-
 def count_one(sample: EncodedSample) -> float:
     """Count every sample alike."""
     return 1.0
 
 
-def _count_desired(sample: EncodedSample) -> float:
-    return float(bool(sample.desired))
-
-
-def _count_undesired(sample: EncodedSample) -> float:
-    return float(not sample.desired)
-
-
 def with_margins(means: Mapping[str, float]) -> dict[str, float]:
     """Add the difference of the mean rewards to measures of answers that are no pairs."""
     chosen, rejected, _, margins = MEASURES
-    if chosen in means and rejected in means:
-        return {margins: means[chosen] - means[rejected], **means}
-    return {**means}
+    is_known = chosen in means and rejected in means
+    return {margins: means[chosen] - means[rejected], **means} if is_known else {**means}
 
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
     """The loss of `train.preferences`, summed over pairs; the count of the global batch divides it.
 
+    measures: what is measured → a sample's part in the number that divides the sum over the global batch.
     scores_first: `complete` needs the log-probabilities of a global batch before its step.
     """
 
     how: PreferencesConfig
-    measures: ClassVar[Counts] = dict.fromkeys(MEASURES, count_one)
+    measures: ClassVar[Mapping[str, Callable[[EncodedSample], float]]] = dict.fromkeys(MEASURES, count_one)
     scores_first: ClassVar[bool] = False
 
     def complete(self, samples: Sequence[EncodedSample], sums: Tensor) -> Sequence[EncodedSample]:
@@ -143,9 +131,9 @@ class MarkedLoss(PairLoss):
     batch, at least 0 (z0 of the paper), is a number without gradient that all rewards are compared with.
     """
 
-    measures: ClassVar[Counts] = {
-        f"{REWARDS}chosen": _count_desired,
-        f"{REWARDS}rejected": _count_undesired,
+    measures: ClassVar[Mapping[str, Callable[[EncodedSample], float]]] = {
+        f"{REWARDS}chosen": lambda sample: float(bool(sample.desired)),
+        f"{REWARDS}rejected": lambda sample: float(not sample.desired),
         f"{REWARDS}accuracies": count_one,
         f"{REWARDS}kl": count_one,
     }
