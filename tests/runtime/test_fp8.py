@@ -229,7 +229,7 @@ def test_compiled_products_are_those_of_eager_layers(defers: bool) -> None:
         with gradients.deferring() if defers else nullcontext():
             output.sum().backward()
         accumulate(gradients.take())
-        with torch.no_grad(), gradients_aside(net):
+        with torch.no_grad(), gradients_aside(net.parameters()):
             again = run(rows)
         found.append([output, again, rows.grad, *(weight.grad for weight in net.parameters())])
     for mine, own in zip(*found, strict=True):

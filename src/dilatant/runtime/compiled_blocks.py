@@ -8,7 +8,7 @@ torch's compiler are used in this file only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -104,7 +104,7 @@ class CompiledBlocks:
             options = settings if backend == "inductor" else None
             plain = MethodType(own.forward, block)
             compiled = torch.compile(plain, dynamic=True, backend=backend, options=options)
-            made = _Block(block, own, plain, compiled, self._give_up, self._break, eager)
+            made = _Block(tuple(block.parameters()), own, plain, compiled, self._give_up, self._break, eager)
             self._blocks[block] = block.__dict__[_BLOCK] = made
             block.__class__ = mixed(own, Compiled)
             recompute(block, how)
@@ -150,9 +150,9 @@ class CompiledBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The forwards of one `block` of class `kind`; `compiled` is not called once the class is among `eager`."""
+    """The forwards of one block of class `kind`; `compiled` is not called once the class is among `eager`."""
 
-    block: nn.Module
+    weights: tuple[nn.Parameter, ...]
     kind: type[nn.Module]
     plain: Callable[..., Any]
     compiled: Callable[..., Any]
@@ -165,7 +165,7 @@ class _Block:
             return self.plain(*args, **kwargs)
         before = dict(counters["graph_break"])
         try:
-            with compiler_settings(), gradients_aside(self.block):
+            with compiler_settings(), gradients_aside(self.weights):
                 output = self.compiled(*args, **kwargs)
         except COMPILER_ERRORS as error:
             self.give_up(self.kind, _first_line(error))
@@ -187,12 +187,12 @@ def compiler_settings() -> Iterator[None]:
 
 
 @contextmanager
-def gradients_aside(module: nn.Module) -> Iterator[None]:
-    """Context in which the weights of `module` have no gradients; those from before are back behind it.
+def gradients_aside(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which `weights` have no gradients; those from before are back behind it.
 
     A graph ends at each weight that has a gradient of another dtype: what was compiled later than the first gradients
     of a step ran in pieces, which round otherwise."""
-    before = [(weight, weight.grad) for weight in module.parameters() if weight.requires_grad]
+    before = [(weight, weight.grad) for weight in weights if weight.requires_grad]
     for weight, _ in before:
         weight.grad = None
     try:

@@ -184,7 +184,7 @@ class Executor:
                 continue
             compiled.is_warm = True
             try:
-                with gradients_aside(stage.module), stage.gradients.deferring():
+                with gradients_aside(stage.module.parameters()), stage.gradients.deferring():
                     torch.autograd.backward(ends, [torch.zeros_like(end) for end in ends])
             except COMPILER_ERRORS as error:
                 compiled.give_up(error)
