@@ -27,11 +27,12 @@ class _Book:
 
     def __init__(self, limit: float | None = 0.5, on_nonfinite: str = "skip") -> None:
         self.calls: list[Any] = []
-        train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite, schedule="its schedule")
+        train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite)
         runtime = SimpleNamespace(
             clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
             execute=self.execute,
             unfinished=SimpleNamespace(forget=lambda: None),
+            model=SimpleNamespace(language=SimpleNamespace(pair_loss=None)),
             owned=SimpleNamespace(gather=lambda: self.calls.append("gather")),
         )
         config = SimpleNamespace(train=train, seed=3, data=SimpleNamespace(template_date="2026-11-26"))
@@ -57,7 +58,7 @@ class _Book:
             _skipped_updates=0,
             _half_updated=False,
             is_torn=False,
-            _schedule=None,
+            _schedule="its schedule",
             _gate=None,
             _voted=None,
             _began=0.0,
@@ -116,8 +117,8 @@ def test_nonfinite_update_is_skipped_and_the_step_counted(loss: float, norm: flo
 
 def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     book = _Book()
-    monkeypatch.setattr(room, "rate_factor", lambda *given: ("rate", *given))
-    monkeypatch.setattr(room, "set_rate_factor", lambda optimizer, rate: book.calls.append(rate))
+    monkeypatch.setattr(room, "rate_factor", lambda *given: book.calls.append(("factor", *given)) or 0.5)
+    monkeypatch.setattr(room, "set_rate_factor", lambda optimizer, rate: book.calls.append(("rate", rate)))
     monkeypatch.setattr(room, "seed_step", lambda *given: book.calls.append(("seed", *given)))
 
     class OneStep:
@@ -128,7 +129,8 @@ def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pyte
             return SimpleNamespace(batch=SimpleNamespace(samples="samples", position="after", slowest={}), step="step")
 
     assert book.trainer._train_step(OneStep(), lambda: False) == ("metrics", False)
-    assert book.calls[:3] == [("rate", "its schedule", 4, 9), ("seed", 3, 4), ("execute", "samples", "step", 4)]
+    rate = [("factor", "its schedule", 4, 9), ("rate", 0.5)]
+    assert book.calls[:4] == [*rate, ("seed", 3, 4), ("execute", "samples", "step", 4)]
 
 
 def test_resume_restores_moments_position_and_bad_samples(monkeypatch: pytest.MonkeyPatch) -> None:
