@@ -245,7 +245,7 @@ def decoded_and_needed(blend: Blend, encoding: Encoding, steps: int) -> tuple[in
             draws(sampler, sampler.start(), 0, steps),
             source,
             planner.plan_step,
-            lambda step, needs=needs: needs.of(step.assignment),
+            needs.of,
         ) as feed:
             batches = [one.batch for one in feed]
         decoded += source.images
