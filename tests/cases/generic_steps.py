@@ -228,7 +228,8 @@ def step_in_transformers(case: GenericCase) -> tuple[float, dict[str, Tensor], d
     targets = sum(sample.target_tokens for sample in samples)
     total = 0.0
     for sample in samples:
-        logits = theirs(**inputs_of(case.family, sample, case.dtype)).logits[0, :-1].float()
+        logits = theirs(**inputs_of(case.family, sample, case.dtype)).logits[0, :-1]
+        logits = logits.to(torch.promote_types(case.dtype, torch.float32))
         labels = torch.as_tensor(sample.labels)[1:]
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / targets
         loss.backward()

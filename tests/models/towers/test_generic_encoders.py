@@ -202,3 +202,10 @@ def test_only_whole_blocks_record_their_hidden_states() -> None:
     blocks = held_blocks(unit.model.get_submodule(unit.structure.blocks))
     assert [len(capturing_hooks(block)) for block in blocks] == [1] * 3
     assert not any(capturing_hooks(one) for block in blocks for one in block.modules() if one is not block)
+
+
+def test_a_table_that_is_read_before_the_blocks_is_before_them() -> None:
+    """Voxtral reads the weights of its positions, which are frozen, and does not call their module."""
+    unit = opened(GenericCase("voxtral", (0,)), "meta").units["audio"]
+    layers = {weight.layer for weight in unit.weights if "embed_positions" in weight.key}
+    assert layers == {"audio.embedding"}

@@ -170,11 +170,11 @@ def _unused_parameters(of: _Skeleton, input_name: str, row_shape: tuple[int, ...
     )
 
 
-def leaves_of(output: Tensor) -> set[int]:
-    """Return the ids of the leaf tensors from which a tensor was computed."""
+def leaves_of(*outputs: Tensor) -> set[int]:
+    """Return the ids of the leaf tensors from which tensors were computed."""
     leaves: set[int] = set()
     seen: set[Any] = set()
-    waiting = [output.grad_fn]
+    waiting = [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

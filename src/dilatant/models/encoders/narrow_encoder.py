@@ -216,21 +216,30 @@ def _with_noise(
 
 @torch.no_grad()
 def in_order(shapes: FeatureShapes, layout: Layout) -> Structure:
-    """Return the narrow encoder's structure; modules that run before the first block are `before`, others `after`."""
+    """Return the narrow encoder's structure; modules that run, or whose weights are read (a table of positions), before
+    the first block are `before`, others `after`."""
     model, structure = narrow_encoder(shapes)
     assert structure is not None
     around = (*structure.before, *structure.after)
     modules = {path: getattr(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in around}
-    ran: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, path=path: ran.append(path))
-        for path, module in {**modules, _BLOCK: model.get_submodule(f"{structure.blocks}.0")}.items()
-        if isinstance(module, nn.Module)
-    ]
-    shapes.rows(model, layout)
-    for handle in handles:
-        handle.remove()
-    before = {*ran[: ran.index(_BLOCK)]}
+    modules = {path: module for path, module in modules.items() if isinstance(module, nn.Module)}
+    before: set[str] = set()
+    entered: list[Any] = []  # what the first block gets
+    frozen = [each for module in modules.values() for each in module.parameters() if not each.requires_grad]
+    with ExitStack() as closing:
+        for each in frozen:  # tables of sines are, and no graph shows who reads them
+            each.requires_grad_(each.is_floating_point())
+            closing.callback(each.requires_grad_, False)
+        for path, module in modules.items():
+            hook = module.register_forward_pre_hook(lambda *_, path=path: None if entered else before.add(path))
+            closing.callback(hook.remove)
+        first = model.get_submodule(f"{structure.blocks}.0")
+        hook = first.register_forward_pre_hook(lambda _, *given: entered.extend(given), with_kwargs=True)
+        closing.callback(hook.remove)
+        with torch.enable_grad():
+            shapes.rows(model, layout)
+        read = leaves_of(*_tensors_in(entered))
+    before |= {path for path, each in modules.items() if read & {id(weight) for weight in each.parameters()}}
     return replace(
         structure,
         before=tuple(path for path in around if path in before),
@@ -238,7 +247,11 @@ def in_order(shapes: FeatureShapes, layout: Layout) -> Structure:
     )
 
 
-_BLOCK = "a block"
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in inside for tensor in _tensors_in(each)]
 
 
 def unused_keys(shapes: FeatureShapes, layout: Layout) -> frozenset[str]:
