@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES, ONE
 from dilatant.config.files.own_files import require_plain
@@ -20,11 +23,18 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.limiting_links import link_reasons
+from dilatant.planning.limiting_links import device_reasons, link_reasons
 from dilatant.planning.measuring.attention_seconds import measured_attention
 from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
-from dilatant.planning.planning import PlannedRun, PlanningProblem, answer_why_not, searched_row_tokens, tried_schedules
+from dilatant.planning.planning import (
+    PlannedRun,
+    PlanningProblem,
+    answer_why_not,
+    scorer_of,
+    searched_row_tokens,
+    tried_schedules,
+)  # fmt: skip
 from dilatant.planning.problem.dense_rows import is_assumed
 from dilatant.report.gantt import predicted_chart
 from dilatant.report.pages.plan_page import write_plan_page
@@ -43,6 +53,7 @@ from dilatant.report.text.plan_summary import explain, why_not_text
 from dilatant.report.text.search_reasons import group_reasons, search_reasons
 from dilatant.report.text.wording import count_text, counted, listed, origin_text, percent_text, seconds_text
 from dilatant.runtime.precision import pick_device
+from dilatant.schedule.plan_scorer import step_costs
 
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None) -> TrainingPlan:
@@ -92,7 +103,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         global_batch=problem.global_batch,
         sizes=tuple(size_distribution(name, tokens[name]) for name in units),
         ratio=workload_ratio(units, planned.work, problem.global_batch, planned.stable),
-        memory=memory_use(winner, problem.model.spec, cluster, problem.target.rules),
+        memory=memory_use(winner, problem.model.spec, cluster, problem.target.rules, _without_buffers(planned)),
         candidates=compared_plans(result, cluster),
         lower_bound_seconds=result.lower_bound,
         proven=result.proven,
@@ -122,10 +133,25 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
     return replace(fixed_plan_report(report), reasons=(_members(planned, planned.chain),))
 
 
+def _without_buffers(planned: PlannedRun) -> NDArray[np.float64]:
+    """Return by rank the peak bytes of a step that holds nothing only while a stage runs or sums its gradients."""
+    problem, winner = planned.problem, planned.result.winner
+    own = step_costs(winner.plan, problem.model.spec, problem.costs, problem.target.cluster, problem.target.rules)
+    names = ("transient_bytes", "late_bytes", "sum_bytes")
+    nothing = {name: np.zeros_like(getattr(own.stages, name)) for name in names}
+    score = scorer_of(problem, winner.score.schedule or None)
+    steps = score.steps(
+        winner.plan, winner.num_microbatches, winner.row_tokens,
+        costs=replace(own, stages=replace(own.stages, **nothing)),
+    )  # fmt: skip
+    return np.max([peaks for step in steps if (peaks := step.timeline.peak_bytes) is not None], axis=0)
+
+
 def _reasons(planned: PlannedRun) -> tuple[str, ...]:
     """Return why the search chose its plan, from the plan's shape to how sure the search is."""
     first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
-    more = *planned.rows, *link_reasons(planned), *_decoding(planned), *_compared(planned.problem)
+    limits = *device_reasons(planned), *link_reasons(planned), *_decoding(planned)
+    more = *planned.rows, *limits, *_compared(planned.problem)
     return (first, *_groups(planned), *_data_parallel(planned), *reasons, *more, last)
 
 
@@ -250,12 +276,10 @@ def _data_parallel(planned: PlannedRun) -> list[str]:
     divided = sum(target.rules.shared(layer.held_trained(ONE), True, name) for name, layer in layers)
     among = 1 if target.rules.zero == "none" else target.cluster.num_devices
     held, room = state - divided * (1.0 - 1.0 / among), target.cluster.bytes_per_device
-    if held < room:
-        return []
-    return [
-        f"Data parallelism alone does not fit: weights and their state take {bytes_text(held)} of {bytes_text(room)} "
-        "on each device."
-    ]
+    takes = f"weights and their state take {bytes_text(held)} of {bytes_text(room)} on each device"
+    if held >= room:
+        return [f"Data parallelism alone does not fit: {takes}."]
+    return [f"No plan with data parallelism alone was simulated that fits: {takes}, and activations the rest."]
 
 
 def _searched(planned: PlannedRun) -> str:
@@ -270,8 +294,8 @@ def _searched(planned: PlannedRun) -> str:
     known = {result.winner.zero, *(group.zero for group in result.groups)}
     zeros = [zero for zero in ZEROS if zero in known]
     return (
-        f"equal pipelines, {', '.join(degrees)}, {cut}, schedule {either(tried_schedules(problem))}, "
-        f"zero {either(zeros)}"
+        f"equal pipelines cut where work is most even, {', '.join(degrees)}, {cut}, "
+        f"schedule {either(tried_schedules(problem))}, zero {either(zeros)}"
     )
 
 
