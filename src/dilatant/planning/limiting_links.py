@@ -1,4 +1,5 @@
-"""Links and parts of a device that limit a step: the step is simulated again where they take no time."""
+"""What limits a step: it is simulated again with links, arithmetic or memory bandwidth that take no time, or without
+buffers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.cost.hardware import Hardware, Link
 from dilatant.plan.cluster import Cluster
@@ -45,23 +49,34 @@ def device_reasons(planned: PlannedRun) -> list[str]:
     problem, plan, simulated = planned.problem, planned.result.winner.plan, _simulated(planned)
     target, spec = problem.target, problem.model.spec
     hardware, cluster = target.hardware, target.cluster
-    fast = replace(hardware, peak_flops=dict.fromkeys(hardware.peak_flops, math.inf))
     modelled = {
-        "arithmetic": (remodelled(problem, fast), cluster),
-        "memory bandwidth": (
-            remodelled(problem, replace(hardware, bandwidth=math.inf)), replace(cluster, memory_bandwidth=math.inf)
-        ),
-    }  # fmt: skip
-    if any(own is problem for own, _ in modelled.values()):
+        "arithmetic": (replace(hardware, peak_flops=dict.fromkeys(hardware.peak_flops, math.inf)), cluster),
+        "memory bandwidth": (replace(hardware, bandwidth=math.inf), replace(cluster, memory_bandwidth=math.inf)),
+    }
+    free = {name: (remodelled(problem, device), machine) for name, (device, machine) in modelled.items()}
+    if any(own is problem for own, _ in free.values()):
         return []
 
     def seconds(own: PlanningProblem, machine: Cluster) -> float:
         return simulated(step_costs(plan, spec, own.costs, machine, target.rules))
 
     whole = seconds(problem, cluster)
-    shares = {name: 1.0 - seconds(*free) / whole for name, free in modelled.items()}
+    shares = {name: 1.0 - seconds(*own) / whole for name, own in free.items()}
     texts = [f"{name} {percent_text(share)}" for name, share in sorted(shares.items(), key=lambda one: -one[1])]
     return [f"Of the step, each device's {listed(texts)}: so much shorter would it be if these took no time."]
+
+
+def peaks_without_buffers(planned: PlannedRun) -> NDArray[np.float64]:
+    """Return by rank the peak bytes of a step that holds nothing only while a stage runs or sums its gradients."""
+    problem, winner = planned.problem, planned.result.winner
+    own = step_costs(winner.plan, problem.model.spec, problem.costs, problem.target.cluster, problem.target.rules)
+    names = ("transient_bytes", "late_bytes", "sum_bytes")
+    kept = replace(own.stages, **{name: np.zeros_like(getattr(own.stages, name)) for name in names})
+    steps = scorer_of(problem, winner.score.schedule or None).steps(
+        winner.plan, winner.num_microbatches, winner.row_tokens, costs=replace(own, stages=kept)
+    )
+    found = [peaks for step in steps if (peaks := step.timeline.peak_bytes) is not None]
+    return np.asarray(np.max(found, axis=0))
 
 
 def _simulated(planned: PlannedRun) -> Callable[[StepCosts], float]:
@@ -69,11 +84,8 @@ def _simulated(planned: PlannedRun) -> Callable[[StepCosts], float]:
     problem, winner = planned.problem, planned.result.winner
     step = problem.samples.first(problem.global_batch)
     scorer = replace(scorer_of(problem, winner.score.schedule or None), workload=step)
-
-    def seconds(costs: StepCosts) -> float:
-        return scorer.steps(winner.plan, winner.num_microbatches, winner.row_tokens, costs=costs)[0].seconds
-
-    return seconds
+    asked = winner.plan, winner.num_microbatches, winner.row_tokens
+    return lambda costs: scorer.steps(*asked, costs=costs)[0].seconds
 
 
 def _inside(hardware: Hardware) -> str:

@@ -6,9 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES, ONE
 from dilatant.config.files.own_files import require_plain
@@ -23,18 +20,11 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.limiting_links import device_reasons, link_reasons
+from dilatant.planning.limiting_links import device_reasons, link_reasons, peaks_without_buffers
 from dilatant.planning.measuring.attention_seconds import measured_attention
 from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
-from dilatant.planning.planning import (
-    PlannedRun,
-    PlanningProblem,
-    answer_why_not,
-    scorer_of,
-    searched_row_tokens,
-    tried_schedules,
-)  # fmt: skip
+from dilatant.planning.planning import PlannedRun, PlanningProblem, answer_why_not, searched_row_tokens, tried_schedules
 from dilatant.planning.problem.dense_rows import is_assumed
 from dilatant.report.gantt import predicted_chart
 from dilatant.report.pages.plan_page import write_plan_page
@@ -53,7 +43,6 @@ from dilatant.report.text.plan_summary import explain, why_not_text
 from dilatant.report.text.search_reasons import group_reasons, search_reasons
 from dilatant.report.text.wording import count_text, counted, listed, origin_text, percent_text, seconds_text
 from dilatant.runtime.precision import pick_device
-from dilatant.schedule.plan_scorer import step_costs
 
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCosts | None = None) -> TrainingPlan:
@@ -103,7 +92,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         global_batch=problem.global_batch,
         sizes=tuple(size_distribution(name, tokens[name]) for name in units),
         ratio=workload_ratio(units, planned.work, problem.global_batch, planned.stable),
-        memory=memory_use(winner, problem.model.spec, cluster, problem.target.rules, _without_buffers(planned)),
+        memory=memory_use(winner, problem.model.spec, cluster, problem.target.rules, peaks_without_buffers(planned)),
         candidates=compared_plans(result, cluster),
         lower_bound_seconds=result.lower_bound,
         proven=result.proven,
@@ -131,20 +120,6 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
     if planned.chain is None:
         return report
     return replace(fixed_plan_report(report), reasons=(_members(planned, planned.chain),))
-
-
-def _without_buffers(planned: PlannedRun) -> NDArray[np.float64]:
-    """Return by rank the peak bytes of a step that holds nothing only while a stage runs or sums its gradients."""
-    problem, winner = planned.problem, planned.result.winner
-    own = step_costs(winner.plan, problem.model.spec, problem.costs, problem.target.cluster, problem.target.rules)
-    names = ("transient_bytes", "late_bytes", "sum_bytes")
-    nothing = {name: np.zeros_like(getattr(own.stages, name)) for name in names}
-    score = scorer_of(problem, winner.score.schedule or None)
-    steps = score.steps(
-        winner.plan, winner.num_microbatches, winner.row_tokens,
-        costs=replace(own, stages=replace(own.stages, **nothing)),
-    )  # fmt: skip
-    return np.max([peaks for step in steps if (peaks := step.timeline.peak_bytes) is not None], axis=0)
 
 
 def _reasons(planned: PlannedRun) -> tuple[str, ...]:
