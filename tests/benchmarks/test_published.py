@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks.papers.corpus.predictions import predicted_bytes, predicted_seconds
+from benchmarks.papers.corpus.predictions import corpus_report, predicted_bytes, predicted_seconds
 from benchmarks.papers.corpus.rows import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from benchmarks.papers.planner import cuts_by_work, even_chain
 from dilatant.cost.hardware import load_hardware
@@ -85,6 +87,18 @@ def test_runs_that_nothing_was_fitted_to_are_predicted_near(runs):
     off = [abs(predicted_seconds(run) / run.seconds - 1.0) for run in own]
     assert len(own) >= 8
     assert np.mean(off) < 0.11  # 10.4 percent of this fourteenth, 7 of all (docs/results.md)
+
+
+@needs_corpus
+def test_distances_are_told_by_size_length_degrees_and_devices(runs):
+    own = [run for run in runs if run.source == "bloom-prequel"]
+    found = corpus_report(own, [1.25 * run.seconds for run in own], Console(file=io.StringIO()))
+    assert all(one["mean_distance"] == pytest.approx(0.25) for one in found)
+    counts = {one["runs"]: one["number"] for one in found}
+    for kind in ("source: ", "GPU: ", "tokens: ", "weights in billions: ", "devices: ", "tp "):
+        assert sum(number for name, number in counts.items() if name.startswith(kind)) == len(own)
+    assert counts["weights in billions: more"] > 0  # of 176B and more, on up to 384 GPUs
+    assert counts["devices: more"] > counts.get("devices: up to 8", 0)
 
 
 @needs_corpus

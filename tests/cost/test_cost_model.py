@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import replace
@@ -250,6 +251,12 @@ def test_shipped_hardware_is_complete_and_names_its_source():
         assert name == "CPU" or 1.25e9 <= hardware.between.bandwidth / hardware.ports <= 100e9
         assert hardware.flops("float32") > 0
         assert hardware.inside.latency > 0
+        peaks = [hardware.peak_flops[kind] for kind in ("bfloat16", "float8", "float4") if kind in hardware.peak_flops]
+        assert name == "CPU" or all(more > 1.5 * less for less, more in itertools.pairwise(peaks))
+    assert {name for name in shipped if "float4" in load_hardware(name).peak_flops} == {
+        "B200", "GB200", "B300", "GB300", "MI355X", "RTX 5090",
+    }  # fmt: skip
+    assert {name for name in shipped if load_hardware(name).domain} == {"GB200", "GB300"}
 
 
 def test_every_mistake_in_a_hardware_file_is_named(tmp_path):

@@ -40,6 +40,6 @@ def test_modelled_activations_are_those_that_autograd_keeps(family, name):
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         block(rows, position_embeddings=turns)
     kept = sum(storage.nbytes() for storage in held.values()) / TOKENS / 2
-    norms = _norms([block], HEADS * SIZE, KEY_VALUE_HEADS * SIZE)
+    norms = _norms([block], HEADS * SIZE, KEY_VALUE_HEADS * SIZE, INNER)
     modelled = block_shape(WIDTH, INNER, HEADS, KEY_VALUE_HEADS, head_size=SIZE, norms=norms).kept
     assert modelled == pytest.approx(kept, rel=0.03)

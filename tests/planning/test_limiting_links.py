@@ -1,40 +1,22 @@
-"""The plan says which link limits its step, and which messages: those of the one link that was made slow."""
+"""The plan says what limits its step: the one link, with its messages, or the part of a device that was made slow."""
 
 from __future__ import annotations
 
-from importlib.resources import files
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from cases.tiny_project import tiny_config, write_images
-from dilatant.config import load_config
+from cases.planning.drawn_hardware import SLOW, problem_on
 from dilatant.plan.search.why_not import parse_asked_layout
-from dilatant.planning.assemble import assemble_samples
-from dilatant.planning.limiting_links import link_reasons
-from dilatant.planning.planning import plan_like, planning_problem
-
-FAST = {"bandwidth": 1e15, "latency": 0.0}
-SLOW = {"bandwidth": 1e6, "latency": 0.0}
+from dilatant.planning.limiting_links import device_reasons, link_reasons
+from dilatant.planning.planning import PlannedRun, plan_like
 
 
-def said_of(folder: Path, layout: str, nodes: int = 2, per_node: int = 1, **links: Any) -> str:
-    """What is said of the fastest plan like `layout` on H100 with these links, the others being fast."""
-    write_images(folder, 8)
-    shipped = yaml.safe_load((files("dilatant.cost") / "hardware.yaml").read_text(encoding="utf-8"))
-    entry = shipped["H100"] | {"inside": FAST, "between": FAST} | links
-    (folder / "hardware.yaml").write_text(yaml.safe_dump({"drawn": entry}), encoding="utf-8")
-    tree = tiny_config()
-    tree["model"]["language_model"]["config"] |= {"num_hidden_layers": 2, "num_key_value_heads": 2}
-    cluster = {"hardware": "drawn", "hardware_file": "hardware.yaml", "nodes": nodes, "gpus_per_node": per_node}
-    tree |= {"cluster": cluster, "debug": {"planned_steps": 1}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    config = load_config(folder / "config.yaml")
-    problem = planning_problem(config, assemble_samples(config))
-    (sentence,) = link_reasons(plan_like(problem, parse_asked_layout(layout, ["vision", "language"])))
-    return sentence
+def planned_on(folder: Path, layout: str, nodes: int = 2, per_node: int = 1, **changes: Any) -> PlannedRun:
+    """The fastest plan like `layout`."""
+    return plan_like(problem_on(folder, nodes, per_node, **changes), parse_asked_layout(layout, ["vision", "language"]))
 
 
 @pytest.mark.parametrize(
@@ -47,11 +29,26 @@ def said_of(folder: Path, layout: str, nodes: int = 2, per_node: int = 1, **link
     ],
 )
 def test_the_slow_link_and_its_messages_are_named(tmp_path, layout, shape, slow, name, message) -> None:
-    said = said_of(tmp_path, layout, *shape, **{slow: SLOW})
+    (said,) = link_reasons(planned_on(tmp_path, layout, *shape, **{slow: SLOW}))
     assert said.startswith(f"Links make the step longer: {name} by ")
     assert said.partition("(")[2].startswith(message)
     assert said.count(" by ") == 1  # the fast link is not named
 
 
 def test_fast_links_limit_nothing(tmp_path) -> None:
-    assert said_of(tmp_path, "language: {replicas: 2, pp: 1}").startswith("No link limits the step")
+    (said,) = link_reasons(planned_on(tmp_path, "language: {replicas: 2, pp: 1}"))
+    assert said.startswith("No link limits the step")
+
+
+@pytest.mark.parametrize(
+    ("slow", "order"),
+    [
+        ({"bandwidth": 1e6}, ("memory bandwidth", "arithmetic")),
+        ({"matmul_efficiency": 1e-6, "attention": {}}, ("arithmetic", "memory bandwidth")),
+    ],
+)
+def test_the_slow_part_of_a_device_is_named_first(tmp_path, slow, order) -> None:
+    (said,) = device_reasons(planned_on(tmp_path, "language: {replicas: 2, pp: 1}", **slow))
+    first, share, second = re.match("Of the step, each device's (.*?) ([0-9.]+) % and (.*?) [0-9.]+ %: ", said).groups()
+    assert (first, second) == order
+    assert float(share) > 90

@@ -72,13 +72,16 @@ def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: C
     groups: dict[tuple[str, str], list[int]] = {}
     for number, run in enumerate(runs):
         part = "held out" if run.held_out else "fitted on"
-        context = next(size for size in (2048, 4096, 8192, 1 << 30) if run.tokens <= size)
+        weights = sum(part.count * part.shape.parameters for part in run.parts)
+        devices = run.tp * run.cp * run.pp * run.dp
         for kind in (
             "all" + run.label,
             f"source: {run.source}{run.label}",
             f"GPU: {run.gpus}{run.label}",
             f"{run.source} on {run.gpus}{run.label}",
-            f"tokens: up to {context:,}{run.label}" if context < 1 << 30 else f"tokens: more{run.label}",
+            f"tokens: {_up_to(run.tokens, (2048, 4096, 8192))}{run.label}",
+            f"weights in billions: {_up_to(weights / 1e9, (2, 10, 40))}{run.label}",
+            f"devices: {_up_to(devices, (8, 64, 256))}{run.label}",
             f"tp {run.tp}{run.label}",
         ):
             groups.setdefault((part, kind), []).append(number)
@@ -99,6 +102,11 @@ def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: C
         found.append({"part": part, "runs": kind, **dict(zip(names, figures, strict=True))})
     console.print(table)
     return found
+
+
+def _up_to(value: float, limits: Sequence[int]) -> str:
+    """Return the first of these limits that the value keeps, in words."""
+    return next((f"up to {limit:,}" for limit in limits if value <= limit), "more")
 
 
 LAYOUTS = 6

@@ -142,8 +142,12 @@ REASONS = (
     "published speed.",
     "Fitted on fms-fsdp alone (the rows): three quarters of its eight runs recompute an unknown part of their blocks,"
     " and traffic is 4 % of a step, so its factors mean nothing elsewhere.",
+    "Before attention, elementwise traffic, hosts and updates had terms of their own (25 November), mean distances "
+    "were: llm-foundry 24.5 %, torchtitan 34 %, fms-fsdp 10 %, internevo 7.7 %, bloom-prequel 24.7 %, "
+    "nanotron-ultrascale, contradicted rows included, 44 %, dense rows in FP8 65 %.",
 )
-"""Why predictions of some rows are far from their measurement: the row, the program that ran, or the model."""
+"""Why predictions of some rows are far from their measurement: the row, the program that ran, or the model; and how far
+they once were."""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,16 +1,22 @@
-"""Links that limit a step, and their messages: the step is simulated again with links that take no time."""
+"""What limits a step: it is simulated again with links, arithmetic or memory bandwidth that take no time, or without
+buffers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dilatant.cost.hardware import Hardware, Link
+from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.sync_time import sync_seconds
-from dilatant.planning.planning import PlannedRun, scorer_of
+from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of
 from dilatant.planning.remodelled import remodelled
 from dilatant.report.text.wording import listed, percent_text
 from dilatant.schedule.plan_scorer import step_costs
@@ -38,6 +44,50 @@ def link_reasons(planned: PlannedRun) -> list[str]:
     return [f"Links make the step longer: {listed(texts)}."]
 
 
+def device_reasons(planned: PlannedRun) -> list[str]:
+    """Say how much of a step the devices' arithmetic and their memory bandwidth take; nothing for measured layers."""
+    problem, plan, simulated = planned.problem, planned.result.winner.plan, _simulated(planned)
+    target, spec = problem.target, problem.model.spec
+    hardware, cluster = target.hardware, target.cluster
+    modelled = {
+        "arithmetic": (replace(hardware, peak_flops=dict.fromkeys(hardware.peak_flops, math.inf)), cluster),
+        "memory bandwidth": (replace(hardware, bandwidth=math.inf), replace(cluster, memory_bandwidth=math.inf)),
+    }
+    free = {name: (remodelled(problem, device), machine) for name, (device, machine) in modelled.items()}
+    if any(own is problem for own, _ in free.values()):
+        return []
+
+    def seconds(own: PlanningProblem, machine: Cluster) -> float:
+        return simulated(step_costs(plan, spec, own.costs, machine, target.rules))
+
+    whole = seconds(problem, cluster)
+    shares = {name: 1.0 - seconds(*own) / whole for name, own in free.items()}
+    texts = [f"{name} {percent_text(share)}" for name, share in sorted(shares.items(), key=lambda one: -one[1])]
+    return [f"Of the step, each device's {listed(texts)}: so much shorter would it be if these took no time."]
+
+
+def peaks_without_buffers(planned: PlannedRun) -> NDArray[np.float64]:
+    """Return by rank the peak bytes of a step that holds nothing only while a stage runs or sums its gradients."""
+    problem, winner = planned.problem, planned.result.winner
+    own = step_costs(winner.plan, problem.model.spec, problem.costs, problem.target.cluster, problem.target.rules)
+    names = ("transient_bytes", "late_bytes", "sum_bytes")
+    kept = replace(own.stages, **{name: np.zeros_like(getattr(own.stages, name)) for name in names})
+    steps = scorer_of(problem, winner.score.schedule or None).steps(
+        winner.plan, winner.num_microbatches, winner.row_tokens, costs=replace(own, stages=kept)
+    )
+    found = [peaks for step in steps if (peaks := step.timeline.peak_bytes) is not None]
+    return np.asarray(np.max(found, axis=0))
+
+
+def _simulated(planned: PlannedRun) -> Callable[[StepCosts], float]:
+    """Return the function that simulates the winner's first step under given costs, in seconds."""
+    problem, winner = planned.problem, planned.result.winner
+    step = problem.samples.first(problem.global_batch)
+    scorer = replace(scorer_of(problem, winner.score.schedule or None), workload=step)
+    asked = winner.plan, winner.num_microbatches, winner.row_tokens
+    return lambda costs: scorer.steps(*asked, costs=costs)[0].seconds
+
+
 def _inside(hardware: Hardware) -> str:
     """Return the name of the links inside a node, by the hardware's data sheet."""
     kind = next((word for word in ("NVLink", "Infinity Fabric", "PCIe") if word in hardware.source), "the links")
@@ -47,14 +97,8 @@ def _inside(hardware: Hardware) -> str:
 def _saved(planned: PlannedRun, link: str) -> dict[str, float]:
     """Return by kind of message, largest first, the share of a step that is saved if they took no time on this link, a
     field of `Cluster`; under "" for all of them together."""
-    problem, winner = planned.problem, planned.result.winner
-    target, plan, spec = problem.target, winner.plan, problem.model.spec
-    step = problem.samples.first(problem.global_batch)
-    scorer = replace(scorer_of(problem, winner.score.schedule or None), workload=step)
-
-    def seconds(costs: StepCosts) -> float:
-        return scorer.steps(plan, winner.num_microbatches, winner.row_tokens, costs=costs)[0].seconds
-
+    problem, plan, seconds = planned.problem, planned.result.winner.plan, _simulated(planned)
+    target, spec = problem.target, problem.model.spec
     free: dict[str, Any] = {link: Link(math.inf)}
     cluster, rules = replace(target.cluster, **free), target.rules
     own = step_costs(plan, spec, problem.costs, target.cluster, rules)

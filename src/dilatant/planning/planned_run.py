@@ -20,7 +20,7 @@ from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
 from dilatant.planning.layout import TrainingPlan
-from dilatant.planning.limiting_links import link_reasons
+from dilatant.planning.limiting_links import device_reasons, link_reasons, peaks_without_buffers
 from dilatant.planning.measuring.attention_seconds import measured_attention
 from dilatant.planning.measuring.layer_costs import degrees_of, described_costs
 from dilatant.planning.plan_advice import plan_advice
@@ -92,7 +92,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         global_batch=problem.global_batch,
         sizes=tuple(size_distribution(name, tokens[name]) for name in units),
         ratio=workload_ratio(units, planned.work, problem.global_batch, planned.stable),
-        memory=memory_use(winner, problem.model.spec, cluster, problem.target.rules),
+        memory=memory_use(winner, problem.model.spec, cluster, problem.target.rules, peaks_without_buffers(planned)),
         candidates=compared_plans(result, cluster),
         lower_bound_seconds=result.lower_bound,
         proven=result.proven,
@@ -125,7 +125,8 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
 def _reasons(planned: PlannedRun) -> tuple[str, ...]:
     """Return why the search chose its plan, from the plan's shape to how sure the search is."""
     first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
-    more = *planned.rows, *link_reasons(planned), *_decoding(planned), *_compared(planned.problem)
+    limits = *device_reasons(planned), *link_reasons(planned), *_decoding(planned)
+    more = *planned.rows, *limits, *_compared(planned.problem)
     return (first, *_groups(planned), *_data_parallel(planned), *reasons, *more, last)
 
 
@@ -250,12 +251,10 @@ def _data_parallel(planned: PlannedRun) -> list[str]:
     divided = sum(target.rules.shared(layer.held_trained(ONE), True, name) for name, layer in layers)
     among = 1 if target.rules.zero == "none" else target.cluster.num_devices
     held, room = state - divided * (1.0 - 1.0 / among), target.cluster.bytes_per_device
-    if held < room:
-        return []
-    return [
-        f"Data parallelism alone does not fit: weights and their state take {bytes_text(held)} of {bytes_text(room)} "
-        "on each device."
-    ]
+    takes = f"weights and their state take {bytes_text(held)} of {bytes_text(room)} on each device"
+    if held >= room:
+        return [f"Data parallelism alone does not fit: {takes}."]
+    return [f"No plan with data parallelism alone was simulated that fits: {takes}, and activations the rest."]
 
 
 def _searched(planned: PlannedRun) -> str:
@@ -270,8 +269,8 @@ def _searched(planned: PlannedRun) -> str:
     known = {result.winner.zero, *(group.zero for group in result.groups)}
     zeros = [zero for zero in ZEROS if zero in known]
     return (
-        f"equal pipelines, {', '.join(degrees)}, {cut}, schedule {either(tried_schedules(problem))}, "
-        f"zero {either(zeros)}"
+        f"equal pipelines cut where work is most even, {', '.join(degrees)}, {cut}, "
+        f"schedule {either(tried_schedules(problem))}, zero {either(zeros)}"
     )
 
 

@@ -115,10 +115,15 @@ def workload_ratio(
 
 
 def memory_use(
-    ranked: RankedPlan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
+    ranked: RankedPlan,
+    model: ModelSpec,
+    cluster: Cluster,
+    rules: ParameterBytes = BF16,
+    kept: Sequence[float] | None = None,
 ) -> tuple[MemoryUse, ...]:
     """Return peak memory by use, the maximum over all simulated steps, which decides whether plans fit. Ranks with the
-    same stages and peak form one entry. The reserve counts as used. Empty when no memory was simulated."""
+    same stages and peak form one entry. The reserve counts as used. Empty when no memory was simulated. kept: peaks of
+    the ranks without buffers, which are counted as activations if it is missing."""
     plan, peaks = ranked.plan, ranked.score.peak_bytes
     if not peaks:
         return ()
@@ -126,17 +131,20 @@ def memory_use(
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for rank, peak in zip(plan.ranks, peaks, strict=True):
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
+    without = dict(zip(plan.ranks, peaks if kept is None else kept, strict=True))
     uses = []
     shared_by = sharing(plan, model, rules)
     for (stages, peak), ranks in groups.items():
         own = cluster.at(ranks[0])
         reserved = {"reserve": round(own.reserve.total)} if own.reserve.total else {}
         fixed = _parameter_bytes(held[ranks[0]], model, rules, shared_by)
+        buffers = max(peak - round(without[ranks[0]]), 0)
+        fixed["activations"] = max(peak - buffers - sum(fixed.values()), 0)
         uses.append(
             MemoryUse(
                 ranks=tuple(ranks),
                 stages=stages,
-                bytes_by_use={**fixed, "activations": max(peak - sum(fixed.values()), 0), **reserved},
+                bytes_by_use={**fixed, **({"buffers": buffers} if buffers else {}), **reserved},
                 capacity_bytes=round(own.memory) if math.isfinite(own.memory) else peak,
             )
         )

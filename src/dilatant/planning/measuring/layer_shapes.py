@@ -4,6 +4,7 @@ device. Their work grows with the picture, not with the rows of the language mod
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import activations
 
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.adapters.lora import is_adapter
@@ -92,15 +94,18 @@ def _shape(entry: LayerType) -> LayerShape:
         return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
     heads, key_value_heads, size = _heads(entry)
     causal = entry.geometry is None
+    named = (each for module in modules for each in module.named_parameters())
+    # Of the feed-forward: one weight for queries, keys and values may be wider.
+    inner = max((max(one.shape) for name, one in named if not re.search("attn|attention", name)), default=width)
     shape = block_shape(
         width,
-        max((max(p.shape) for module in modules for p in module.parameters()), default=width),
+        inner,
         heads,
         key_value_heads,
         head_size=size,
         gated=any("gate" in name for module in modules for name, _ in module.named_parameters()),
         causal=causal,
-        norms=_norms(modules, heads * size, key_value_heads * size),
+        norms=_norms(modules, heads * size, key_value_heads * size, inner),
     )
     pairs = not any(word in entry.variant for word in _WITHOUT_PAIRS)
     return replace(
@@ -153,25 +158,32 @@ def _heads(entry: LayerType) -> tuple[int, int, int]:
     )
 
 
-def _norms(modules: list[nn.Module], query: int, key: int) -> tuple[float, float] | None:
+def _norms(modules: list[nn.Module], query: int, key: int, inner: int) -> tuple[float, float] | None:
     """Return the elements per token that a block's norms keep for the backward besides their outputs, and that they
-    read and write. None: none was found."""
-    kept, moved = 0.0, 0.0
+    read and write. Kept are also what scales of whole rows multiply, and what activations of `inner` elements keep
+    besides their input. None: no norm was found."""
+    kept, moved, more = 0.0, 0.0, 0.0
     for module in modules:
-        for path, norm in module.named_modules():
-            weight = getattr(norm, "weight", None)
-            if "norm" not in type(norm).__name__.lower() or weight is None or weight.dim() != 1:
+        for path, part in module.named_modules():
+            weight = getattr(part, "weight", None)
+            if "norm" not in type(part).__name__.lower() or weight is None or weight.dim() != 1:
+                own = part.named_parameters(recurse=False)
+                more += sum(one.numel() for name, one in own if one.dim() == 1 and name != "bias")
+                if type(part).__module__ == activations.__name__:
+                    more += inner * (_kept_by(part, inner) - 1.0)
+                if path.endswith(("qkv", "qkv_proj")):  # values keep the whole result, of which the rest is rotated
+                    more += query + key
                 continue
             name, elements = path.rpartition(".")[2], weight.numel()
             if name.startswith(("q_", "k_", "query_", "key_")):  # of every head
                 elements = query if name.startswith("q") else key
-            kept += elements * _kept_by(norm, weight.numel())
-            moved += elements * (2 if isinstance(norm, nn.LayerNorm | nn.RMSNorm) else 18)
-    return (kept, moved) if kept else None
+            kept += elements * _kept_by(part, weight.numel())
+            moved += elements * (2 if isinstance(part, nn.LayerNorm | nn.RMSNorm) else 18)
+    return (kept + more, moved) if kept else None
 
 
 def _kept_by(norm: nn.Module, size: int) -> float:
-    """Return the elements that a norm in bf16 keeps for its backward, per element of its input."""
+    """Return the elements that a norm or activation in bf16 keeps for its backward, per element of its input."""
     weights = {
         name: torch.empty_like(one, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for name, one in norm.named_parameters()

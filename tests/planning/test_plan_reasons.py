@@ -1,0 +1,66 @@
+"""A plan says by itself what experts ask first: why not plain data parallelism, how right such figures were, and which
+part of the memory is buffers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cases.planning.drawn_hardware import SLOW, problem_on
+from dilatant.cost.hardware import load_hardware
+from dilatant.plan.search.why_not import parse_asked_layout
+from dilatant.planning.planned_run import _compared, _data_parallel, plan_report
+from dilatant.planning.planning import plan_like, plan_run, planned_as
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    """A pipeline of two devices as the result of a search that had also timed two whole replicas."""
+    problem = problem_on(tmp_path_factory.mktemp("run"), 1, 2, inside=SLOW)
+    asked = ("language: {replicas: 1, pp: 2}", "language: {replicas: 2, pp: 1}")
+    chosen, whole = (plan_like(problem, parse_asked_layout(one, ["vision", "language"])).result.winner for one in asked)
+    result = plan_run(problem).result
+    return planned_as(problem, replace(result, winner=chosen, runners_up=(whole,), seconds=chosen.score.seconds), ())
+
+
+def test_why_not_data_parallelism_is_answered_unasked(pipeline):
+    (found,) = _data_parallel(pipeline)
+    (whole,) = pipeline.result.runners_up
+    more = 100.0 * (whole.score.seconds / pipeline.result.seconds - 1.0)
+    assert found.startswith("Data parallelism alone takes ")
+    assert f" {more:.0f} % more. " in found or f" {more:.1f} % more. " in found
+    assert not _data_parallel(replace(pipeline, result=replace(pipeline.result, winner=whole, runners_up=())))
+
+
+@pytest.mark.parametrize(
+    ("gib", "begins"), [(1e-6, "Data parallelism alone does not fit: "), (80, "No plan with data ")]
+)
+def test_memory_of_data_parallelism_that_was_not_timed_is_said(pipeline, gib, begins):
+    target = pipeline.problem.target
+    target = replace(target, cluster=replace(target.cluster, bytes_per_device=gib * 2.0**30))
+    problem, result = replace(pipeline.problem, target=target), replace(pipeline.result, runners_up=())
+    (found,) = _data_parallel(replace(pipeline, problem=problem, result=result))
+    assert found.startswith(begins)
+    assert "weights and their state take " in found
+
+
+def test_how_right_predictions_were_is_said_by_source(pipeline):
+    (unknown,) = _compared(pipeline.problem)
+    assert unknown.startswith("No published run on drawn was compared") == (
+        not pipeline.problem.target.hardware.compared
+    )
+    known = load_hardware("GB300")
+    (found,) = _compared(replace(pipeline.problem, target=replace(pipeline.problem.target, hardware=known)))
+    assert found.startswith("Modelled steps of published runs on GB300 are off by, in the mean: ")
+    assert all(source in found for source in known.compared)
+
+
+def test_buffers_are_apart_from_what_activations_keep(pipeline):
+    winner = pipeline.result.winner
+    peaks = dict(zip(winner.plan.ranks, winner.score.peak_bytes, strict=True))
+    for use in plan_report(pipeline, "test").memory:
+        assert use.bytes_by_use["buffers"] > 0
+        assert use.bytes_by_use["activations"] > 0
+        reserve = use.bytes_by_use.get("reserve", 0)
+        assert use.peak_bytes - reserve == pytest.approx(peaks[use.ranks[0]], abs=4)  # rounded use by use
