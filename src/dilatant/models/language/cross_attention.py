@@ -80,8 +80,8 @@ class CrossAttention(Extension):
         elif self.passes(span.first):
             assert forward.hidden is not None
             arrived = forward.hidden
-            places = (to_device(each.nonzero().squeeze(-1), arrived.device) for each in (~is_row, is_row))
-            forward.hidden, rows = (arrived[at] for at in places)
+            at = (to_device(each.nonzero().squeeze(-1), arrived.device) for each in (~is_row, is_row))
+            forward.hidden, rows = (arrived[each] for each in at)
         forward.state[self] = rows, is_row
         if not any(span.first <= block < span.end for block in self.blocks):
             return
