@@ -1,9 +1,10 @@
 """Seconds from the command to the first step, by phase, and the host memory of its processes, for several ranks.
 
-Runs `dilatant train examples/quickstart.yaml` for a few steps as it stands (three ranks), in one process and as 2 and 4
+Runs `dilatant train examples/quickstart.yaml` for a few steps as it stands (three ranks), in one process and as 4 and 8
 replicas on this machine. A phase lasts from its line on standard error to the next one. The first step includes the
 start of the data workers and the warm-up. Each turn also times a plain `import torch, transformers`: no command that
-trains can be quicker. Memory is proportional (a page that n processes share counts 1/n for each), read once after the
+trains can be quicker, and on a busy machine only the ratio of the two tells something (`load`: processes that want a
+core, before and after). Memory is proportional (a page that n processes share counts 1/n for each), read once after the
 first steps, of the command, the fork server, the ranks and the data workers.
 
     python -m benchmarks.models.startup --json benchmarks/results/startup.json
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -101,12 +103,12 @@ def train(ranks: int, data: Path, output: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, QUICKSTART, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, QUICKSTART, 4, 8])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     runs: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in options.ranks}
-    imports: list[float] = []
+    imports, load = list[float](), [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "digits"
         digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
@@ -132,7 +134,8 @@ def main() -> None:
         grown = sum(runs[most][-1]["mebibytes"]) - sum(runs[fewest][-1]["mebibytes"])
         print(f"each rank more takes {grown / (most - fewest):.0f} MiB")
     if options.json:
-        result = {"machine": machine(), "imports_seconds": imports, "runs": runs}
+        load.append(os.getloadavg()[0])
+        result = {"machine": machine(), "load": load, "imports_seconds": imports, "runs": runs}
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -21,6 +21,7 @@ from cases.engine_case import (
     OWN,
     OWN_LOSSES,
     UNDIVIDED,
+    WINDOWS,
     Case,
     build_model,
     build_samples,
@@ -54,6 +55,10 @@ def cases(
     families = sorted(set(LANGUAGE) - set(CHOOSES_EXPERTS if dtype == torch.bfloat16 else ()))
     language = draw(st.sampled_from(families))
     kinds = [draw(st.sampled_from(["linear_attention", "full_attention"])) for _ in range(language_layers)]
+    attention = draw(st.sampled_from([None, "causal", "bidirectional", "embedded"]))
+    attention = "causal" if language in HYBRIDS else attention
+    # The oracle's masks among media have no windows.
+    windows = WINDOWS.get(language, {}) if attention in (None, "causal") and draw(st.booleans()) else {}
     generators = tuple(
         (
             GENERATORS[index],
@@ -73,7 +78,7 @@ def cases(
     )
     case = Case(
         language=language,
-        settings={"layer_types": kinds} if language in HYBRIDS else {},
+        settings={"layer_types": kinds} if language in HYBRIDS else windows,
         language_layers=language_layers,
         tied=draw(st.booleans()),
         encoders=encoders,
@@ -85,9 +90,7 @@ def cases(
         placement="auto" if language in HYBRIDS else draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous"])),
         rows_of_piece=draw(st.sampled_from([None, 1, 2, 5])),
         row_multiple=draw(st.sampled_from([None, 4, 16])),
-        attention="causal"
-        if language in HYBRIDS
-        else draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
+        attention=attention,
         texts=texts,
         drawn=tuple(tuple(draw(st.sampled_from([0, 1, 1, 2])) for _ in generators) for _ in texts),
         plan=Plan(()),

@@ -40,6 +40,11 @@ LANGUAGE = {
                 "output_router_logits": True, "router_aux_loss_coef": 0.1},
     "qwen3_5_text": {"head_dim": 8, **_LINEAR},
 }  # fmt: skip
+WINDOWS = {
+    "mistral": {"sliding_window": 4},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+}
+"""Settings with which layers of a family attend within windows; of qwen3 all but the first."""
 HYBRIDS = ("qwen3_5_text", "qwen3_next")
 """Families with layers of linear attention, which parts samples of a row by plans alone."""
 CHOOSES_EXPERTS = ("mixtral",)

@@ -169,9 +169,15 @@ def opened(case: GenericCase, device: str) -> MultimodalModel:
 
 @st.composite
 def generic_cases(
-    draw: Any, families: Sequence[str], most_ranks: int, dtype: torch.dtype, lora: bool | None = None
+    draw: Any,
+    families: Sequence[str],
+    most_ranks: int,
+    dtype: torch.dtype,
+    lora: bool | None = None,
+    alike: bool = False,
 ) -> GenericCase:
-    """Draw any valid step of a model of one of `families`. lora: with adapters or without; None draws."""
+    """Draw any valid step of a model of one of `families`. lora: with adapters or without; None draws. alike: replicas
+    of a unit have the same stages."""
     family = draw(st.sampled_from(families))
     with_lora = draw(st.booleans()) if lora is None else lora
     (encoder,) = pretrained(family).family.towers
@@ -191,7 +197,7 @@ def generic_cases(
     if not degree_problems(model.language, tensor_plan(model.language), 2):
         degrees += [(2, 1), (2, 2)]
     feeds = dict(model.graph.feeds)
-    plan = draw_plan(draw, layers, feeds, most_ranks, degrees, 1, alike=False, by_items=frozenset({encoder}))
+    plan = draw_plan(draw, layers, feeds, most_ranks, degrees, 1, alike, by_items=frozenset({encoder}))
     samples = [samples_of(family)[number] for number in case.numbers]
     assignment = draw_assignment(draw, plan, samples)
     schedule = draw_schedule(draw, plan, assignment, trainability_of(plan, trainable_layers(model.units)))

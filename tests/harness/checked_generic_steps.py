@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from cases.generic_steps import GenericCase, opened, pretrained, samples_of, step_in_transformers
 from dilatant.comm.comm import Comm
+from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import slice_of
@@ -20,9 +22,11 @@ from harness.checked_steps import Allowed, assert_close, compiling_all
 from harness.worker_pool import Worker, WorkerPool
 
 
-def _step(worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero: Zero, nodes: int) -> Any:
+def _step(
+    worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero: Zero, nodes: int, shard: Mapping[str, Shard]
+) -> Any:
     comm = Comm(worker.store, worker.rank, worker.size)
-    layout = StateLayout(zero, [rank % nodes for rank in range(comm.size)])
+    layout = StateLayout(zero, [rank % nodes for rank in range(comm.size)], shard=shard)
     runtime = Runtime(
         opened(case, "meta"),
         case.plan,
@@ -47,8 +51,10 @@ def _step(worker: Worker, case: GenericCase, weights: Mapping[str, Tensor], zero
     return result.loss, found, norm
 
 
-def check_generic_case(workers: WorkerPool, case: GenericCase, zero: Zero, nodes: int) -> None:
-    """Compare loss, every gradient and their norm.
+def check_generic_case(
+    workers: WorkerPool, case: GenericCase, zero: Zero, nodes: int, shard: Mapping[str, Shard] = MappingProxyType({})
+) -> None:
+    """Compare loss, every gradient and their norm. shard: see `StateLayout`.
 
     In bf16 adapters are allowed more than other weights: their gradients are sums over tokens of products with as few
     numbers as their rank, 2, and cancel more. In 24 drawn steps of eager blocks, the worst error was 1.7 times what
@@ -66,7 +72,7 @@ def check_generic_case(workers: WorkerPool, case: GenericCase, zero: Zero, nodes
     total = _norm(gradients.values())
     finer: dict[str, Tensor] = {}
     seen: set[str] = set()
-    for loss, found, norm in workers.run(_step, case.plan.ranks[-1] + 1, case, weights, zero, nodes):
+    for loss, found, norm in workers.run(_step, case.plan.ranks[-1] + 1, case, weights, zero, nodes, dict(shard)):
         assert loss == pytest.approx(expected, rel=allowed.loss)
         if norm != pytest.approx(total, rel=allowed.relative) and not case.fp8:
             finer = finer or _finer(case)
@@ -110,7 +116,7 @@ def check_generic_rounding(workers: WorkerPool, case: GenericCase) -> None:
     off by 1 to 6 % of the norm."""
     _, exact, weights = step_in_transformers(replace(case, dtype=torch.float32))
     theirs = step_in_transformers(case)[1]
-    first, again = (workers.run(_step, case.plan.ranks[-1] + 1, case, weights, "node", 1) for _ in range(2))
+    first, again = (workers.run(_step, case.plan.ranks[-1] + 1, case, weights, "node", 1, {}) for _ in range(2))
     mine = own = 0.0
     for (_, found, _), (_, repeated, _) in zip(first, again, strict=True):
         for key, (box, gradient) in found.items():

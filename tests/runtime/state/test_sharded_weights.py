@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from cases.drawn_steps import cases
 from cases.engine_case import Case, build_model
+from cases.generic_steps import GenericCase, generic_cases, opened
 from dilatant.config.memory_modes import Shard
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.sharding import shard_by_unit, shard_problems
 from dilatant.runtime.state.holders import trainable_layers
+from harness.checked_generic_steps import check_generic_case
 from harness.checked_steps import COMMON, check_case
 from harness.worker_pool import WorkerPool
 
@@ -61,6 +63,16 @@ def test_sharded_steps_in_bf16_match_one_process(workers: WorkerPool, case: Case
 @given(case=cases(alike=True), how=HOW, nodes=st.sampled_from([1, 2]))
 def test_a_hundred_sharded_steps_match_one_process(workers: WorkerPool, case: Case, how: Shard, nodes: int) -> None:
     check(workers, case, how, nodes)
+
+
+@pytest.mark.slow
+@settings(max_examples=6, **COMMON)
+@given(case=generic_cases(["deepseek_vl"], 4, torch.float32, lora=True, alike=True), how=HOW)
+def test_sharded_steps_of_adapters_match_peft(workers: WorkerPool, case: GenericCase, how: Shard) -> None:
+    trains = {name: any(flags) for name, flags in trainable_layers(opened(case, "meta").units).items()}
+    shard = shard_by_unit(case.plan, trains, how)
+    assume(shard)
+    check_generic_case(workers, case, "all", 1, shard)
 
 
 def plan(*replicas: tuple[int, ...], cp: int = 1) -> Plan:

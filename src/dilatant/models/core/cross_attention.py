@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from dilatant.attention.context_parallel import ContextRanks
 from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.attention.kernels.attention_plan import upload
 from dilatant.models.core.recompute import mixed
 
 STATES = "cross_attention_states"
@@ -46,7 +47,7 @@ def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Contex
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: ContextRanks) -> Tensor:
-        ctx.ranks, ctx.places = ranks, [torch.from_numpy(rows).to(own.device) for rows in of_rank]
+        ctx.ranks, ctx.places = ranks, [upload(rows, own.device) for rows in of_rank]
         most = max(map(len, of_rank))
         parts = own.new_empty(len(of_rank), most, own.shape[1])
         padded = functional.pad(own, (0, 0, 0, most - len(own)))

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 
@@ -98,7 +99,7 @@ class KeyedDraws:
             generator.manual_seed(seed_of(self._seed, key, place))
             part.uniform_(generator=generator)
         if self._own is not None:
-            numbers = numbers.view(self.total, -1)[self._own.to(device)]
+            numbers = numbers.view(self.total, -1)[to_device(self._own, device)]
         return numbers.view(*shape), each
 
 

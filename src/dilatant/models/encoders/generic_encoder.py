@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.attention.hook import attend_to_items, passes_borders
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.config.errors import UserError, reason_of
 from dilatant.data.media.pixels import EncoderInput, as_array
 from dilatant.data.media_units.frame_choice import FRAME_TEXTS, FramedClipUnit
@@ -125,9 +126,9 @@ class GenericStage(SampleParallel, EncoderStage):
         )
         for layout, numbers in batches:
             inputs = {
-                name: torch.cat(
-                    [torch.as_tensor(items[number][name]) for number in numbers], self.axes.get(name, 0)
-                ).to(device)
+                name: to_device(
+                    torch.cat([torch.as_tensor(items[n][name]) for n in numbers], self.axes.get(name, 0)), device
+                )
                 for name, _, _ in layout
             }
             given = None if hidden is None else torch.cat([arrived[number] for number in numbers])

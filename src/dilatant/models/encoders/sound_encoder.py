@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from dilatant.attention.hook import attend_to_items, borders_of_items, plan_of_items
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.data.media_units.processors import sound_processor
 from dilatant.data.media_units.sound_unit import FRAMES, SoundUnit
 from dilatant.data.sample import MediaMarkup, MediaUnit
@@ -118,7 +119,7 @@ def _convolved(model: Any, features: Tensor, lengths: Tensor) -> Tensor:
         rows += [rows_of(min(len(part), frames - chunk * number)) for number, part in enumerate(parts)]
     padded = nn.utils.rnn.pad_sequence(pieces, batch_first=True).transpose(1, 2)
     within = torch.arange(padded.shape[2]) < torch.tensor([len(piece) for piece in pieces])[:, None]
-    hidden = functional.gelu(model.conv1(padded)) * within[:, None].to(padded.device)
+    hidden = functional.gelu(model.conv1(padded)) * to_device(within[:, None], padded.device)
     hidden = functional.gelu(model.conv2(hidden)).transpose(1, 2)
     places = getattr(model, "embed_positions", None)
     table = places.weight if places is not None else model.positional_embedding.positional_embedding

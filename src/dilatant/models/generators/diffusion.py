@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.config.errors import UserError
 from dilatant.models.generators.denoiser_families import MOMENTS, DenoiserCut
 from dilatant.models.generators.target_encoders import decode
@@ -95,7 +96,7 @@ def add_noise(objective: Objective, picture: Tensor, noise: Tensor, moments: Ten
         t = share.view(each)
         return NoisedPictures((1 - t) * picture + t * noise, noise - picture, share * MOMENTS)
     steps = (torch.special.ndtr(moments) * MOMENTS).long().clamp(0, MOMENTS - 1)
-    left = torch.from_numpy(alphas()).to(picture)[steps].view(each)
+    left = to_device(torch.from_numpy(alphas()).to(picture.dtype), picture.device)[steps].view(each)
     seen = left.sqrt() * picture + (1 - left).sqrt() * noise
     target = noise if objective == "epsilon" else left.sqrt() * noise - (1 - left).sqrt() * picture
     return NoisedPictures(seen, target, steps.to(torch.float32))
@@ -176,7 +177,7 @@ class Diffusion(nn.Module):
         """Return the denoiser's input and target, and the condition rows: zeros for dropped conditions."""
         noise = draw_noise(seed, keys, self.shape, self.drop, place, self.targets.of_spread is not None)
         device = rows.device
-        drawn = None if noise.latent is None else noise.latent.to(device)
+        drawn = None if noise.latent is None else to_device(noise.latent, device)
         if latents is not None:
             assert self.targets.of_spread is not None
             dtype = next(self.encoder.parameters()).dtype
@@ -189,8 +190,8 @@ class Diffusion(nn.Module):
             raise UserError(
                 f"{place}: it draws {_times(self.shape)} numbers, but the target has {_times(picture.shape[1:])}"
             )
-        mixed = add_noise(self.objective, picture, noise.values.to(device), noise.moments.to(device))
-        return mixed, rows * noise.kept.to(rows)[:, None, None]
+        values, moments, kept = (to_device(each, device) for each in (noise.values, noise.moments, noise.kept))
+        return add_noise(self.objective, picture, values, moments), rows * kept[:, None, None]
 
     @property
     def draws_features(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.data.media_units.tiled_image_unit import TILES
 from dilatant.data.sample import EncodedSample
 from dilatant.models.core.cross_attention import STATES, CrossAttentionRows, gather_rows, visible_tiles
@@ -78,8 +79,9 @@ class CrossAttention(Extension):
             rows = forward.rows.pop(self.unit, None)
         elif self.passes(span.first):
             assert forward.hidden is not None
-            arrived, is_row_there = forward.hidden, is_row.to(forward.hidden.device)
-            forward.hidden, rows = arrived[~is_row_there], arrived[is_row_there]
+            arrived = forward.hidden
+            at = (to_device(each.nonzero().squeeze(-1), arrived.device) for each in (~is_row, is_row))
+            forward.hidden, rows = (arrived[each] for each in at)
         forward.state[self] = rows, is_row
         if not any(span.first <= block < span.end for block in self.blocks):
             return
@@ -96,7 +98,7 @@ class CrossAttention(Extension):
         if encoder_rows is None or not self.passes(forward.span.end):
             return rows
         order = torch.argsort(is_row, stable=True).argsort()
-        return torch.cat([rows, encoder_rows])[order.to(rows.device)]
+        return torch.cat([rows, encoder_rows])[to_device(order, rows.device)]
 
     def _seen(
         self, rows: Tensor, samples: Sequence[EncodedSample], local_tokens: Sequence[Numbers]
@@ -111,7 +113,7 @@ class CrossAttention(Extension):
                 continue
             tiles = np.asarray(sample.media[self.unit][TILES])
             sees = torch.as_tensor(visible_tiles(sample.input_ids, self.placeholder_id, tiles)[here])
-            sees = sees.flatten(1).repeat_interleave(self.rows_of_tile, 1).to(own.device)
+            sees = to_device(sees.flatten(1).repeat_interleave(self.rows_of_tile, 1), own.device)
             # The family's rule: a token before any image is not masked, and the block's feed-forward is zeroed for it.
             some = sees.any(1, keepdim=True)
             added = torch.zeros(sees.shape, dtype=own.dtype, device=own.device)

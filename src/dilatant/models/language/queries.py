@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.models.language.extension import Extension, LanguageForward
 
 _DEVIATION = 0.02
@@ -55,9 +56,9 @@ class Queries(Extension, nn.Module):
         at = torch.nonzero(query_of >= 0).squeeze(-1)
         if not len(at) and not shares_row:
             return embeddings
-        device = embeddings.device
-        rows = self.table()[query_of[at].to(device, non_blocking=True)].to(embeddings.dtype)
-        return embeddings.flatten(0, 1).index_copy(0, at.to(device), rows).view_as(embeddings)
+        query_of, at = (to_device(each, embeddings.device) for each in (query_of[at], at))
+        rows = self.table()[query_of].to(embeddings.dtype)
+        return embeddings.flatten(0, 1).index_copy(0, at, rows).view_as(embeddings)
 
 
 def number_queries(ids: NDArray[np.int64], token_ids: Mapping[str, int], counts: Mapping[str, int]) -> Tensor:

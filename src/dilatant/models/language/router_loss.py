@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.models.language.extension import Extension, LanguageForward
 
 
@@ -87,9 +88,7 @@ def router_loss(
     logits: for each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
     sample. add_up: sum over context-parallel ranks, if the tokens are one rank's shard; the result is then its summand.
     """
-    device = logits[0].device
-    sample_of = sample_of.to(device)
-    sizes = torch.tensor(lengths, device=device)
+    sample_of, sizes = (to_device(each, logits[0].device) for each in (sample_of, torch.tensor(lengths)))
     losses = []
     for each in logits:
         shares = each.float().softmax(dim=-1)

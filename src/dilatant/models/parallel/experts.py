@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.comm.tensor_group import ExpertGroup, TensorGroup
 from dilatant.models.core.recompute import mixed
 
@@ -49,13 +50,13 @@ def add_grouped_products(totals: Tensor, gradient: Tensor, inputs: Tensor, count
         factors = [each.narrow(0, before, rows).contiguous() for each in (gradient, inputs)]
         products = functional.grouped_mm(factors[0].t(), factors[1], offs=_ends(own, totals.device))
         if empty := [place for place, count in enumerate(own) if not count]:  # some GPUs leave anything there
-            products.index_fill_(0, torch.tensor(empty).to(totals.device, non_blocking=True), 0.0)
+            products.index_fill_(0, to_device(torch.tensor(empty), totals.device), 0.0)
         totals[first : first + together] += products
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the number of the row behind each group's last one."""
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+    return to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 def has_kernel(rows: Tensor, weight: Tensor) -> bool:
