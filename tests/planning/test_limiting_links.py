@@ -53,5 +53,12 @@ def test_the_slow_link_and_its_messages_are_named(tmp_path, layout, shape, slow,
     assert said.count(" by ") == 1  # the fast link is not named
 
 
+def test_links_that_are_equally_slow_are_named_together(tmp_path) -> None:
+    # One ring through four ranks on two nodes: half of what passes inside a node goes through each of its two ports.
+    links = {"inside": {**SLOW, "bandwidth": 2e6}, "between": SLOW}
+    said = said_of(tmp_path, "{vision: {replicas: 4}, language: {replicas: 4, pp: 1}, zero: none}", 2, 2, **links)
+    assert said.startswith("The links inside nodes and those between nodes make the step longer by ")
+
+
 def test_fast_links_limit_nothing(tmp_path) -> None:
     assert said_of(tmp_path, "language: {replicas: 2, pp: 1}").startswith("No link limits the step")

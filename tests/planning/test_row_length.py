@@ -44,7 +44,9 @@ def test_a_gpu_gets_rows_that_hold_a_whole_step(tmp_path: Path) -> None:
     assert winner.row_tokens == 4096  # a step has some 700 tokens, so 8,192 would change nothing
     assert winner.microbatches[0] == 1
     assert winner.score.seconds < searched.result.winner.score.seconds
-    assert planned.rows[0].startswith("Rows hold up to 4,096 tokens (train.row_tokens is open): the longest of 128 and")
+    assert planned.rows[0].startswith(
+        "Rows hold up to 4,096 tokens (train.row_tokens is unset): the longest of 128 and"
+    )
     assert planned.rows[0] in plan_report(planned, "test").reasons
     limited = replace(planned.problem, model=replace(planned.problem.model, limits=("a reason",)))
     assert plan_report(replace(planned, problem=limited), "test").limits == ("a reason",)
