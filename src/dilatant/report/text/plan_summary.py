@@ -126,7 +126,7 @@ def _data(report: PlanReport) -> list[str]:
         off = 100 * max(ratio.high[unit] - share, share - ratio.low[unit])
         shares.append(f"{unit} {percent_text(share)} (± {off:.2g} points)")
     sure = percent_text(ratio.confidence)
-    return [f"Of a step's work, {listed(shares)}: from {ratio.samples:,} samples, with {sure} confidence."]
+    return [f"A step's work is {listed(shares)}, estimated from {ratio.samples:,} samples with {sure} confidence."]
 
 
 def _optimality(report: PlanReport) -> list[str]:
