@@ -76,7 +76,7 @@ def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
     found = row_length(problem, plan_run(problem).result.winner.plan)
     assert found is not None
     assert found[0].config.row_tokens == 2048
-    assert found[2].endswith("a step has no more for a replica.")
+    assert found[2].endswith("a replica has no more in a step.")
 
 
 @pytest.mark.parametrize(
