@@ -37,7 +37,7 @@ def link_reasons(planned: PlannedRun) -> list[str]:
     if both >= NOTABLE:  # messages on both travel at the same time
         return [
             f"The links inside nodes and those between nodes make the step longer by {percent_text(both)} together: "
-            "either alone takes as long."
+            "either kind alone takes about as long."
         ]
     if not texts:
         return ["No link limits the step: it would be less than 1 % shorter if messages took no time."]
