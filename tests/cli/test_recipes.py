@@ -348,6 +348,7 @@ def test_a_recipe_is_written_beside_the_user_by_default(
     assert code == 0, err
     assert (tmp_path / "vlm-lora.yaml").read_text() == RECIPES["vlm-lora"].read_text()
     assert f"{tmp_path / 'data/train.jsonl'} is not there yet" in out
+    assert "dilatant train vlm-lora.yaml --set train.steps=10 --set train.schedule.warmup_steps=2  a trial" in out
     assert dilatant("init", "vlm-lora", "--to", "-")[1] == RECIPES["vlm-lora"].read_text()
     for line, text in (
         (("vlm-lora",), "'vlm-lora.yaml' is there already"),

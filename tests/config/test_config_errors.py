@@ -167,7 +167,7 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("train={pref_beta: 0.1}", "write 'train.preferences.beta'"),
         ("data.train.7.weight=1", "does not exist"),
         ("train.steps", "must look like"),
-        ("model.language_model.tokenizer.a=1", "is not a section"),
+        ("model.language_model.tokenizer.a=1", "'model.language_model.tokenizer' is 'bytes' and not a section"),
         ("model.language_model.id=x", "either 'id'"),
         ("model.language_model.config={hidden_size: 8}", "model_type"),
         ("train.optimizer.betas=[1.5,2]", "train.optimizer.betas.0: Input should be less than 1 (given: 1.5)"),

@@ -35,6 +35,13 @@ def test_the_slow_link_and_its_messages_are_named(tmp_path, layout, shape, slow,
     assert said.count(" by ") == 1  # the fast link is not named
 
 
+def test_links_that_are_equally_slow_are_named_together(tmp_path) -> None:
+    # One ring through four ranks on two nodes: what passes inside a node passes through its two ports together, too.
+    links = {"inside": SLOW, "between": SLOW, "ports": 2}
+    said = said_of(tmp_path, "{vision: {replicas: 4}, language: {replicas: 4, pp: 1}, zero: none}", 2, 2, **links)
+    assert said.startswith("The links inside nodes and those between nodes make the step longer by ")
+
+
 def test_fast_links_limit_nothing(tmp_path) -> None:
     (said,) = link_reasons(planned_on(tmp_path, "language: {replicas: 2, pp: 1}"))
     assert said.startswith("No link limits the step")

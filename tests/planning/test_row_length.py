@@ -44,7 +44,9 @@ def test_a_gpu_gets_rows_that_hold_a_whole_step(tmp_path: Path) -> None:
     assert winner.row_tokens == 4096  # a step has some 700 tokens, so 8,192 would change nothing
     assert winner.microbatches[0] == 1
     assert winner.score.seconds < searched.result.winner.score.seconds
-    assert planned.rows[0].startswith("Rows hold up to 4,096 tokens (train.row_tokens is open): the longest of 128 and")
+    assert planned.rows[0].startswith(
+        "Rows hold up to 4,096 tokens (train.row_tokens is unset): the longest of 128 and"
+    )
     assert planned.rows[0] in plan_report(planned, "test").reasons
     limited = replace(planned.problem, model=replace(planned.problem.model, limits=("a reason",)))
     assert plan_report(replace(planned, problem=limited), "test").limits == ("a reason",)
@@ -74,7 +76,7 @@ def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
     found = row_length(problem, plan_run(problem).result.winner.plan)
     assert found is not None
     assert found[0].config.row_tokens == 2048
-    assert found[2].endswith("a step has no more for a replica.")
+    assert found[2].endswith("a replica has no more in a step.")
 
 
 @pytest.mark.parametrize(

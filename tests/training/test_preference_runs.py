@@ -15,6 +15,7 @@ import yaml
 from cases.tiny_project import SIDES, tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, parse_config
+from dilatant.models.language.pair_loss import MEASURES
 from dilatant.planning.assemble import assemble_samples, with_sizes
 from dilatant.training.references import FILE, References
 from harness.faults.chaos import Fault, run_with_faults
@@ -86,6 +87,7 @@ def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
     assert last["rewards"]["margins"] == pytest.approx(last["rewards"]["chosen"] - last["rewards"]["rejected"])
     assert result.evaluation is not None
     figures = result.evaluation.figures
+    assert [*figures] == ["loss", *MEASURES, "rewards/kl"]
     assert figures["rewards/accuracies"] == 1
     assert figures["rewards/margins"] == figures["rewards/chosen"] - figures["rewards/rejected"] > 1
     record = json.loads((file.parent / "run" / "eval.json").read_text(encoding="utf-8"))

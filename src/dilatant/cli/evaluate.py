@@ -102,14 +102,18 @@ def evaluate(
 
 
 def _opened(export: Path, config: Config | None, draws: bool) -> ExportedModel:
-    """Open an export, with the system text of its run. draws: pictures can be scored."""
+    """Open an export, with the system text and the marks of its run. draws: pictures can be scored."""
     from dilatant.hf.export import load_exported
 
     exported = load_exported(export)
     if exported.encoding.targets and not draws:
         raise UserError(f"{str(export)!r} draws, and metrics compare texts; give --judge FILE.py:FUNCTION")
-    system = None if config is None else config.data.system
-    return replace(exported, encoding=replace(exported.encoding, system=system))
+    if config is None:
+        return replace(exported, encoding=replace(exported.encoding, system=None))
+    marks = config.train.preferences is not None and config.train.preferences.method == "kto"
+    if marks:
+        warn(open_console(stderr=True), "samples with answers that are marked as bad are left out")
+    return replace(exported, encoding=replace(exported.encoding, system=config.data.system, marks=marks))
 
 
 def _asked(

@@ -73,7 +73,8 @@ def init(
         {
             f"dilatant data lint {quoted}": "every sample that would fail",
             f"dilatant plan {quoted}": "the best layout for your devices, and whether they hold it",
-            f"dilatant train {quoted}": "--set train.steps=10 --set train.schedule.warmup_steps=2 tries it",
+            f"dilatant train {quoted} --set train.steps=10 --set train.schedule.warmup_steps=2": "a trial",
+            f"dilatant train {quoted}": "the whole run; after a trial with --overwrite",
         },
     )
     for source in config.data.train:

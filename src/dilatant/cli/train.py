@@ -204,7 +204,7 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
         (holds("traces"), f"{path}/traces", "profiled steps on every rank, also for ui.perfetto.dev"),
         (measured, f"dilatant simulate {quoted}", "the same step predicted, beside the measured one"),
         (True, f"{path}/export", "the model in the Hugging Face layout"),
-        (True, f"dilatant generate {shlex.quote(f'{path}/export')} --help", "ask it something"),
+        (True, f"dilatant generate {shlex.quote(f'{path}/export')} --prompt TEXT", "ask it something"),
     )
     show_places(console, {place: what for is_there, place, what in places if is_there})
 

@@ -321,7 +321,7 @@ def apply_override(tree: dict[str, Any], override: str, base: Path | None = None
         _item(node, last, parents)
         node[int(last)] = value
     else:
-        raise UserError(f"--set {override!r}: {'.'.join(parents)!r} is not a section")
+        raise UserError(f"--set {override!r}: {'.'.join(parents)!r} is {node!r} and not a section")
 
 
 def _from_working_folder(value: Any, base: Path, annotation: Any) -> Any:

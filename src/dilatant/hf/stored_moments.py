@@ -72,8 +72,8 @@ def find_moments(model: MultimodalModel, config: Config) -> StoredMoments:
             for kind, found in of_kind.items():
                 keys[kind] |= {name: found[name] for name in names}
             remarks.append(
-                f"{where}: the run begins with AdamW's moments of {len(names)} weights in {source!r} (not with "
-                "'train.optimizer.stored_moments: false'), and its schedule with the first step"
+                f"{where}: the run begins with AdamW's moments of {len(names)} weights in {source!r}, and its schedule "
+                "at the first step; 'train.optimizer.stored_moments: false' leaves the moments out"
             )
     if files and (left := sorted(trained - keys["step"].keys())):
         remarks.append(f"{len(left)} weights that the run trains begin without moments, such as {left[0]!r}")

@@ -39,6 +39,12 @@ def link_reasons(planned: PlannedRun) -> list[str]:
         by = [f"{what} {percent_text(share)}" for what, share in parts.items() if share >= NOTABLE / 2]
         if whole >= NOTABLE:
             texts.append(f"{link} by {percent_text(whole)}{f' ({listed(by)})' if by else ''}")
+    both = _saved(planned, *names)[""] if len(found) > 1 and not texts else 0.0
+    if both >= NOTABLE:  # messages on both travel at the same time
+        return [
+            f"The links inside nodes and those between nodes make the step longer by {percent_text(both)} together: "
+            "either kind alone takes about as long."
+        ]
     if not texts:
         return ["No link limits the step: it would be less than 1 % shorter if messages took no time."]
     return [f"Links make the step longer: {listed(texts)}."]
@@ -94,12 +100,12 @@ def _inside(hardware: Hardware) -> str:
     return f"{kind} inside {'NVLink domains' if hardware.domain else 'nodes'}"
 
 
-def _saved(planned: PlannedRun, link: str) -> dict[str, float]:
-    """Return by kind of message, largest first, the share of a step that is saved if they took no time on this link, a
-    field of `Cluster`; under "" for all of them together."""
+def _saved(planned: PlannedRun, *links: str) -> dict[str, float]:
+    """Return by kind of message, largest first, the share of a step that is saved if they took no time on these links,
+    fields of `Cluster`; under "" for all of them together."""
     problem, plan, seconds = planned.problem, planned.result.winner.plan, _simulated(planned)
     target, spec = problem.target, problem.model.spec
-    free: dict[str, Any] = {link: Link(math.inf)}
+    free: dict[str, Any] = dict.fromkeys(links, Link(math.inf))
     cluster, rules = replace(target.cluster, **free), target.rules
     own = step_costs(plan, spec, problem.costs, target.cluster, rules)
     others, layers = step_costs(plan, spec, problem.costs, cluster, rules), problem.costs

@@ -51,7 +51,7 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
             *_experts(planned, joined, modelled),
             *(f"Note {lost}." for lost in flags.lost),
             *(f"It cannot express {lost}." for lost in lacks if lost not in flags.lost),
-            f"The plan above takes {seconds_text(score.seconds)} with the same layers: {times:.2f} times as fast{why}.",
+            f"With these costs, the plan above takes {seconds_text(score.seconds)}: {times:.2f} times as fast{why}.",
         ),
     )
 

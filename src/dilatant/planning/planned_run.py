@@ -228,7 +228,7 @@ def _compared(problem: PlanningProblem) -> list[str]:
     found = [f"{name} {percent_text(off)}" for name, off in hardware.compared.items()]
     if not found:
         return [f"No published run on {hardware.name} was compared with its modelled step."]
-    return [f"Modelled steps of published runs on {hardware.name} are off by, in the mean: {listed(found)}."]
+    return [f"Mean errors of modelled steps of published runs on {hardware.name}: {listed(found)}."]
 
 
 def _data_parallel(planned: PlannedRun) -> list[str]:

@@ -46,7 +46,7 @@ def row_length(
     held = np.array([step.tokens[problem.model.anchor].sum() for step in steps]) / replicas
     known = [shortest, *(length for length in LENGTHS if length > shortest)]
     lengths = [shortest, *(longer for shorter, longer in pairwise(known) if shorter < held.max())]
-    why = "longer ones would not fit memory" if len(lengths) > 1 else "a step has no more for a replica"
+    why = "longer ones would not fit memory" if len(lengths) > 1 else "a replica has no more in a step"
     for tokens in reversed(lengths):
         longer = problem.with_row_tokens(tokens)
         fullest = steps[np.argmax(held / np.ceil(held / tokens))]  # over all known steps, not only the simulated ones
@@ -58,7 +58,7 @@ def row_length(
         named = " and ".join(f"{length:,}" for length in lengths)
         why = f"the longest of {named} that fit memory, {problem.memory_text(plan, worst)}"
     score = scorer_of(longer, schedule)(plan, count, tokens)
-    return longer, score, f"Rows hold up to {tokens:,} tokens (train.row_tokens is open): {why}."
+    return longer, score, f"Rows hold up to {tokens:,} tokens (train.row_tokens is unset): {why}."
 
 
 def with_long_rows(planned: PlannedRun) -> PlannedRun:
@@ -98,7 +98,7 @@ def with_best_rows(planned: PlannedRun, all_devices: bool = False) -> PlannedRun
     found = with_long_rows(same)
     if found is same:
         reason = (
-            f"Rows hold up to {longest:,} tokens (train.row_tokens is open): with {shortest:,} the fastest plan takes "
+            f"Rows hold up to {longest:,} tokens (train.row_tokens is unset): with {shortest:,} the fastest plan takes "
             f"{seconds_text(before.seconds)}."
         )
         winner = replace(winner, row_tokens=winner.row_tokens or longest)

@@ -34,6 +34,7 @@ from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.report.say import open_console, say, show_progress, warn
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
+from dilatant.report.text.wording import counted
 from dilatant.report.trackers import Tracker, open_trackers
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
@@ -353,9 +354,8 @@ class Observer:
         kept = self._config.evaluation.keep_best
         best = self._trainer.state.best
         about = "" if kept is None or best.step is None else f" (best {kept} {best.value:.4g}, step {best.step})"
-        self._console.print(
-            f"step {step}: {len(evaluation.verdicts):,} held-out samples: {shown}{about}", highlight=False
-        )
+        judged = counted(len(evaluation.verdicts), "held-out sample")
+        say(self._console, f"step {step}: {judged}: {shown}{about}")
         if (callbacks := self._trainer.callbacks) is not None:
             callbacks.control.step = step
             callbacks.call("on_evaluation", evaluation)

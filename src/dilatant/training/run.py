@@ -25,7 +25,7 @@ from dilatant.models.core.freeze import audit
 from dilatant.planning.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
 from dilatant.planning.layout import TrainingPlan, prove_schedule, zero_text
 from dilatant.report.run_folder import RunFolder
-from dilatant.report.say import show_progress, warn
+from dilatant.report.say import say, show_progress, warn
 from dilatant.report.text.wording import counted
 from dilatant.report.trackers import check_trackers
 from dilatant.training.callbacks import named_callbacks
@@ -258,26 +258,24 @@ def _describe(console: Console, prepared: PreparedRun) -> None:
         )
     console.print(table)
     samples = prepared.samples
-    amount = f"{len(samples.train):,} samples" if isinstance(samples.train, Blend) else "a stream of samples"
+    amount = counted(len(samples.train), "sample") if isinstance(samples.train, Blend) else "a stream of samples"
     held_out = f", {len(samples.held_out):,} held out" if samples.held_out is not None else ""
-    console.print(f"{amount} to train on{held_out}", highlight=False)
+    say(console, f"{amount} to train on{held_out}")
     language = prepared.model.language
     if language.proof is not None:
-        console.print(f"{language.family}: {language.proof}", highlight=False)
+        say(console, f"{language.family}: {language.proof}")
     planned = prepared.planned
     if len(planned.plan.ranks) > 1:
         seconds = planned.predicted_seconds
         most = planned.row_tokens
         by_tokens = "" if most is None else f" or more of up to {most:,} tokens"
         predicted = "" if seconds is None else f"; a step is planned to take {seconds:.3g} s"
-        console.print(
-            f"{len(planned.plan.ranks)} ranks, {counted(planned.num_microbatches, 'microbatch')}{by_tokens}, "
-            f"schedule {planned.schedule}, samples placed by {planned.assignment}{predicted}",
-            highlight=False,
-        )
-        console.print(zero_text(planned, prepared.model), highlight=False)
+        ranks, parts = len(planned.plan.ranks), counted(planned.num_microbatches, "microbatch")
+        placed = f"schedule {planned.schedule}, samples placed by {planned.assignment}"
+        say(console, f"{ranks} ranks, {parts}{by_tokens}, {placed}{predicted}")
+        say(console, zero_text(planned, prepared.model))
     if prepared.rows:
-        console.print(prepared.rows, highlight=False)
+        say(console, prepared.rows)
     if planned.costs is not None:
-        console.print(f"costs: {planned.costs.origin}", highlight=False)
+        say(console, f"costs: {planned.costs.origin}")
     console.print()

@@ -73,7 +73,8 @@ def test_metrics_are_split_by_data_set_and_match_the_export(project: Path, dilat
     assert judged[-1]["by_data_set"] == found["by_data_set"]
     assert found["samples"] == 6
     assert found["by_data_set"].keys() == {"train.jsonl", "others"}
-    assert "6 held-out samples: loss" in out
+    (shown,) = (line for line in out.splitlines() if line.startswith("step 6: 6 held-out samples: loss"))
+    assert "length" in shown, "it is not wrapped"
     halves = [figures["exact_match"] for figures in found["by_data_set"].values()]
     assert found["exact_match"] == pytest.approx(sum(halves) / 2)
     # The export is of the averages, and it writes what the evaluation said.

@@ -73,3 +73,21 @@ def test_an_export_is_scored_as_its_run_was(judged: Path, dilatant: Dilatant, mo
     ):
         code, _, err = dilatant("evaluate", *arguments)
         assert (code, says in err) == (2, True), err
+
+
+def test_bad_answers_of_a_run_on_marks_are_not_asked(tmp_path: Path, dilatant: Dilatant) -> None:
+    write_images(tmp_path, 4)
+    marked = [
+        {"image": f"images/{number}.png", "prompt": "Side?", "completion": "left", "label": number != 1}
+        for number in range(4)
+    ]
+    (tmp_path / "marks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in marked))
+    tree = tiny_config(steps=1, global_batch_size=4, preferences={"method": "kto"})
+    tree["data"] |= {"train": [{"path": "marks.jsonl"}], "eval": [{"path": "marks.jsonl"}]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    code, _, err = dilatant("train", tmp_path / "config.yaml")
+    assert code == 0, err
+    code, out, err = dilatant("evaluate", tmp_path / "run", "--json", "--max-new-tokens", "2")
+    assert code == 0, err
+    assert json.loads(out)["samples"] == 3
+    assert "marked as bad are left out" in err

@@ -54,7 +54,7 @@ class Proof:
 
     def __str__(self) -> str:
         """Summarise the proof in half a line."""
-        when = "known from before" if self.is_kept else f"{self.seconds:.1f} s"
+        when = "proven earlier" if self.is_kept else f"{self.seconds:.1f} s"
         if self.unproven is not None:
             return f"packed rows and stages could not be proven on a small copy ({self.unproven}; {when})"
         held = [name for name, why in (("packed rows", self.packed), ("stages", self.cut)) if why is None]

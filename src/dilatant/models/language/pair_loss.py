@@ -36,10 +36,12 @@ def count_one(sample: EncodedSample) -> float:
 
 
 def with_margins(means: Mapping[str, float]) -> dict[str, float]:
-    """Add the difference of the mean rewards to measures of answers that are no pairs."""
+    """Return measures in the order of MEASURES, others last, with the difference of the mean rewards of both kinds of
+    answers also where answers are no pairs."""
     chosen, rejected, _, margins = MEASURES
     is_known = chosen in means and rejected in means
-    return {margins: means[chosen] - means[rejected], **means} if is_known else {**means}
+    known = {margins: means[chosen] - means[rejected], **means} if is_known else means
+    return {name: known[name] for name in sorted(known, key=[*MEASURES, *known].index)}
 
 
 @dataclass(frozen=True, slots=True)

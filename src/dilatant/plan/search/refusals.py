@@ -112,13 +112,14 @@ def rejection(
     rank = plan.ranks[int(np.argmax(score.peak_bytes - cluster.bytes_of(plan.ranks)))]
     held = [placed for placed in plan.stages() if rank in placed.stage.ranks]
     where = " and ".join(f"{placed.unit} stage {placed.position}" for placed in held)
+    encoders = f", encoders {candidate.encoders_at.replace('-', ' ')}" if len(plan.units) > 1 else ""
     culprit = next(
         option
         for option, group in itertools.zip_longest(candidate.options, candidate.groups)
         if held[0].unit in option.chain.cuts and group in (None, cluster.group_of(rank))
     )
     return culprit, (
-        f"{candidate.replicas} pipelines, {candidate.encoders_at}: rank {rank} ({where}) overflows by "
+        f"{candidate.replicas} pipeline{'s' * (candidate.replicas > 1)}{encoders}: rank {rank} ({where}) overflows by "
         f"{bytes_text(excess)}"
     )
 

@@ -118,7 +118,8 @@ def _boxes(
                     "busy": busy,
                     "label": layers if wide >= 9.0 * len(layers) + 6.0 else "",
                     "below": grid if wide >= 62.0 else "",
-                    "title": f"{unit.name} stage {position}: layers {layers}, ranks {ranks_text(stage.ranks)}, "
+                    "title": f"{unit.name} stage {position}: layers {layers}, "
+                    f"rank{'s' * (len(stage.ranks) > 1)} {ranks_text(stage.ranks)}, "
                     f"{grid}, computes {percent_text(busy)} of the step",
                     "colocated": any(len(report.plan.stages_of_rank[rank]) > 1 for rank in stage.ranks),
                 }

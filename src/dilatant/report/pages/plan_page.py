@@ -127,7 +127,7 @@ def _tiles(report: PlanReport) -> Part:
     elif report.lower_bound_seconds:
         gap = max(report.step_seconds / report.lower_bound_seconds - 1.0, 0.0)
         if gap <= 1.0:  # looser bounds are useless
-            entries.append((f"≤ {percent_text(gap)}", "above the best that was searched", ""))
+            entries.append((f"≤ {percent_text(gap)}", "above the lower bound of the search", ""))
     return tiles(entries)
 
 

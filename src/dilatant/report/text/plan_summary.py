@@ -22,10 +22,10 @@ from dilatant.report.text.wording import (
 _REMEDY = {
     "warm-up": "more microbatches in a step, or fewer stages, would shorten the filling of the pipeline",
     "drain": "more microbatches in a step, or fewer stages, would shorten the draining of the pipeline",
-    "imbalance": "work that is spread more evenly, over stages by other cuts or over microbatches by the policies "
-    "balanced and searched, would shorten the waits",
-    "communication": "faster links, or stages that are neighbours and replicas of a stage on one machine, would "
-    "shorten transfers",
+    "imbalance": "work that is spread more evenly, over stages by other cuts or over microbatches by "
+    "`plan.assignment: balanced` or `searched`, would shorten the waits",
+    "communication": "faster links, or neighbouring stages and replicas of a stage on one machine, would shorten "
+    "transfers",
 }
 
 
@@ -80,7 +80,7 @@ def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
         return f"Leaves {chosen.devices - candidate.devices} devices unused."
     if candidate.step_seconds <= chosen.step_seconds:
         return "As fast, within the accuracy of the prediction."
-    return "The slowest stage has more work."
+    return "Its slowest stage has more work."
 
 
 def _speed(report: PlanReport) -> str:
@@ -126,7 +126,7 @@ def _data(report: PlanReport) -> list[str]:
         off = 100 * max(ratio.high[unit] - share, share - ratio.low[unit])
         shares.append(f"{unit} {percent_text(share)} (± {off:.2g} points)")
     sure = percent_text(ratio.confidence)
-    return [f"Of a step's work, {listed(shares)}: from {ratio.samples:,} samples, with {sure} confidence."]
+    return [f"A step's work is {listed(shares)}, estimated from {ratio.samples:,} samples with {sure} confidence."]
 
 
 def _optimality(report: PlanReport) -> list[str]:

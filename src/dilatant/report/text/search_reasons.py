@@ -32,7 +32,7 @@ _SHARED_BY: Mapping[Zero, str] = {
 
 _KEEPING: Mapping[Recompute, str] = {
     "block": "",
-    "block_keep_attention": " but for attention",
+    "block_keep_attention": " without their attention",
     "block_offload": " with inputs in host memory",
 }
 
@@ -190,7 +190,7 @@ def _certainty(result: SearchResult) -> str:
     if cut := sum(group.cut for group in result.groups):
         tried += f", {cut:,} cut off by their bounds"
     if left := sum(group.left for group in result.groups):
-        tried += f", {left:,} left because others promised more"
+        tried += f", {left:,} left out because others promised more"
     if result.proven:
         return f"{tried}; no other of them can be faster."
     return f"{tried}; no other of them can be faster than {seconds_text(result.lower_bound)}."

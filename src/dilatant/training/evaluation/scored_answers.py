@@ -87,12 +87,14 @@ def answer_samples(
     seed: int = 0,
     on_problem: Callable[[SampleError], object] | None = None,
 ) -> Iterator[Answered]:
-    """Yield greedy answers to the first `limit` samples of each data set, in order. on_problem: called for a sample
-    that cannot be asked. Raises UserError for it otherwise."""
+    """Yield greedy answers to the first `limit` samples of each data set, in order, of marked ones to the good ones.
+    on_problem: called for a sample that cannot be asked. Raises UserError for it otherwise."""
     model, tokenizer, encoding = exported.model.to(device), exported.tokenizer, exported.encoding
     for index in held_out.first(limit).tolist():
         try:
             sample = held_out[index]
+            if encoding.marks and sample.desired is False:
+                continue  # a bad answer is nothing to compare with
             prompt = encode_prompt(sample, encoding)
         except SampleError as error:
             if on_problem is None:
