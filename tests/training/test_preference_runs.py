@@ -63,13 +63,15 @@ def test_a_run_learns_to_prefer_and_judges_pairs(pairs: Path) -> None:
 
 
 def marks(pairs: Path, kind: str = "both") -> Path:
-    """Write every pair as two records with marked answers, first the good ones; these only, or one without its mark."""
+    """Write every pair as two records with marked answers, first the good ones; these only, one without its mark, or bad
+    ones that are too long."""
     records = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
     lines = []
     for mark, name in ((True, "chosen"), (False, "rejected")) if kind != "good" else ((True, "chosen"),):
         for number, record in enumerate(records):
             label = "good" if kind == "unmarked" and number == 3 else mark
-            fields = {"image": record["image"], "prompt": record["prompt"], "completion": record[name]}
+            answer = record[name] * (1 if mark or kind != "long" else 40)
+            fields = {"image": record["image"], "prompt": record["prompt"], "completion": answer}
             lines.append(json.dumps({**fields, "label": label}))
     file = pairs.parent / "marks.jsonl"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -97,12 +99,14 @@ def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
     [
         ("good", "data.train: all answers are marked true, and kto learns from good and bad ones"),
         ("unmarked", "marks.jsonl:4: has no mark of its answer"),
+        ("long", "data.train: all answers are marked true"),
     ],
 )
 def test_data_without_both_marks_are_refused(pairs: Path, kind: str, problem: str) -> None:
     file = marks(pairs, kind)
+    tree = project(file, "run", steps=1, preferences={"method": "kto"})
     with pytest.raises(UserError, match=problem):
-        train(project(file, "run", steps=1, preferences={"method": "kto"}))
+        train({**tree, "data": {**tree["data"], "on_error": "skip" if kind == "long" else "error"}})
 
 
 @pytest.mark.slow
