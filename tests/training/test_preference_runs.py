@@ -63,8 +63,8 @@ def test_a_run_learns_to_prefer_and_judges_pairs(pairs: Path) -> None:
 
 
 def marks(pairs: Path, kind: str = "both") -> Path:
-    """Write every pair as two records with marked answers, first the good ones; these only, one without its mark, or bad
-    ones that are too long."""
+    """Write every pair as two records with marked answers, first the good ones; these only, one without its mark, or
+    bad ones that are too long."""
     records = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
     lines = []
     for mark, name in ((True, "chosen"), (False, "rejected")) if kind != "good" else ((True, "chosen"),):
