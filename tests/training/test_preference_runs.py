@@ -17,6 +17,7 @@ from dilatant import train
 from dilatant.config import UserError, parse_config
 from dilatant.planning.assemble import assemble_samples, with_sizes
 from dilatant.training.references import FILE, References
+from harness.command_line import run_command
 from harness.faults.chaos import Fault, run_with_faults
 
 RATE = {"learning_rate": 0.02}
@@ -78,7 +79,9 @@ def marks(pairs: Path, kind: str = "both") -> Path:
     return file
 
 
-def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
+def test_a_run_on_marked_answers_learns_them(
+    pairs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, kto = marks(pairs), {"method": "kto", "beta": 0.5, "desirable_weight": 1.5}
     result = train(project(file, "run", steps=16, global_batch_size=24, preferences=kto))
     first, *_, last = steps(file, "run")
@@ -92,6 +95,10 @@ def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
     assert figures["rewards/margins"] == figures["rewards/chosen"] - figures["rewards/rejected"] > 1
     record = json.loads((file.parent / "run" / "eval.json").read_text(encoding="utf-8"))
     assert (record["samples"], record["wrong_examples"]) == (24, [])
+    assert run_command(monkeypatch, "evaluate", file.parent / "run") == 0
+    said = capsys.readouterr()
+    assert "of 12 answers" in said.out  # the other 12 are not what is expected
+    assert "marks.jsonl:13: its answer is marked as undesired" in " ".join(said.err.split())
 
 
 @pytest.mark.parametrize(
