@@ -101,6 +101,13 @@ def test_a_run_on_marked_answers_learns_them(
     assert "marks.jsonl:13: its answer is marked as undesired" in " ".join(said.err.split())
 
 
+def test_a_step_reports_rewards_of_the_marks_it_has(pairs: Path) -> None:
+    tree = project(marks(pairs), "run", steps=2, global_batch_size=1, preferences={"method": "kto"})
+    train({**tree, "data": {**tree["data"], "eval": []}})
+    for step in steps(pairs, "run"):
+        assert len(step["rewards"].keys() & {"chosen", "rejected", "margins"}) == 1, step["rewards"]
+
+
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
