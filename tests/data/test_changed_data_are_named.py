@@ -21,6 +21,7 @@ def identity(folder, *sources, **settings):
     paths = [write_lines(folder / f"{number}.jsonl", rows) for number, rows in enumerate(sources)]
     blend = open_blend([DataSource(path=str(path)) for path in paths], cache_dir=folder / "cache")
     encoding = small_encoding(**{"units": (), **settings})
+    blend = blend.contrasted() if encoding.marks else blend
     return DataIdentity(blend, blend_sizes(blend, encoding, cache_dir=folder / "cache", workers=0), encoding)
 
 
@@ -57,6 +58,17 @@ def test_the_same_data_elsewhere_are_the_same(tmp_path, before):
     identity(tmp_path / "now", rows("a", "b", "c"), rows("d", "e")).require(before)
     with pytest.raises(UserError, match="become other tokens"):
         identity(tmp_path / "now", rows("a", "b", "c"), rows("d", "e"), train_on="all").require(before)
+
+
+def test_an_answer_with_another_mark_is_another_sample(tmp_path):
+    def known(*marks):
+        records = [{**row, "label": mark} for row, mark in zip(rows("a", "b", "c"), marks, strict=True)]
+        return identity(tmp_path, records, pairs=True, marks=True)
+
+    before = json.loads(json.dumps(known(True, False, True).by_source))
+    known(True, False, True).require(before)
+    with pytest.raises(UserError, match=r"source '0.jsonl' has 3 samples as before, .* or have other marks"):
+        known(True, True, True).require(before)
 
 
 def test_other_row_groups_are_another_order(tmp_path, before):

@@ -38,7 +38,8 @@ def test_the_slow_link_and_its_messages_are_named(tmp_path, layout, shape, slow,
 def test_links_that_are_equally_slow_are_named_together(tmp_path) -> None:
     # One ring through four ranks on two nodes: what passes inside a node passes through its two ports together, too.
     links = {"inside": SLOW, "between": SLOW, "ports": 2}
-    said = said_of(tmp_path, "{vision: {replicas: 4}, language: {replicas: 4, pp: 1}, zero: none}", 2, 2, **links)
+    layout = "{vision: {replicas: 4}, language: {replicas: 4, pp: 1}, zero: none}"
+    (said,) = link_reasons(planned_on(tmp_path, layout, 2, 2, **links))
     assert said.startswith("The links inside nodes and those between nodes make the step longer by ")
 
 

@@ -18,6 +18,7 @@ from dilatant.config import UserError, parse_config
 from dilatant.models.language.pair_loss import MEASURES
 from dilatant.planning.assemble import assemble_samples, with_sizes
 from dilatant.training.references import FILE, References
+from harness.command_line import run_command
 from harness.faults.chaos import Fault, run_with_faults
 
 RATE = {"learning_rate": 0.02}
@@ -64,20 +65,24 @@ def test_a_run_learns_to_prefer_and_judges_pairs(pairs: Path) -> None:
 
 
 def marks(pairs: Path, kind: str = "both") -> Path:
-    """Write every pair as two records with marked answers, first the good ones; these only, or one without its mark."""
+    """Write every pair as two records with marked answers, first the good ones; these only, one without its mark, or
+    bad ones that are too long."""
     records = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
     lines = []
     for mark, name in ((True, "chosen"), (False, "rejected")) if kind != "good" else ((True, "chosen"),):
         for number, record in enumerate(records):
             label = "good" if kind == "unmarked" and number == 3 else mark
-            fields = {"image": record["image"], "prompt": record["prompt"], "completion": record[name]}
+            answer = record[name] * (1 if mark or kind != "long" else 40)
+            fields = {"image": record["image"], "prompt": record["prompt"], "completion": answer}
             lines.append(json.dumps({**fields, "label": label}))
     file = pairs.parent / "marks.jsonl"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
 
-def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
+def test_a_run_on_marked_answers_learns_them(
+    pairs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, kto = marks(pairs), {"method": "kto", "beta": 0.5, "desirable_weight": 1.5}
     result = train(project(file, "run", steps=16, global_batch_size=24, preferences=kto))
     first, *_, last = steps(file, "run")
@@ -92,6 +97,17 @@ def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
     assert figures["rewards/margins"] == figures["rewards/chosen"] - figures["rewards/rejected"] > 1
     record = json.loads((file.parent / "run" / "eval.json").read_text(encoding="utf-8"))
     assert (record["samples"], record["wrong_examples"]) == (24, [])
+    assert run_command(monkeypatch, "evaluate", file.parent / "run") == 0
+    said = capsys.readouterr()
+    assert "of 12 answers" in said.out  # the other 12 are not what is expected
+    assert "marks.jsonl:13: its answer is marked as undesired" in " ".join(said.err.split())
+
+
+def test_a_step_reports_rewards_of_the_marks_it_has(pairs: Path) -> None:
+    tree = project(marks(pairs), "run", steps=2, global_batch_size=1, preferences={"method": "kto"})
+    train({**tree, "data": {**tree["data"], "eval": []}})
+    for step in steps(pairs, "run"):
+        assert len(step["rewards"].keys() & {"chosen", "rejected", "margins"}) == 1, step["rewards"]
 
 
 @pytest.mark.parametrize(
@@ -99,12 +115,14 @@ def test_a_run_on_marked_answers_learns_them(pairs: Path) -> None:
     [
         ("good", "data.train: all answers are marked true, and kto learns from good and bad ones"),
         ("unmarked", "marks.jsonl:4: has no mark of its answer"),
+        ("long", "data.train: all answers are marked true"),
     ],
 )
 def test_data_without_both_marks_are_refused(pairs: Path, kind: str, problem: str) -> None:
     file = marks(pairs, kind)
+    tree = project(file, "run", steps=1, preferences={"method": "kto"})
     with pytest.raises(UserError, match=problem):
-        train(project(file, "run", steps=1, preferences={"method": "kto"}))
+        train({**tree, "data": {**tree["data"], "on_error": "skip" if kind == "long" else "error"}})
 
 
 @pytest.mark.slow

@@ -78,7 +78,9 @@ def evaluate(
     blend = _held_out(folder, data, config)
     exported = _opened(export, config, draws=function is not None)
     length = max_new_tokens or (128 if config is None else how.max_new_tokens)
-    skips = config is not None and config.data.on_error == "skip"
+    preferences = None if config is None else config.train.preferences
+    has_marks = preferences is not None and preferences.method == "kto"  # answers marked as bad are not expected
+    skips = has_marks or (config is not None and config.data.on_error == "skip")
     answers: list[Answered] = []
     scores: dict[str, float] = {}
     for one in _asked(exported, blend, limit or how.limit, length, drawing.settings(), seed, skips):
@@ -132,7 +134,7 @@ def _asked(
     console = open_console(stderr=True)
 
     def leave_out(error: Exception) -> None:
-        warn(console, f"left out (data.on_error): {error}")
+        warn(console, f"left out: {error}")
 
     on_problem = leave_out if skips else None
     with show_progress(console, "asking") as show:

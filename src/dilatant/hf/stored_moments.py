@@ -67,7 +67,7 @@ def find_moments(model: MultimodalModel, config: Config) -> StoredMoments:
         if (why := _unread(config, state, names)) is not None:
             remarks.append(f"{where}: the optimizer's state in {source!r} is not read: {why}")
         elif state:
-            _require_shapes(of_source, [of_kind[kind] for kind in KINDS[:2]], {name: shapes[name] for name in names})
+            _require_shapes(of_source, of_kind, {name: shapes[name] for name in names})
             files |= of_source
             for kind, found in of_kind.items():
                 keys[kind] |= {name: found[name] for name in names}
@@ -109,16 +109,19 @@ def _unread(config: Config, state: Mapping[str, Mapping[str, str]], names: Set[s
 
 
 def _require_shapes(
-    files: Mapping[str, Path], moments: list[dict[str, str]], shapes: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, Path], of_kind: Mapping[str, Mapping[str, str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise UserError for a moment that has another shape than its weight. moments: name of a weight → stored key."""
-    of_keys = {keys[name]: shape for keys in moments for name, shape in shapes.items()}
+    """Raise UserError for a moment that has another shape than its weight, and for a count of steps that is no single
+    number. of_kind: kind of moment → name of a weight → stored key."""
+    of_keys = {
+        keys[name]: () if kind == "step" else shape for kind, keys in of_kind.items() for name, shape in shapes.items()
+    }
     for file in {files[key] for key in of_keys}:
         with open_tensors(file) as tensors:  # reads the metadata of all tensors
             found = {key: tuple(tensors.get_slice(key).get_shape()) for key in of_keys if files[key] == file}
         for key, shape in found.items():
             if shape != of_keys[key]:
                 raise UserError(
-                    f"{str(file)!r}: {key!r} is {list(shape)}, and its weight {list(of_keys[key])}; set "
+                    f"{str(file)!r}: {key!r} is {list(shape)}, where its weight needs {list(of_keys[key])}; set "
                     "train.optimizer.stored_moments: false to begin without moments"
                 )

@@ -292,10 +292,17 @@ def _settle(model: MultimodalModel, proof: Proof) -> None:
 
 def run_long_samples_alone(language: LanguageUnit, max_length: int | None) -> str | None:
     """Make every sample a row that ranks do not share, if samples of up to `max_length` tokens (None: of any length)
-    would change each other's frequencies. Return the reason, or None."""
-    found = [each for each in language.extensions if isinstance(each, RotaryLength) and not each.keeps]
-    if not any(max_length is None or each.steady < max_length for each in found):
+    would change each other's frequencies. Return the reason, or None. Raises UserError for frequencies that such
+    samples would change for good."""
+    by_length = (each for each in language.extensions if isinstance(each, RotaryLength))
+    found = [each for each in by_length if max_length is None or each.steady < max_length]
+    if not found:
         return None
+    if kept := next((each for each in found if each.keeps), None):
+        raise UserError(
+            f"{kept.unit}: a sample beyond {kept.steady:,} tokens would change the rotary frequencies of this model "
+            f"(dynamic NTK) for all samples after it; set data.max_length to {kept.steady}"
+        )
     why = f"rotary frequencies depend on the longest sample of a row, beyond {found[0].steady:,} tokens"
     language.unpacked, language.unsplit = language.unpacked or why, language.unsplit or why
     return why

@@ -156,7 +156,7 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
             )
     index = sized.train_sizes
     if index is not None and index.desired is not None:
-        marks = np.unique(np.delete(index.desired, list(index.problems)))
+        marks = np.unique(np.delete(index.desired, list(index.refused(samples.encoding.max_length))))
         if len(marks) == 1:
             raise UserError(
                 f"data.train: all answers are marked {'true' if marks[0] else 'false'}, and kto learns from good and "

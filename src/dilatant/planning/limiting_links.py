@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dilatant.cost.hardware import Hardware, Link
 from dilatant.plan.cluster import Cluster
@@ -72,8 +71,9 @@ def device_reasons(planned: PlannedRun) -> list[str]:
     return [f"Of the step, each device's {listed(texts)}: so much shorter would it be if these took no time."]
 
 
-def peaks_without_buffers(planned: PlannedRun) -> NDArray[np.float64]:
-    """Return by rank the peak bytes of a step that holds nothing only while a stage runs or sums its gradients."""
+def peaks_without_buffers(planned: PlannedRun) -> list[float]:
+    """Return by rank the peak bytes of a step that holds nothing only while a stage runs or sums its gradients; nothing
+    if memory is not simulated."""
     problem, winner = planned.problem, planned.result.winner
     own = step_costs(winner.plan, problem.model.spec, problem.costs, problem.target.cluster, problem.target.rules)
     names = ("transient_bytes", "late_bytes", "sum_bytes")
@@ -82,7 +82,7 @@ def peaks_without_buffers(planned: PlannedRun) -> NDArray[np.float64]:
         winner.plan, winner.num_microbatches, winner.row_tokens, costs=replace(own, stages=kept)
     )
     found = [peaks for step in steps if (peaks := step.timeline.peak_bytes) is not None]
-    return np.asarray(np.max(found, axis=0))
+    return np.max(found, axis=0).tolist() if found else []
 
 
 def _simulated(planned: PlannedRun) -> Callable[[StepCosts], float]:

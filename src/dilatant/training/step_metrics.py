@@ -38,6 +38,10 @@ class StepMeter:
         rates."""
         rewards = {name: value for name, value in result.losses.items() if name.startswith(REWARDS)}
         losses = {name: value for name, value in result.losses.items() if name not in rewards}
+        marks = {sample.desired for sample in batch.samples}
+        for mark, name in ((True, "rejected"), (False, "chosen")):
+            if marks == {mark}:  # no answer has the other mark, so nothing was measured
+                rewards.pop(f"{REWARDS}{name}", None)
         per_device = self.flops.of(batch.samples) / seconds / self.devices
         return StepMetrics(
             step=state.step,

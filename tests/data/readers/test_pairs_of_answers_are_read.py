@@ -13,6 +13,7 @@ import pytest
 from cases.data_builders import IMAGE_ID, image_bytes, small_encoding
 from dilatant.config import UserError
 from dilatant.config.data import DataSource
+from dilatant.data.order.blend import open_blend
 from dilatant.data.readers.reader import HeldOutSplit, Reader, open_source
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import parse_record
@@ -169,6 +170,8 @@ def test_preferences_are_learned_only_where_they_are_asked_for() -> None:
         ({"prompt": ASKED, "completion": [WORSE], "label": False}, False),
         ({"messages": [*ASKED, WORSE], "kto_tag": False}, False),
         ({"instruction": "q", "output": "bad", "kto_tag": "False"}, False),  # as CSV has it
+        ({"prompt": "q", "completion": "bad", "label": "FALSE"}, False),  # as spreadsheets write it
+        ({"prompt": "q", "completion": "good", "label": True, "kto_tag": "true"}, True),
         ({"prompt": "q", "completion": "good", "label": "yes"}, None),
         ({"prompt": "q", "completion": "good", "label": 1}, None),
         ({"prompt": "q", "completion": "good"}, None),
@@ -230,6 +233,7 @@ def test_a_marked_answer_stands_beside_that_of_the_record_before(tmp_path: Path)
         ({"prompt": "q", "completion": "good", "label": "yes"}, "has no mark of its answer"),
         ({"prompt": "q", "chosen": "good", "rejected": "bad"}, "has two answers, and kto learns from single ones"),
         ({"messages": ASKED, "label": True}, "does not end with an answer"),
+        ({"prompt": "q", "completion": "a", "label": True, "kto_tag": False}, "in 'label' and otherwise in 'kto_tag'"),
     ],
 )
 def test_records_without_a_marked_answer_are_refused(record: dict[str, Any], pattern: str, tmp_path: Path) -> None:
@@ -238,6 +242,15 @@ def test_records_without_a_marked_answer_are_refused(record: dict[str, Any], pat
     with pytest.raises(UserError, match=pattern) as caught:
         encode_sample(marked(tmp_path, record, other)[0], encoding)
     assert "\n" not in str(caught.value)
+
+
+def test_a_source_of_one_marked_answer_is_refused(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": "q", "completion": "x", "label": mark}) + "\n" for mark in (True, False)]
+    (tmp_path / "two.jsonl").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "one.jsonl").write_text(lines[0], encoding="utf-8")
+    blend = open_blend([DataSource(path=str(tmp_path / name)) for name in ("two.jsonl", "one.jsonl")])
+    with pytest.raises(UserError, match=r"'one\.jsonl' has one record here, and kto compares its prompt with another"):
+        blend.contrasted()
 
 
 def test_bad_answers_are_learned_from_by_kto_alone() -> None:

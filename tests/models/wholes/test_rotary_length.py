@@ -66,8 +66,12 @@ def test_rows_of_both_kinds_are_refused() -> None:
         loss_of(phi(), [samples(12, 5)])
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     llama = {**LANGUAGE_MODELS["llama"], "max_position_embeddings": LIMIT, "rope_parameters": rope}
+    model = MultimodalModel({}, llama, seed=0).eval()
     with pytest.raises(UserError, match="beyond 8 tokens"):  # frequencies stay as the longest sample left them
-        loss_of(MultimodalModel({}, llama, seed=0).eval(), [samples(12)])
+        loss_of(model, [samples(12)])
+    assert run_long_samples_alone(model.language, LIMIT) is None
+    with pytest.raises(UserError, match=r"\(dynamic NTK\) .* set data.max_length to 8"):  # before the run begins
+        run_long_samples_alone(model.language, LIMIT + 1)
 
 
 def test_a_length_limit_within_the_first_context_leaves_rows_packed() -> None:

@@ -273,13 +273,14 @@ def read_all(config: Config) -> None:
 def test_damaged_moments_are_one_line(tmp_path: Path) -> None:
     plain = language(tmp_path / "m")
     good = titan(plain, shaken(plain))
-    key = next(key for key in good["optimizer"] if key.endswith("up_proj.weight.exp_avg_sq"))
     config = config_of(tmp_path, {"language_model": {"id": "m"}})
-    for change, says in (
-        (lambda tensor: tensor[:-1], r"exp_avg_sq' is \[\d+, 16\], and its weight"),
-        (lambda tensor: -tensor, "has negative numbers"),
-        (lambda tensor: tensor / 0, "NaN or infinity"),
+    for kind, change, says in (
+        ("exp_avg_sq", lambda tensor: tensor[:-1], r"exp_avg_sq' is \[\d+, 16\], where its weight needs"),
+        ("exp_avg_sq", lambda tensor: -tensor, "has negative numbers"),
+        ("exp_avg_sq", lambda tensor: tensor / 0, "NaN or infinity"),
+        ("step", lambda tensor: tensor.repeat(2), r"step' is \[2\], where its weight needs \[\]"),
     ):
+        key = next(key for key in good["optimizer"] if key.endswith(f"up_proj.weight.{kind}"))
         save(tmp_path / "m", {**good, "optimizer": {**good["optimizer"], key: change(good["optimizer"][key])}})
         with pytest.raises(UserError, match=says) as refused:
             read_all(config)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from dilatant.config import RateSchedule
+from dilatant.config import RateSchedule, UserError
 from dilatant.training.optimizers.optimizer import rate_factor
 
 
@@ -62,3 +63,15 @@ def test_a_warm_up_by_share_is_one_by_steps(ratio: float, steps: int, warm_up: i
 def test_schedules_with_useless_keys_are_refused(keys: dict[str, object], pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         RateSchedule.model_validate(keys)
+
+
+def test_what_an_own_schedule_does_wrong_is_named() -> None:
+    assert rate_factor(lambda step: np.float32(0.5), 3, 10) == 0.5
+    for schedule, pattern in (
+        (lambda step: 1 / (step - 3), "schedule: it fails for step 3: ZeroDivisionError: division by zero"),
+        (lambda step: 10**400, "schedule: it fails for step 3: OverflowError"),
+        (lambda step: float("nan"), "schedule: it returned nan for step 3; return a number of at least 0"),
+        (lambda step: "1", "schedule: it returned '1' for step 3"),
+    ):
+        with pytest.raises(UserError, match=pattern):
+            rate_factor(schedule, 3, 10)

@@ -33,10 +33,17 @@ class DataIdentity:
         return digest_of([each.fingerprint for each in (*self.encoding.units, *self.encoding.targets)])[:32]
 
     @cached_property
+    def _content(self) -> NDArray[np.int64]:
+        """Digests of the samples, which differ for an answer that is marked as bad: int64 [samples]."""
+        assert self.sizes is not None
+        content, desired = self.sizes.content, self.sizes.desired
+        return content if desired is None else content ^ (1 - desired)
+
+    @cached_property
     def by_source(self) -> list[dict[str, Any]]:
-        """Describe each source as JSON: name, number of samples, digest of their tokens and labels, digest of the
-        blocks in which they are read, which order them, and `processing`. A stream has no samples, and the digest of
-        its files."""
+        """Describe each source as JSON: name, number of samples, digest of their tokens, labels and marks, digest of
+        the blocks in which they are read, which order them, and `processing`. A stream has no samples, and the digest
+        of its files."""
         if not isinstance(self.blend, Blend):
             streams = self.blend.streams
             return [{"name": each.name, "samples": 0, "content": each.identity, "blocks": ""} for each in streams]
@@ -47,7 +54,7 @@ class DataIdentity:
             {
                 "name": name,
                 "samples": len(reader),
-                "content": _digest(self.sizes.content[end - len(reader) : end]),
+                "content": _digest(self._content[end - len(reader) : end]),
                 "blocks": "" if reader.blocks is None else digest_of(reader.blocks)[:32],
                 "processing": self.processing,
             }
@@ -74,11 +81,12 @@ class DataIdentity:
                 if old["content"] and new["content"] and old["content"] != new["content"]:
                     found.append(f"{source} is a stream of other files")
                 continue
-            part = self.sizes.content[first : first + new["samples"]]
+            part = self._content[first : first + new["samples"]]
             first += new["samples"]
             if old["samples"] == new["samples"] and old["content"] != new["content"]:
                 found.append(
                     f"{source} has {new['samples']:,} samples as before, but other ones, or they become other tokens"
+                    + ("" if self.sizes.desired is None else " or have other marks")
                 )
             elif old["samples"] != new["samples"]:
                 text = f"{source} had {old['samples']:,} samples and now has {new['samples']:,}"

@@ -80,7 +80,14 @@ class Blend:
         return sides[0], sides[1]
 
     def contrasted(self) -> Blend:
-        """Return the blend with a second answer for each sample, see `Reader.contrasts`."""
+        """Return the blend with a second answer for each sample, see `Reader.contrasts`. Raises UserError for a source
+        of one sample, which has no other answer."""
+        for name, length in zip(self.source_names, self.lengths):
+            if length == 1:
+                raise UserError(
+                    f"{name!r} has one record here, and kto compares its prompt with another record's answer; add "
+                    "records, or put it into the file of another source"
+                )
         return replace(self, readers=tuple(replace(reader, contrasts=True) for reader in self.readers))
 
     def _locate(self, index: int) -> tuple[Reader, int]:

@@ -184,14 +184,18 @@ def _sample(fields: Fields, turns: tuple[Turn, ...], listed: ListedMedia, tools:
 
 
 def _mark(fields: Fields) -> bool | None:
-    """Return the mark of a record's answer as good or bad; None without one."""
+    """Return the mark of a record's answer as good or bad; None without one. Raises SampleError for unlike marks."""
+    found: dict[str, bool] = {}
     for name in DESIRED_COLUMNS:
         mark = fields.peek(name)
-        mark = mark == "True" if mark in ("True", "False") else mark  # CSV holds texts
+        if isinstance(mark, str):  # CSV holds texts
+            mark = {"true": True, "false": False}.get(mark.lower())
         if isinstance(mark, bool) and (fields.is_named(name) or name in fields.unused()):
             fields.take(name)
-            return mark
-    return None
+            found[name] = mark
+    if len({*found.values()}) == 2:
+        fields.refuse(f"is marked one way in {' and otherwise in '.join(map(repr, found))}", "remove one of these")
+    return next(iter(found.values()), None)
 
 
 def _preference(fields: Fields, prompt: str | None) -> Sample:

@@ -241,8 +241,8 @@ def refuse_undesired(sample: Sample, encoding: Encoding) -> None:
     if sample.desired is False and not encoding.marks:
         raise SampleError(
             sample.id,
-            "its answer is marked as undesired (label or kto_tag: false), and would be learned all the same",
-            "set 'train.preferences: {method: kto}', remove the record, or set 'data.on_error: skip'",
+            "its answer is marked as undesired (label or kto_tag: false), so it is neither learned nor expected",
+            "set 'train.preferences: {method: kto}' to learn from it, remove it, or set 'data.on_error: skip'",
         )
 
 
