@@ -39,9 +39,10 @@ class StoredMoments:
             layout = Layout(self.files, {key: names[box.name] for key, box in boxes.items() if box.name in names})
             found = layout.read(boxes)
             for key, tensor in found.items():
-                if kind != "exp_avg" and bool((tensor < 0).any()):
-                    stored = layout.keys[key]
-                    raise UserError(f"{str(self.files[stored])!r} is damaged: {stored!r} has negative numbers")
+                is_real = kind == "step" or tensor.is_floating_point()
+                if not is_real or (kind != "exp_avg" and bool((tensor < 0).any())):
+                    stored, what = layout.keys[key], "negative numbers" if is_real else f"numbers of {tensor.dtype}"
+                    raise UserError(f"{str(self.files[stored])!r} is damaged: {stored!r} has {what}")
             yield kind, found
 
 

@@ -278,6 +278,7 @@ def test_damaged_moments_are_one_line(tmp_path: Path) -> None:
         ("exp_avg_sq", lambda tensor: tensor[:-1], r"exp_avg_sq' is \[\d+, 16\], where its weight needs"),
         ("exp_avg_sq", lambda tensor: -tensor, "has negative numbers"),
         ("exp_avg_sq", lambda tensor: tensor / 0, "NaN or infinity"),
+        ("exp_avg", lambda tensor: tensor > 0, "has numbers of torch.bool"),
         ("step", lambda tensor: tensor.repeat(2), r"step' is \[2\], where its weight needs \[\]"),
     ):
         key = next(key for key in good["optimizer"] if key.endswith(f"up_proj.weight.{kind}"))
