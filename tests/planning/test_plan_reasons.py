@@ -52,7 +52,7 @@ def test_how_right_predictions_were_is_said_by_source(pipeline):
     )
     known = load_hardware("GB300")
     (found,) = _compared(replace(pipeline.problem, target=replace(pipeline.problem.target, hardware=known)))
-    assert found.startswith("Modelled steps of published runs on GB300 are off by, in the mean: ")
+    assert found.startswith("Mean errors of modelled steps of published runs on GB300: ")
     assert all(source in found for source in known.compared)
 
 

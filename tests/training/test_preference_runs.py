@@ -100,7 +100,7 @@ def test_a_run_on_marked_answers_learns_them(
     assert run_command(monkeypatch, "evaluate", file.parent / "run") == 0
     said = capsys.readouterr()
     assert "of 12 answers" in said.out  # the other 12 are not what is expected
-    assert "marks.jsonl:13: its answer is marked as undesired" in " ".join(said.err.split())
+    assert "samples with answers that are marked as bad are left out" in " ".join(said.err.split())
 
 
 def test_a_step_reports_rewards_of_the_marks_it_has(pairs: Path) -> None:

@@ -17,7 +17,7 @@ TARGETS = ((0, 4), (1, 6), (0, 2), (2, 0))
 
 
 def _of(waited: float = 0.0, sources: tuple[float, ...] = (6 / 12, 12 / 12, 0.0)) -> Any:
-    samples = [SimpleNamespace(source=source, target_tokens=count) for source, count in TARGETS]
+    samples = [SimpleNamespace(source=source, target_tokens=count, desired=None) for source, count in TARGETS]
     batch: Any = SimpleNamespace(
         samples=samples, num_samples=4, skipped=1, epoch=0.5, tokens={"vision": 8, "language": 40},
         slowest=(("a", 0.5),),

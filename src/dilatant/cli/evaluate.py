@@ -78,9 +78,7 @@ def evaluate(
     blend = _held_out(folder, data, config)
     exported = _opened(export, config, draws=function is not None)
     length = max_new_tokens or (128 if config is None else how.max_new_tokens)
-    preferences = None if config is None else config.train.preferences
-    has_marks = preferences is not None and preferences.method == "kto"  # answers marked as bad are not expected
-    skips = has_marks or (config is not None and config.data.on_error == "skip")
+    skips = config is not None and config.data.on_error == "skip"
     answers: list[Answered] = []
     scores: dict[str, float] = {}
     for one in _asked(exported, blend, limit or how.limit, length, drawing.settings(), seed, skips):
