@@ -180,7 +180,6 @@ def test_states_of_linear_attention_pass_between_ranks(
     check_case(workers, case_of(plan, family, **changes, **HYBRID), "none", 1)
 
 
-@pytest.mark.slow
 def test_states_pass_along_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
     """Parts of rows are shorter than the convolution's kernel, and some ranks have no tokens."""
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2, 3, 4), cp=4),))

@@ -92,8 +92,8 @@ class PackedRow:
     @property
     def index_in_sample(self) -> Tensor:
         """The index of each of the rank's tokens in its sample: int64 [tokens]."""
-        whole = torch.from_numpy(np.concatenate([np.arange(length) for length in self.lengths]))
-        return whole if self.share is None else self.share.take(whole)
+        whole = np.concatenate([np.arange(length) for length in self.lengths])
+        return torch.from_numpy(whole if self.share is None else whole[self.share.tokens])
 
     def padded(self, hidden: Tensor) -> Tensor:
         """Pad hidden states [tokens, hidden] of the rank's tokens by the dummy token, if it runs one."""
