@@ -1,5 +1,4 @@
-"""What limits a step: it is simulated again with links, arithmetic or memory bandwidth that take no time, or without
-buffers."""
+"""Limits of a step: links, arithmetic, memory bandwidth and buffers take nothing when the step is simulated again."""
 
 from __future__ import annotations
 
