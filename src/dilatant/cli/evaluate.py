@@ -158,8 +158,8 @@ def _run_of(folder: Path, trust: bool, needs_data: bool) -> tuple[Path, Config |
 
 
 def _held_out(folder: Path, data: str | None, config: Config | None) -> Blend:
-    """Open the samples to ask: those at `data`, with the prompt and the names of columns that the run has for all of
-    its data, or the held-out samples of the run. Raises UserError."""
+    """Open the samples to ask. They are those at `data`, with the prompt and the names of columns that the run has for
+    all of its data, or the held-out samples of the run. Raises UserError."""
     from dilatant.config import DataSource
     from dilatant.data.order.blend import Blend, open_blend
     from dilatant.planning.assemble import open_held_out

@@ -100,8 +100,8 @@ def _inside(hardware: Hardware) -> str:
 
 
 def _saved(planned: PlannedRun, *links: str) -> dict[str, float]:
-    """Return by kind of message, largest first, the share of a step that is saved if they took no time on these links,
-    fields of `Cluster`; under "" for all of them together."""
+    """Return by kind of message, largest first, the share of a step that is saved if they took no time on these links.
+    Links are fields of `Cluster`; the share under "" is of all messages together."""
     problem, plan, seconds = planned.problem, planned.result.winner.plan, _simulated(planned)
     target, spec = problem.target, problem.model.spec
     free: dict[str, Any] = dict.fromkeys(links, Link(math.inf))

@@ -67,9 +67,9 @@ def _experts(planned: PlannedRun, joined: int, modelled: bool) -> list[str]:
 
 
 def _fastest(problem: PlanningProblem, name: str) -> tuple[PlanningProblem, RankedPlan, int]:
-    """Return the problem under which the fastest plan that the framework can run was scored, this plan, and how many of
-    its replicas divide experts among them: `cp` of the plan stands for these. Raises the first PlanError if none fits.
-    """
+    """Return the fastest plan that the framework can run, after the problem under which it was scored. The third value
+    is how many of the plan's replicas divide experts among them, for which its `cp` stands. Raises the first PlanError
+    if none fits."""
     if problem.target.groups:
         raise PlanError("the devices are unlike, and it divides work evenly")
     framework, language = FRAMEWORKS[name], problem.model.spec.unit(problem.model.anchor)

@@ -80,8 +80,8 @@ def with_long_rows(planned: PlannedRun) -> PlannedRun:
 
 
 def with_best_rows(planned: PlannedRun, all_devices: bool = False) -> PlannedRun:
-    """Return the result of a search with long rows: the same plan, or for a plan with pipelines the result of a second
-    search with the longest rows, if that is faster. all_devices: as in `plan_run`."""
+    """Return the result of a search with the best rows. It is the same plan or, for a plan with pipelines, the result
+    of a second search with the longest rows if that is faster. all_devices: as in `plan_run`."""
     problem, longest = planned.problem, LENGTHS[-1]
     config, shortest, before = problem.config, problem.config.row_tokens, planned.result
     found = with_long_rows(planned)

@@ -35,8 +35,8 @@ class FewestDevices:
 
 @dataclass(frozen=True, slots=True)
 class OtherFramework:
-    """The fastest plan that another framework can run: its `flags`, as one line in `command`, seconds of a step (None
-    if nothing fits), and sentences on memory, on what it cannot express and on what that costs."""
+    """The fastest plan that another framework can run. `command` has its `flags` as one line; seconds of a step are
+    None if nothing fits; sentences say its memory, what it cannot express and what that costs."""
 
     name: str
     command: str

@@ -161,7 +161,7 @@ class Executor:
 
     def _warm_up(self, actions: Sequence[Action], routes: Routes, data: StepData) -> None:
         """Run a forward and a backward of each stage whose compiled blocks have not run, on zeros in place of rows of
-        other stages: all ranks compile at once, and before an action's time counts. Gradients stay as they are."""
+        other stages. All ranks thus compile at once, and before an action's time counts. Gradients stay as they are."""
         for action in actions:
             stage, samples = self._stages[action.stage], routes.samples[action]
             compiled = stage.compiled

@@ -237,8 +237,8 @@ def media_mask(row: RowLayout, kinds: str | Mapping[str, str]) -> AttentionMask:
 
 
 def _seen_together(row: RowLayout, plain: NDArray[np.bool_], whole: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Number from 1, per sample, the sets of tokens that see each other as a whole: items, or all items of a modality
-    where `whole` is set; 0 where `plain` is set."""
+    """Number from 1, per sample, the sets of tokens that see each other as a whole. They are items, or all items of a
+    modality where `whole` is set; 0 where `plain` is set."""
     columns = np.stack([row.sample, row.modality, np.where(whole, 0, row.instance)])[:, ~plain]
     numbers = np.zeros(plain.size, dtype=np.int64)
     if columns.size:

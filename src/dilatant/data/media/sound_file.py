@@ -135,8 +135,9 @@ def _by_soundfile(stream: BinaryIO) -> _Sound | None:
 
 
 def _mp3_is_counted(stream: BinaryIO) -> bool | None:
-    """Return True if an MP3 has a Xing header with a frame count and a byte count that matches this file (it may be cut
-    from another); else its length is estimated from the first frame. None for a file that does not begin as an MP3."""
+    """Return True if an MP3 has a Xing header with a frame count, and with a byte count that matches this file. A file
+    that was cut from another does not match; its length is estimated from the first frame. None for a file that does
+    not begin as an MP3."""
     at = 0
     while (head := read_at(stream, at, 10))[:3] == b"ID3" and len(head) == 10:
         at += 10 + sum((byte & 127) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0)))

@@ -93,7 +93,7 @@ def _is_json(text: mmap.mmap, span: NDArray[np.int64]) -> bool:
 
 
 def _object_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64] | None:
-    """Return the spans of consecutive objects that each extend over several lines (indented JSON); None if the text is
+    """Return the spans of consecutive objects that each extend over several lines (indented JSON). None if the text is
     something else, such as JSON Lines with a damaged first line, or larger than `MOST_BYTES`. Raises UserError for an
     invalid object after the first, or a first one whose `{` ends its line."""
     if len(text) > MOST_BYTES:

@@ -79,9 +79,9 @@ def four_bit_names(unit: Unit) -> frozenset[str]:
 
 
 def choose_fp8(units: Mapping[str, Unit], precision: str) -> None:
-    """Choose the weights by which `units` multiply in FP8, under precision "fp8": of the linear layers of their blocks,
-    without adapters, routers, gates of less than a tile, and, with a warning, experts and sizes that are no multiples
-    of a tile. Raises UserError for four-bit weights."""
+    """Choose the weights by which `units` multiply in FP8, under precision "fp8". They are those of the linear layers
+    in their blocks, without adapters, routers and gates of less than a tile. Experts and sizes that are no multiples of
+    a tile are left out with a warning. Raises UserError for four-bit weights."""
     for name, unit in units.items() if precision == "fp8" else ():
         if unit.four_bit:
             raise UserError(f"train.precision: fp8 multiplies by no 4-bit weights, which {name} has; write bf16")

@@ -200,8 +200,8 @@ def _with_noise(
     outputs: Mapping[int, Tensor],
     changed: Collection[int],
 ) -> Tensor:
-    """Return the output of block `first`, or of the model behind its blocks, run as a stage of its own with the earlier
-    blocks' `outputs`, to which noise is added at the blocks `changed`."""
+    """Return the output of block `first`, or of the model behind its blocks, run as a stage of its own. It reads the
+    earlier blocks' `outputs`, to which noise is added at the blocks `changed`."""
     depth = structure.num_blocks
     part = slice_model(model, structure, first, min(first + 1, depth), True, keep_after=first == depth)
     noise = torch.Generator().manual_seed(0)

@@ -216,9 +216,10 @@ def _sum_stage(
 def _gathered(
     entry: PlacedStage, unit: UnitSpec, shared_by: NDArray[np.float64], rules: ParameterBytes
 ) -> NDArray[np.float64]:
-    """Return [layers, 3]: bytes that a sharded stage holds while a layer runs, besides its parts: the weights of the
-    layer's block and of the next one, gradients of the block and, in two flat copies, those of the previous one; and
-    all weights outside blocks with their gradients, which are summed after the first layer's backward."""
+    """Return [layers, 3]: bytes that a sharded stage holds while a layer runs, besides its own parts. They are the
+    weights of the layer's block and of the next one, gradients of the block and, in two flat copies, those of the
+    previous one; and all weights outside blocks with their gradients, which are summed after the first layer's
+    backward."""
     layers = unit.layers[entry.stage.first : entry.stage.end]
     held = np.array([layer.held_trained(entry.stage.degrees) for layer in layers]) * (shared_by > 1)
     is_block = np.array(["layers." in layer.name for layer in layers])

@@ -67,7 +67,7 @@ class MeanCosts:
 
     def on_groups(self, chunks: int) -> MeanCosts:
         """Raise the lower bounds of single samples to the host's seconds, and combine the `chunks` stages of each group
-        of devices; `seconds`, `backward` and the seconds of single samples stay by stage."""
+        of devices. `seconds`, `backward` and the seconds of single samples stay by stage."""
         names = ("lightest", "lightest_split")
         bounds = {name: np.maximum(getattr(self, name), getattr(self, f"{name}_host")) for name in names}
         bounded = replace(self, **bounds)

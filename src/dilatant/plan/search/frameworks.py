@@ -37,8 +37,8 @@ class Framework:
     by_heads: bool = False
 
     def cuts(self, layers: int, stages: int) -> tuple[int, ...] | None:
-        """Return the first layer of each stage of a language model, whose first layer is the embedding and whose last
-        is the head, as the framework cuts it; None if it cannot have so many stages."""
+        """Return the first layer of each stage of a language model as the framework cuts it; None if it cannot have so
+        many stages. The model's first layer is the embedding, its last the head."""
         each, more = divmod(layers - 2 + 2 * self.ends, stages)
         if stages > 1 and (each <= self.ends or (more and self.even)):
             return None

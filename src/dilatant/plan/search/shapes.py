@@ -56,7 +56,7 @@ def textbook_shapes(space: Space) -> Iterator[PlanCandidate]:
 def equal_pipelines(
     space: Space, degrees: Degrees, stages: int, chunks: int = 1, cuts: tuple[int, ...] = ()
 ) -> Iterator[PlanCandidate]:
-    """Yield the layouts of equal pipelines on all devices, one for each number of microbatches: the encoders run in the
+    """Yield the layouts of equal pipelines on all devices, one for each number of microbatches. The encoders run in the
     first of `stages` stages, of which each group of devices has `chunks`. cuts: their first layers, instead of the best
     ones. Models with generators have none."""
     roles, devices = space.roles, space.cluster.num_devices

@@ -123,7 +123,7 @@ class MembershipPlanner:
     def next(
         self, before: Plan, survivors: Mapping[int, int], node_of: Sequence[int], domain_of: Sequence[int] = ()
     ) -> Membership:
-        """Return the plan that follows `before` on the present ranks; `node_of` has the node of each, and `domain_of`
+        """Return the plan that follows `before` on the present ranks. `node_of` has the node of each, and `domain_of`
         its NVLink domain, out of which no new stage reaches, if there are such domains.
 
         survivors: old rank → new rank; other new ranks have no state. Pipelines that lost no rank stay as they are,
@@ -212,7 +212,7 @@ class MembershipPlanner:
         return self._templates[key]
 
     def _searched_seconds(self, width: int) -> list[float]:
-        """Return the seconds of each layer on `width` devices for the search of templates: a layer on fewer devices
+        """Return the seconds of each layer on `width` devices for the search of templates. A layer on fewer devices
         than in the run's own layout takes longer than any pipeline, so it is found only where nothing else fits."""
         costs, longer = self.costs, 1.0 + 2.0 * max(map(sum, self.costs.seconds.values()))
         least = [costs.narrowest.get(name, 1) for name, count in costs.layers.items() for _ in range(count)]

@@ -147,9 +147,9 @@ def _place(
     prefix: np.ndarray,
     idle: int,
 ) -> tuple[Counter[int], dict[tuple[LayerSpan, LayerSpan], int]]:
-    """Return the composition for which the fewest bytes move (the first of equals) and its {(layers held, layers
-    wanted): nodes} for the nodes of pipelines that are not kept; `idle` nodes want (0, 0). there: layers held → nodes.
-    """
+    """Return the composition for which the fewest bytes move (the first of equals), and where its nodes come from. That
+    is {(layers held, layers wanted): nodes} for the nodes of pipelines that are not kept; `idle` nodes want (0, 0).
+    there: layers held → nodes."""
     from dilatant.plan.templates._reinstantiate_kernel import transport
 
     sizes = sorted({*itertools.chain(*compositions)})
@@ -360,8 +360,8 @@ class PipelineChooser:
     def _made(
         self, instances: Sequence[tuple[int, ...]], holders: Mapping[int, LayerSpan], kept: int, share: int
     ) -> Reinstantiation | None:
-        """Reinstantiate with as many pipelines as the fault tolerance requires, or else as many as possible, on as many
-        nodes as possible; None if no pipeline fits beside the `kept` ones."""
+        """Reinstantiate with as many pipelines as the fault tolerance requires, or else as many as possible. They take
+        as many nodes as possible; None if no pipeline fits beside the `kept` ones."""
         free, others = len(holders) + sum(map(len, instances)), max(0, self.fault_tolerance - kept)
         while not (used := most_nodes(self.templates, free, others + 1)) and others:
             others -= 1

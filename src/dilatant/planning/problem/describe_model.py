@@ -262,8 +262,9 @@ def _role(unit: Unit, index: int) -> tuple[str, str]:
 
 
 def _stem(unit: Unit, role: str, variant: str, geometry: EncoderGeometry | None) -> str:
-    """Return a name that describes the layer: family, role, width, and for encoders the tokens of an image or clip; for
-    a generator's net, the size of what it draws and the number of rows that condition it."""
+    """Return a name that describes the layer: family, role and width. The name of an encoder's layer also has the
+    tokens of an image or clip; that of a generator's net, the size of what it draws and the number of rows that
+    condition it."""
     words = [unit.family, role, variant, str(unit.width)]
     if role in (PROJECTOR, CONNECTOR):
         words = [role, type(getattr(unit, role)).__name__, str(unit.width)]

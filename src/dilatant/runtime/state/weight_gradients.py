@@ -264,8 +264,8 @@ def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None
 
 
 def _add_products(weight: nn.Parameter, gradient: Tensor, inputs: Tensor, counts: Sequence[int]) -> None:
-    """Add each expert's product to its matrix of `weight` [experts, out, in]: by torch's kernel for all experts where
-    there is one, which rounds a product to bf16 before it is added; else one by one, as `_add_product` does."""
+    """Add each expert's product to its matrix of `weight` [experts, out, in]. Where torch has a kernel for all experts,
+    it rounds each product to bf16 before it is added; elsewhere they are added one by one, as `_add_product` does."""
     dtype = _gradient_dtype(weight)
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=dtype)

@@ -86,8 +86,8 @@ def entrain_microbatches(
 
 
 def _stratified(encoder: NDArray[np.float64], language: NDArray[np.float64], count: int) -> list[list[int]]:
-    """Spread samples over encoder microbatches (lines 4-6): first the samples with most language work, then the others,
-    each set by descending encoder seconds, to the microbatch with the least encoder load.
+    """Spread samples over encoder microbatches (lines 4-6). The samples with most language work come first, then the
+    others; each set goes by descending encoder seconds to the microbatch with the least encoder load.
 
     The thesis gives no threshold between the two sets. Here the `count` samples with the most language work are the
     coarse set if at least `count` fine ones remain; else there is one set.

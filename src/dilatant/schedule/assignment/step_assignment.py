@@ -169,8 +169,8 @@ def assign(
 
 
 def _serving(plan: Plan, anchors: int, times: Mapping[str, UnitTimes]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the number of the replica of each unit that serves each of the `anchors` replicas of the anchor, and the
-    seconds of a stage there relative to a stage of the unit's first replica: `[anchors, units]`."""
+    """Return, by unit, the replica that serves each of the `anchors` replicas of the anchor: `[anchors, units]`. The
+    second array has the seconds of a stage there, relative to a stage of the unit's first replica."""
     serving, paces = [], []
     for unit in plan.units:
         count, known = len(unit.replicas), times[unit.name].paces if unit.name in times else ()
@@ -240,8 +240,8 @@ def _batch_seconds(
 
 
 def _speeds(plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]) -> list[float]:
-    """Return, by anchor replica, global batches per second of its busiest ranks: those of the replica itself (with
-    other units' stages there) and those of replicas that serve it elsewhere (see `served_by`)."""
+    """Return, by anchor replica, global batches per second of its busiest ranks. They are those of the replica itself,
+    with other units' stages there, and those of replicas that serve it elsewhere (see `served_by`)."""
     anchors = len(plan.unit(anchor).replicas)
     busy: list[dict[tuple[int, ...], float]] = [{} for _ in range(anchors)]
     replica_of = {one.stage.ranks: one.replica for one in placed if one.unit == anchor}
