@@ -79,13 +79,15 @@ def plan_memberships(
     and recomputation are those whose first plan survives the most losses, up to `fault_tolerance`, then has at least
     `parallel.microbatches`, and then is fastest.
 
-    Raises PlanError if the nodes cannot hold the model, and for unlike devices.
+    Raises PlanError if the nodes cannot hold the model, for unlike devices and for sharded weights.
     """
     cluster = problem.target.cluster
     if problem.target.groups:
         raise PlanError(
             "templates are made of equal devices; leave out cluster.groups, or name one kind with --cluster"
         )
+    if any(word != "none" for _, word in problem.target.rules.shard):
+        raise PlanError("templates have unlike cuts, and with train.shard replicas have equal ones")
     devices = devices or node_devices(problem)
     units = UnitLayers(
         problem.model.spec, problem.costs, problem.simulated(), cluster.gpus_per_node, problem.target.rules

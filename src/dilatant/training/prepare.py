@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.comm.ray_cluster import check_cluster, cluster_address
-from dilatant.config import Config, UserError
+from dilatant.config import Config, UserError, list_problems
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
@@ -24,6 +24,7 @@ from dilatant.models.language.row_padding import pad_rows
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.templates.membership import ChainCosts
+from dilatant.plan.templates.node_groups import unrecoverable_shards
 from dilatant.planning.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.planning.memberships import chain_costs
@@ -81,6 +82,11 @@ def prepare(
         if planned is None:
             cut = Cutter(config, model, known_tokens(samples, model), target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
+            lost_together = config.resilience.ranks_per_node
+            if config.resilience.enabled and (
+                problems := unrecoverable_shards(planned.plan, planned.shard, planned.zero, lost_together)
+            ):
+                raise list_problems("this run cannot survive losses:", problems)
             if found := row_length_of_run(config, samples, model, planned):
                 config, reason = found[0].config, found[2]
                 planned = replace(planned, row_tokens=config.row_tokens)
