@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.comm.ray_cluster import check_cluster, cluster_address
-from dilatant.config import Config, UserError, list_problems
+from dilatant.config import Config, UserError
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.model import LANGUAGE
 from dilatant.data.index.sizes import Progress
@@ -82,11 +82,10 @@ def prepare(
         if planned is None:
             cut = Cutter(config, model, known_tokens(samples, model), target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
-            lost_together = config.resilience.ranks_per_node
-            if config.resilience.enabled and (
-                problems := unrecoverable_shards(planned.plan, planned.shard, planned.zero, lost_together)
-            ):
-                raise list_problems("this run cannot survive losses:", problems)
+            if config.resilience.enabled:
+                each = config.resilience.ranks_per_node
+                if problem := unrecoverable_shards(planned.plan, planned.shard, planned.zero, each):
+                    raise UserError(problem)
             if found := row_length_of_run(config, samples, model, planned):
                 config, reason = found[0].config, found[2]
                 planned = replace(planned, row_tokens=config.row_tokens)

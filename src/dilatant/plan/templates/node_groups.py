@@ -17,29 +17,30 @@ from dilatant.plan.plan import Plan, UnitPlan
 from dilatant.plan.templates.membership import pipelines_of, ranks_of
 
 
-def unrecoverable_shards(plan: Plan, shard: Mapping[str, Shard], zero: Zero, devices: int) -> list[str]:
-    """Return why a run with these shards could not go on after the loss of a node of `devices` ranks; each text names
-    the key and the remedy. shard: unit → what is sharded of it."""
+def unrecoverable_shards(plan: Plan, shard: Mapping[str, Shard], zero: Zero, devices: int) -> str:
+    """Return why a run with these shards could not go on after the loss of a node of `devices` ranks, with keys and
+    remedy, or an empty text. shard: unit → what is sharded of it."""
     if not shard:
-        return []
-    begin, each = "train.shard and resilience.enabled: ", f"{devices} (resilience.ranks_per_node)"
+        return ""
+    each, problem = f"{devices} (resilience.ranks_per_node)", ""
+    alone = [name for name in shard if not _is_shared(plan.unit(name), devices)]
     if zero == "all":
-        return [f"{begin}train.zero: all spreads a weight's parts over nodes that are lost one by one; set it to node"]
-    if alone := [name for name in shard if not _is_shared(plan.unit(name), devices)]:
-        return [
-            f"{begin}of the {each} ranks of a node no two hold the same weights of {alone[0]}, or not equally many; "
-            "lay out several replicas, or cp, inside each node, or leave train.shard out"
-        ]
-    try:
-        _, count = equal_groups(plan, devices)
-    except PlanError as error:
-        return [f"{begin}{error}"]
-    if count > 1:
-        return []
-    return [
-        f"{begin}some parts of {next(iter(shard))} are on one node of {each} ranks only, and lost with it; give other "
-        "nodes the same replicas, or leave one of these keys out"
-    ]
+        problem = "train.zero: all spreads a weight's parts over nodes that are lost one by one; set it to node"
+    elif alone:
+        problem = (
+            f"of the {each} ranks of a node no two hold the same weights of {alone[0]}, or not equally many; lay out "
+            "several replicas, or cp, inside each node, or leave train.shard out"
+        )
+    else:
+        try:
+            if equal_groups(plan, devices)[1] == 1:
+                problem = (
+                    f"without a lost node of {each} ranks the others hold no whole replica of {next(iter(shard))}; "
+                    "give other nodes replicas of their own, or leave one of these keys out"
+                )
+        except PlanError as error:
+            problem = str(error)
+    return problem and f"train.shard and resilience.enabled: {problem}"
 
 
 def equal_groups(plan: Plan, devices: int) -> tuple[Plan, int]:
