@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, GemmaConfig, LlamaConfig, SiglipVisionConfig
 
-from cases.attention.stand_in_kernels import FusedNorm, stand_ins
+from cases.attention.stand_in_kernels import FusedNorm, Rotation, stand_ins
 from dilatant.config.errors import UserError
 from dilatant.models.core.fused_modules import FusedSwiglu, fuse, kernel_set, rotating
 from dilatant.runtime.state.weight_gradients import WeightGradients, accumulate, replace_linears
@@ -30,7 +30,14 @@ def test_fused_modules_compute_the_same_with_the_same_weights(family: str) -> No
     model = AutoModel.from_config(config)
     plain = copy.deepcopy(model)
     [blocks] = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    fused = fuse(blocks, stand_ins())
+    rotated = []
+
+    def rotate(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rotated.append(len(rows))
+        return Rotation.apply(*rows)
+
+    fused = fuse(blocks, {**stand_ins(), "rope": (lambda attention: rotating(attention, rotate),)})
+    rotated.clear()
     kinds = [type(module) for module in model.modules()]
     assert (kinds.count(FusedNorm), kinds.count(FusedSwiglu)) == (norms, products)
     assert sum("forward" in module.__dict__ for module in model.modules()) == rotations
@@ -39,9 +46,11 @@ def test_fused_modules_compute_the_same_with_the_same_weights(family: str) -> No
     replace_linears(model, gradients)
     given = {"pixel_values": torch.randn(2, 3, 8, 8)} if family == "siglip" else {"input_ids": torch.arange(8)[None]}
     plain(**given).last_hidden_state.square().sum().backward()
+    assert not rotated
     with gradients.deferring():  # kernels that write into saved tensors leave what is delayed alone
         model(**given).last_hidden_state.square().sum().backward()
     accumulate(gradients.take())
+    assert len(rotated) == rotations
     theirs = dict(plain.named_parameters())
     for name, mine in model.named_parameters():
         assert (mine.grad is None) == (theirs[name].grad is None), name

@@ -129,8 +129,11 @@ def test_a_node_that_comes_back_holds_shards_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_that_lost_their_partners_become_a_group(tmp_path: Path, alone: list[float]) -> None:
-    """Pipelines over pairs of nodes: one pair loses its first half, then the other its second."""
+@pytest.mark.parametrize("lost", [(0,), (0, 3)])
+def test_two_nodes_that_lost_their_partners_become_a_group(
+    tmp_path: Path, alone: list[float], lost: tuple[int, ...]
+) -> None:
+    """Pipelines over pairs of nodes: one pair loses its first half, and at the same time the other its second."""
     made = project(tmp_path, replicas(4, pp=2))
     planned = prepare(load_config(made / "config.yaml")).planned
     crossed = {0: 0, 1: 2, 2: 1, 3: 3, 4: 4, 5: 6, 6: 5, 7: 7}
@@ -139,9 +142,10 @@ def test_two_nodes_that_lost_their_partners_become_a_group(tmp_path: Path, alone
     ]
     (made / "plan.json").write_text(replace(planned, plan=Plan(tuple(units)), chain=None).to_json())
     project(tmp_path, {"plan": "plan.json"}, shard="weights")
-    ended = run_with_faults(made, Fault(3, "agent:0"), Fault(6, "agent:3"))
-    require_equal(ended, alone, "node1", "node2")
-    assert "idle until the next change: node1, since weights are sharded" in ended.output
+    ended = run_with_faults(made, *(Fault(3, f"agent:{node}") for node in lost))
+    require_equal(ended, alone, *(f"node{node}" for node in range(4) if node not in lost))
+    idle = "idle until the next change: node1, since weights are sharded within groups of nodes"
+    assert (idle in ended.output) == (len(lost) == 1)
 
 
 def specs(**language: int) -> Plan:
@@ -178,6 +182,16 @@ def group(size: int, devices: int) -> Plan:
     """Pipelines of `size` stages over as many nodes, on each of which all ranks hold the same stage."""
     chains = [Replica(tuple(Stage(k, k + 1, (k * devices + rank,)) for k in range(size))) for rank in range(devices)]
     return Plan((UnitPlan("language", tuple(chains)),))
+
+
+def test_a_sharded_run_without_memory_has_no_other_plan() -> None:
+    plan = specs(replicas=4)
+    planner = planner_like(plan, devices=2, capacity=10.0)
+    initial = TrainingPlan(plan, 4, "eager", "balanced", chain=planner.costs, shard={"language": "weights"})
+    members, workers = ["n0", "n1"], [2, 2]
+    assert next_plan(planner, initial, None, members, workers).plan == plan
+    with pytest.raises(PlanError, match="a rank ran out of memory"):
+        next_plan(planner.below(plan, 0), initial, None, members, workers)
 
 
 def chains(plan: Plan, members: list[str], devices: int) -> list[list[tuple[str, int]]]:

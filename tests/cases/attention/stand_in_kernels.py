@@ -42,7 +42,7 @@ class _GatedProduct(torch.autograd.Function):
         return gate, up
 
 
-class _Rotation(torch.autograd.Function):
+class Rotation(torch.autograd.Function):
     """Rotary embedding that writes into its inputs and, in the backward, into their gradients, as Liger's does."""
 
     @staticmethod
@@ -68,5 +68,5 @@ def stand_ins() -> KernelSet:
         "rms_norm": (FusedNorm, lambda norm: FusedNorm(norm, 1.0)),
         "layer_norm": (FusedNorm,),
         "swiglu": (lambda mlp: FusedSwiglu(mlp, _GatedProduct.apply),),
-        "rope": (lambda attention: rotating(attention, _Rotation.apply),),
+        "rope": (lambda attention: rotating(attention, Rotation.apply),),
     }

@@ -46,7 +46,7 @@ class FusedSwiglu(nn.Module):
 def rotating(attention: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> nn.Module:
     """Return the attention module, with the same children, whose forward calls `rotate` for queries and keys. The name
     is bound in that forward alone; class and module of the library stay as they are."""
-    plain: Any = type(attention).forward
+    plain = _written_forward(attention)
     fused: Any = copy.copy(attention)
     names = {**plain.__globals__, _ROTATE: rotate}
     forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
@@ -123,8 +123,8 @@ def _kind_of(module: nn.Module) -> str:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return ""
     own, children = dict(module.named_parameters(recurse=False)), dict(module.named_children())
-    forward = type(module).forward
-    if isinstance(forward, FunctionType) and _ROTATE in forward.__code__.co_names and hasattr(module, "head_dim"):
+    code = getattr(_written_forward(module), "__code__", None)
+    if code is not None and _ROTATE in code.co_names and hasattr(module, "head_dim"):
         return "" if "forward" in module.__dict__ else "rope"
     if type(module) is nn.LayerNorm:
         return "layer_norm" if set(own) == {"weight", "bias"} and len(module.normalized_shape) == 1 else ""
@@ -147,8 +147,7 @@ def _equals(module: nn.Module, other: nn.Module, kind: str) -> bool:
         size: Any = module.head_dim
         rows = torch.randn(1, 4, _ROWS, size, generator=draw).to(like)
         angles = torch.randn(1, _ROWS, size // 2, generator=draw).repeat(1, 1, 2).to(like)
-        forwards: tuple[Any, Any] = type(module).forward, other.forward
-        rotations = [forward.__globals__[_ROTATE] for forward in forwards]
+        rotations = [forward.__globals__[_ROTATE] for forward in (_written_forward(module), other.forward)]
         try:
             pair = [
                 torch.cat(one(rows.clone(), rows[:, :2].clone(), angles.cos(), angles.sin()), 1) for one in rotations
@@ -176,6 +175,11 @@ class _Scale(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return rows * self.factor
+
+
+def _written_forward(module: nn.Module) -> Any:
+    """Return the forward of a module's class, without decorators that accept former names of its arguments."""
+    return inspect.unwrap(type(module).forward)
 
 
 def _with_weights_of(module: nn.Module, replacement: nn.Module) -> nn.Module:

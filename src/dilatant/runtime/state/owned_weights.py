@@ -132,14 +132,10 @@ class OwnedWeights:
         self.boxes[box.key] = box
 
     def _part(self, box: Box, exact: Mapping[str, Tensor], kept: nn.Parameter | None) -> nn.Parameter:
-        weight, is_sharded = self.weights[box.name], box.name in self.sharded
-        if is_sharded and kept is not None:
-            return kept
-        if is_sharded and not weight.untyped_storage().nbytes():  # as the last generation left it; its values follow
-            dtype = torch.float32 if self._keeps_masters else weight.dtype
-            return self._as_held(weight.new_empty(box.shape, dtype=dtype))
+        if kept is not None and box.name in self.sharded:
+            return kept  # the weight is as the last generation left it, without values
         view = self.view(box)
-        if not is_sharded:
+        if box.name not in self.sharded:
             if view.is_contiguous() and (view.dtype == torch.float32 or not self._keeps_masters):
                 return self._as_held(view) if kept is None else kept
             self._copies[box.key] = view
