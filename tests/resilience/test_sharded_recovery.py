@@ -65,9 +65,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return of_one_process(tmp_path_factory.mktemp("alone"))
 
 
-def require_equal(ended: Ended, alone: list[float], *members: str) -> None:
+def require_equal(ended: Ended, alone: list[float], *members: str, tolerance: float = TOLERANCE) -> None:
     assert ended.exit_code == 0, ended.output
-    assert ended.losses == pytest.approx(alone, rel=TOLERANCE), ended.events
+    assert ended.losses == pytest.approx(alone, rel=tolerance), ended.events
     ran = [event["step"] for event in ended.events if event["task"] == "run"]
     assert ran == sorted(ran)  # no finished step is lost, so no checkpoint was read
     assert ended.events[-1]["members"] == [*members]
@@ -98,13 +98,15 @@ def test_a_checkpoint_after_a_loss_continues_unsharded(tmp_path: Path, alone: li
         {"shard": "weights"},
         {"shard": {"language": "gradients"}},
         {"shard": {"language": "weights"}, "lora": {"r": 4, "train": ["vision.projector"]}},
+        {"shard": "weights", "precision": "bf16"},
     ],
     ids=str,
 )
 def test_pipelines_inside_nodes_survive_with_adapters_too(tmp_path: Path, keys: dict[str, Any]) -> None:
-    alone = of_one_process(tmp_path / "alone", **{name: each for name, each in keys.items() if name == "lora"})
+    alone = of_one_process(tmp_path / "alone", **{name: each for name, each in keys.items() if name != "shard"})
     ended = run_with_faults(project(tmp_path / "run", replicas(4, pp=2), 4, **keys), Fault(4, "worker:1"))
-    require_equal(ended, alone, "node0")
+    # In bf16, rows are packed and so rounded otherwise on fewer ranks: 2^-8 for each number.
+    require_equal(ended, alone, "node0", tolerance=1e-2 if "precision" in keys else TOLERANCE)
 
 
 @pytest.mark.slow
