@@ -5,28 +5,42 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.planning.planned_project import text_config
 from cases.tiny_project import tiny_config, write_images
+from dilatant.comm.launch import Worker
 from dilatant.config import UserError, load_config
 from dilatant.plan.errors import PlanError
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.templates.membership import MembershipPlanner
 from dilatant.plan.templates.node_groups import equal_groups, unrecoverable_shards
+from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.layout import TrainingPlan
+from dilatant.planning.memberships import plan_resiliently
+from dilatant.planning.planned_run import training_plan
+from dilatant.planning.planning import planning_problem
+from dilatant.resilience.partial_step.exchange import inherit_state
 from dilatant.resilience.worker.generation_plan import next_plan
+from dilatant.training.commit import RunMembership
 from dilatant.training.prepare import prepare
 from dilatant.training.run import train
+from dilatant.training.trainer import Trainer
 from harness.faults.chaos import Ended, Fault, losses, run_with_faults
 from harness.memberships import planner_like
+from harness.refusing_gate import Gate, Refused
+from harness.worker_pool import Worker as PooledRank
+from harness.worker_pool import WorkerPool
 
 STEPS = 8
 TOLERANCE = 1e-5
@@ -73,6 +87,47 @@ def require_equal(ended: Ended, alone: list[float], *members: str, tolerance: fl
     assert ended.events[-1]["members"] == [*members]
 
 
+def _without_a_node(rank: PooledRank, folder: Path) -> list[float]:
+    """Train on two nodes of two ranks; without the first one, whose step 4 nobody applied, the second goes on. Returns
+    the losses that a rank saw."""
+    config = load_config(folder / "config.yaml")
+    prepared, saw = prepare(config), list[float]()
+
+    def trainer(planned: TrainingPlan, number: int, gate: Gate, before: Trainer | None = None) -> Trainer:
+        size = len(planned.plan.ranks)
+        here = Worker(number, size, number, torch.device("cpu"), rank.store)
+        model = prepared.model if before is None else before.runtime.model
+        generation, nodes = 1 + (before is not None), tuple(each // 2 for each in range(size))
+        membership = RunMembership(generation, nodes, before is not None, gate)
+        return Trainer(config, prepared.samples, model, planned, here, folder / "run", membership, before)
+
+    def train_in(one: Trainer) -> None:
+        with suppress(Refused), closing(one):
+            one.run(lambda metrics: saw.append(metrics.loss))
+
+    planned = prepared.planned
+    assert planned.chain is not None
+    first = trainer(planned, rank.rank, Gate(refuses=3))
+    train_in(first)
+    if rank.rank >= 2:
+        document = {"plan": planned.to_json(), "members": ["a", "b"], "workers": [2, 2]}
+        left = next_plan(MembershipPlanner(planned.chain), planned, json.dumps(document), ["b"], [2])
+        second = trainer(left, rank.rank - 2, Gate(refuses=99), first)
+        assert second.state.stays
+        assert inherit_state(second, first, folder / "run") == 0
+        second.runtime.clear_gradients()
+        train_in(second)
+    return saw
+
+
+def test_ranks_go_on_with_the_shards_they_have(tmp_path: Path, workers: WorkerPool, alone: list[float]) -> None:
+    found = workers.run(_without_a_node, 4, project(tmp_path, replicas(4), shard="weights"))
+    assert [len(losses) for losses in found] == [3, 3, STEPS, STEPS]
+    for saw in found:
+        assert saw == pytest.approx(alone[: len(saw)], rel=TOLERANCE)
+
+
+@pytest.mark.slow
 def test_a_lost_node_leaves_all_shards_to_another(tmp_path: Path, alone: list[float]) -> None:
     ended = run_with_faults(project(tmp_path, replicas(4), shard="weights"), Fault(4, "agent:0"))
     require_equal(ended, alone, "node1")
@@ -184,6 +239,20 @@ def group(size: int, devices: int) -> Plan:
     """Pipelines of `size` stages over as many nodes, on each of which all ranks hold the same stage."""
     chains = [Replica(tuple(Stage(k, k + 1, (k * devices + rank,)) for k in range(size))) for rank in range(devices)]
     return Plan((UnitPlan("language", tuple(chains)),))
+
+
+def test_a_searched_plan_with_shards_survives_a_loss(tmp_path: Path) -> None:
+    """Templates, whose cuts differ, are no choice then: the search for equal replicas is."""
+    llama = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
+    cluster = {"hardware": "H100", "nodes": 2, "gpus_per_node": 2}
+    sections = {"cluster": cluster, "train": {"shard": "weights"}, "resilience": {"enabled": True}}
+    asked = text_config(tmp_path, llama, 8, (300, 90), **sections)
+    run = plan_resiliently(planning_problem(asked, assemble_samples(asked)))
+    planned = training_plan(run.problem, run.result.winner, run.chain)
+    assert planned.chain is None
+    assert planned.shard == {"language": "weights"}
+    assert unrecoverable_shards(planned.plan, planned.shard, planned.zero, 2) == ""
+    assert "with train.shard replicas have equal ones" in run.notes[0]
 
 
 def test_a_sharded_run_without_memory_has_no_other_plan() -> None:

@@ -96,8 +96,9 @@ def regroup(
         names = {place * devices + k: first[node] + k for place, node in enumerate(group) for k in range(devices)}
         parts[min(names.values())] = _part(pattern, names)
     if not parts:
-        nodes = f"{size} node{'s' * (size > 1)}"
-        raise PlanError(f"with train.shard ranks train in groups of {nodes} of {devices} ranks, as in the first plan")
+        raise PlanError(
+            f"with train.shard ranks train in groups of as many nodes of {devices} ranks as in the first plan: {size}"
+        )
     together = [parts[rank] for rank in sorted(parts)]
     return Plan(
         tuple(
