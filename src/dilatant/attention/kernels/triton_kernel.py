@@ -254,7 +254,7 @@ def _launch(
         "num_stages": tile.stages,
     }
     kernel[(num_units * (tuning.block // rows) * heads,)](*arguments, TOGETHER=plan.has_together, **constants)
-    _compile_ahead(kernel, arguments, TOGETHER=not plan.has_together, **constants)
+    _compile_ahead(kernel, sources[0], arguments, TOGETHER=not plan.has_together, **constants)
 
 
 def _launch_joins(
@@ -264,15 +264,14 @@ def _launch_joins(
     if work.num_slots:
         kernel[(work.splits.shape[0], *grid)](*arguments, **constants)
     else:
-        _compile_ahead(kernel, arguments, **constants)
+        _compile_ahead(kernel, arguments[0], arguments, **constants)
 
 
-def _compile_ahead(kernel: Any, arguments: Sequence[Any], **constants: Any) -> None:
+def _compile_ahead(kernel: Any, like: torch.Tensor, arguments: Sequence[Any], **constants: Any) -> None:
     """Compile a variant of a kernel that this row does not need and another row of the run may. The first step, which
-    has a long deadline, then compiles all variants, and no later one waits for the compiler."""
-    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-    variant = kernel, *(each.dtype for each in tensors), *constants.items()
-    if variant not in (known := _compiled(tensors[0].device)):
+    has a long deadline, then compiles all variants, and no later one waits for the compiler. like: gives the dtype."""
+    variant = kernel, like.dtype, *constants.values()
+    if variant not in (known := _compiled(like.device)):
         known.add(variant)
         kernel.warmup(*arguments, grid=(1,), **constants)
 
