@@ -66,7 +66,6 @@ def compile_kernel(
         "QUERY_HEADS": 8 * group,
         "KV_HEADS": 8,
         "GROUP": group,
-        "SECTION": 8 if name == "grad_key_value" else 8 * group,
         "HEAD_DIM": head_dim,
         "BLOCK_DIM": padded_head_dim(head_dim),
         "ROW_BLOCK": tuning.block,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cases.tiny_project import tiny_config, write_images
 from dilatant.comm.comm import Comm
@@ -22,6 +23,7 @@ from dilatant.training.checkpoints.checkpoint import list_checkpoints
 from dilatant.training.commit import FIXED_MEMBERSHIP, RunMembership
 from dilatant.training.evaluation.evaluation import Evaluation
 from dilatant.training.prepare import prepare
+from dilatant.training.run_state import RunState
 from dilatant.training.trainer import Trainer
 from harness.refusing_gate import Gate, Refused
 from oracles.live_storages import LiveStorages
@@ -238,6 +240,24 @@ def test_state_on_the_host_frees_the_device_and_is_what_the_next_generation_gets
     assert all(bool((tensor == values[key]).all()) for key, tensor in state.tensors()["model"].items())
     for key, kinds in state.beside_masters().items():
         assert all(bool((own == beside[key][kind]).all()) for kind, own in kinds.items())
+
+
+def test_sharded_weights_without_values_do_not_move_to_the_host() -> None:
+    module, moved = torch.nn.Linear(3, 2), list[torch.Size]()
+    module.weight.untyped_storage().resize_(0)
+    owned = SimpleNamespace(parameters={}, forget_views=lambda: None)
+    state: Any = SimpleNamespace(
+        runtime=SimpleNamespace(owned=owned, modules={0: module}),
+        optimizer=SimpleNamespace(masters={}, state={}),
+        averages=None,
+    )
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor.shape)
+        return tensor.clone()
+
+    RunState.to_host(state, move)
+    assert moved == [(2,)]
 
 
 def test_losses_faster_than_saves_do_not_starve_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,11 +128,6 @@ class Config(Section):
             raise ValueError(
                 "resilience.enabled and cluster.groups: recovery makes pipelines for equal devices; leave one out"
             )
-        if self.resilience.enabled and self.train.shards:
-            raise ValueError(
-                "resilience.enabled and train.shard: after a loss replicas may differ in cuts, and then hold no shards "
-                "of equal weights; leave one out"
-            )
         return self
 
     @model_validator(mode="before")

@@ -17,7 +17,7 @@ Compile = Literal["auto", "blocks", "none"]
 there."""
 
 Kernels = Literal["auto", "liger", "none"]
-"""Library of fused norms and gated activations. `auto`: none, until Liger was tested on a GPU."""
+"""Library of fused norms, gated activations and rotary embeddings. `auto`: none, until Liger was tested on a GPU."""
 
 Precision = Literal["auto", "fp32", "bf16", "fp8"]
 """What a run computes in; see `train.precision`."""

@@ -44,7 +44,8 @@ class ResilienceConfig(Section):
     while `fewest_nodes` remain. Before that, and without this key, slow processes get fewer samples."""
     salvage: bool = True
     """Repeat only the missing part of the current step after a loss, and reuse the gradients of the other processes.
-    For this, each process keeps its local gradients until the step commits: 4 bytes per trained weight."""
+    For this, each process keeps its local gradients until the step commits: 4 bytes per trained weight. With
+    `train.shard` steps are repeated whole."""
     when_thin: Literal["go_on", "save", "stop"] = "go_on"
     """Reaction when a change of members leaves a layer with fewer copies than `fault_tolerance` + 1, or still fewer.
     Each time the run prints a line, and `dilatant status` and generations.html show it. `save` also saves a checkpoint

@@ -186,8 +186,8 @@ class TrainConfig(Section):
     (`{language: weights}`; others `none`). `gradients` (ZeRO stage 2): a rank accumulates only its part of the
     gradients. `weights` (ZeRO stage 3, FSDP; with `zero: node` HSDP): it also holds only its part of the weights, and
     gathers those of each block before use, in every microbatch. Default: `none`, or `weights` in a plan if nothing else
-    fits memory or its steps are 5 % faster. Not with `deterministic` or `resilience.enabled`
-    ([parallel.md](parallel.md#sharded-weights-and-gradients))."""
+    fits memory or its steps are 5 % faster. Not with `deterministic`; with `resilience.enabled`, ranks of a node share,
+    and other nodes hold the same ([parallel.md](parallel.md#sharded-weights-and-gradients))."""
     loss: str | None = Field(None, pattern=OWN_NAME)
     """Your own loss as `package.module.function`, declared with `@dilatant.loss`, in place of the cross entropy
     ([python.md](python.md#loss)). The `loss` of evaluations stays the cross entropy."""
@@ -226,8 +226,8 @@ class TrainConfig(Section):
     compiled run as before, with a warning. `auto`: none, until compiled steps were tested on a GPU
     ([parallel.md](parallel.md#compiled-and-fused-blocks))."""
     kernels: Kernels = "auto"
-    """`liger`: fused norms and gated activations of liger-kernel (`pip install 'dilatant[kernels]'`; GPUs only) in
-    units that are not compiled. `auto`: none, until steps with it were tested on a GPU."""
+    """`liger`: fused norms, gated activations and rotary embeddings of liger-kernel (`pip install 'dilatant[kernels]'`;
+    GPUs only) in units that are not compiled. `auto`: none, until steps with it were tested on a GPU."""
     loss_chunk: int | None = Field(1024, gt=0)
     """Maximum target tokens whose logits exist at once; a microbatch with more recomputes the head for each chunk in
     the backward. `null`: keep all logits."""

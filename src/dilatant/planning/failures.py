@@ -73,7 +73,7 @@ def replay_failures(
     if these are too few, for the most of the trace. Raises PlanError if no number of nodes of the trace can train."""
     most = max(alive for _, alive in trace.counts())
     wanted = problem.config.resilience.fault_tolerance if fault_tolerance is None else fault_tolerance
-    if chain is not None and fault_tolerance in (None, chain.fault_tolerance):
+    if chain is not None and fault_tolerance in (None, chain.fault_tolerance) and not problem.target.rules.shard:
         planner = MembershipPlanner(chain)
     else:
         try:

@@ -14,10 +14,22 @@ from dilatant.config.memory_modes import Recompute
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.unit_layers import LEVELS, MeanCosts, UnitLayers
 from dilatant.plan.errors import PlanError
+from dilatant.plan.layouts.option import PlanCandidate
+from dilatant.plan.layouts.space import Space
+from dilatant.plan.search.shapes import textbook_shapes
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, Membership, MembershipPlanner
 from dilatant.plan.templates.templates import LayerMemory
-from dilatant.planning.planning import PlannedRun, PlanningProblem, plan_run, scorer_of, searched_sizes, time_plan
+from dilatant.planning.planning import (
+    PlannedRun,
+    PlanningProblem,
+    plan_run,
+    planned_as,
+    scorer_of,
+    search_run,
+    searched_sizes,
+    time_plan,
+)
 from dilatant.report.text.wording import counted
 
 CORRECTIONS = 4
@@ -36,6 +48,8 @@ def plan_resiliently(
     if not (fault_tolerance or config.resilience.enabled):
         return plan_run(problem, all_devices)
     wanted = config.resilience.fault_tolerance if fault_tolerance is None else fault_tolerance
+    if _shards(problem):
+        return _sharded_in_nodes(problem, all_devices)
     cluster = problem.target.cluster
     try:
         devices = node_devices(problem, on_one_machine=True)
@@ -49,6 +63,25 @@ def plan_resiliently(
     run = time_plan(problem, first.plan, first.num_microbatches)
     notes = () if first.tolerance >= wanted else (_too_few(planner, wanted, first.tolerance),)
     return replace(run, notes=notes, chain=planner.costs)
+
+
+def _shards(problem: PlanningProblem) -> bool:
+    return any(word != "none" for _, word in problem.target.rules.shard)
+
+
+def _sharded_in_nodes(problem: PlanningProblem, all_devices: bool) -> PlannedRun:
+    """Return the fastest plan with several equal replicas, or cp, inside each node. Raises PlanError."""
+    devices = node_devices(problem, on_one_machine=True)
+
+    def in_nodes(space: Space) -> list[PlanCandidate]:
+        found = []
+        for one in textbook_shapes(space):
+            each, left = divmod(devices, one.options[-1].gpus)
+            if not left and each * one.options[-1].chain.degrees.cp > 1:
+                found.append(one)
+        return sorted(found, key=lambda one: one.estimate)
+
+    return planned_as(problem, search_run(problem, all_devices, only=in_nodes), ())
 
 
 def seconds_by_fault_tolerance(problem: PlanningProblem) -> dict[int, float | None]:
@@ -79,13 +112,15 @@ def plan_memberships(
     and recomputation are those whose first plan survives the most losses, up to `fault_tolerance`, then has at least
     `parallel.microbatches`, and then is fastest.
 
-    Raises PlanError if the nodes cannot hold the model, and for unlike devices.
+    Raises PlanError if the nodes cannot hold the model, for unlike devices and for sharded weights.
     """
     cluster = problem.target.cluster
     if problem.target.groups:
         raise PlanError(
             "templates are made of equal devices; leave out cluster.groups, or name one kind with --cluster"
         )
+    if _shards(problem):
+        raise PlanError("templates have unlike cuts, and with train.shard replicas have equal ones")
     devices = devices or node_devices(problem)
     units = UnitLayers(
         problem.model.spec, problem.costs, problem.simulated(), cluster.gpus_per_node, problem.target.rules

@@ -24,6 +24,7 @@ from dilatant.models.language.row_padding import pad_rows
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.templates.membership import ChainCosts
+from dilatant.plan.templates.node_groups import unrecoverable_shards
 from dilatant.planning.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.planning.memberships import chain_costs
@@ -81,6 +82,10 @@ def prepare(
         if planned is None:
             cut = Cutter(config, model, known_tokens(samples, model), target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
+            if config.resilience.enabled:
+                each = config.resilience.ranks_per_node
+                if problem := unrecoverable_shards(planned.plan, planned.shard, planned.zero, each):
+                    raise UserError(problem)
             if found := row_length_of_run(config, samples, model, planned):
                 config, reason = found[0].config, found[2]
                 planned = replace(planned, row_tokens=config.row_tokens)

@@ -115,7 +115,8 @@ class RunState:
         for module in self.runtime.modules.values():
             held += [*module.parameters(), *module.buffers()]
         for tensor in {id(each): each for each in held}.values():
-            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
+            # A released weight (see `ShardedStage`) has no values.
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.untyped_storage().nbytes():
                 tensor.data = move(tensor.data)
         for state in optimizer.state.values():
             state |= {name: move(each) for name, each in state.items() if isinstance(each, Tensor)}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilatant.models.core.fused_modules import FusedSwiglu, KernelSet
+from dilatant.models.core.fused_modules import FusedSwiglu, KernelSet, rotating
 
 
 class FusedNorm(nn.Module):
@@ -42,9 +42,31 @@ class _GatedProduct(torch.autograd.Function):
         return gate, up
 
 
+class Rotation(torch.autograd.Function):
+    """Rotary embedding that writes into its inputs and, in the backward, into their gradients, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _turned(query, cos, sin), _turned(key, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *(_turned(each, cos, -sin) for each in gradients), None, None
+
+
+def _turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = rows.chunk(2, -1)
+    one, other = (part.chunk(2, -1)[0].unsqueeze(1) for part in (cos, sin))
+    low, high = low * one - high * other, high * one + low * other
+    return rows.data.copy_(torch.cat([low, high], -1))
+
+
 def stand_ins() -> KernelSet:
     return {
         "rms_norm": (FusedNorm, lambda norm: FusedNorm(norm, 1.0)),
         "layer_norm": (FusedNorm,),
         "swiglu": (lambda mlp: FusedSwiglu(mlp, _GatedProduct.apply),),
+        "rope": (lambda attention: rotating(attention, Rotation.apply),),
     }

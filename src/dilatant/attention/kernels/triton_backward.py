@@ -144,6 +144,7 @@ def grad_query_kernel(
     key_fields,
     key_positions,
     num_units,
+    section,
     query_tokens,
     key_tokens,
     window,
@@ -160,7 +161,6 @@ def grad_query_kernel(
     grad_stride_head,
     QUERY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    SECTION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
@@ -175,7 +175,7 @@ def grad_query_kernel(
 ):
     """Write `grad_query` `[query_tokens, QUERY_HEADS, HEAD_DIM]`; units with a slot write their part of the sum to
     `partial_grad` `[slots, QUERY_HEADS, ROW_BLOCK, HEAD_DIM]` instead."""
-    unit, part, head = unit_and_head(num_units, SECTION, ROW_BLOCK // BLOCK_M)
+    unit, part, head = unit_and_head(num_units, section, ROW_BLOCK // BLOCK_M)
     row_block = tl.load(units + unit * 5)
     first = tl.load(units + unit * 5 + 1)
     end_full = tl.load(units + unit * 5 + 2)
@@ -328,6 +328,7 @@ def grad_key_value_kernel(
     key_fields,
     key_positions,
     num_units,
+    section,
     query_tokens,
     key_tokens,
     window,
@@ -344,7 +345,6 @@ def grad_key_value_kernel(
     grad_stride_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    SECTION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
@@ -362,7 +362,7 @@ def grad_key_value_kernel(
 
     Rows of the work list are blocks of keys here; its intervals are query tokens.
     """
-    unit, part, kv_head = unit_and_head(num_units, SECTION, ROW_BLOCK // BLOCK_N)
+    unit, part, kv_head = unit_and_head(num_units, section, ROW_BLOCK // BLOCK_N)
     row_block = tl.load(units + unit * 5)
     first = tl.load(units + unit * 5 + 1)
     end_full = tl.load(units + unit * 5 + 2)

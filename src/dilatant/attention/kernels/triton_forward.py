@@ -143,6 +143,7 @@ def forward_kernel(
     key_fields,
     key_positions,
     num_units,
+    section,
     query_tokens,
     key_tokens,
     window,
@@ -156,7 +157,6 @@ def forward_kernel(
     value_stride_head,
     QUERY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    SECTION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
@@ -175,7 +175,7 @@ def forward_kernel(
     Units with a slot write `partial_output` `[slots, QUERY_HEADS, ROW_BLOCK, HEAD_DIM]` and, in base 2,
     `partial_logsumexp` `[slots, QUERY_HEADS, ROW_BLOCK]` instead.
     """
-    unit, part, head = unit_and_head(num_units, SECTION, ROW_BLOCK // BLOCK_M)
+    unit, part, head = unit_and_head(num_units, section, ROW_BLOCK // BLOCK_M)
     row_block = tl.load(units + unit * 5)
     first = tl.load(units + unit * 5 + 1)
     end_full = tl.load(units + unit * 5 + 2)

@@ -92,28 +92,23 @@ def forward(
         (output, logsumexp, partial_output, partial_logsumexp, sinks),
         score_factors(scores),
         _Launch(plan, scores, tuning, tile, work, head_dim),
-        (tile.queries, heads),
+        (tile.queries, heads, _section(key) * (heads // kv_heads)),
         QUERY_HEADS=heads,
         GROUP=heads // kv_heads,
-        SECTION=_section(key) * (heads // kv_heads),
         SINKS=sinks is not None,
     )
-    if work.num_slots:
-        join_forward_kernel[(work.splits.shape[0], heads, tuning.block // JOIN_TOKENS)](
-            output,
-            logsumexp,
-            partial_output,
-            partial_logsumexp,
-            sinks,
-            work.splits,
-            tokens,
-            QUERY_HEADS=heads,
-            HEAD_DIM=head_dim,
-            BLOCK_DIM=padded_head_dim(head_dim),
-            ROW_BLOCK=tuning.block,
-            BLOCK_M=JOIN_TOKENS,
-            SINKS=sinks is not None,
-        )
+    _launch_joins(
+        join_forward_kernel,
+        work,
+        (heads, tuning.block // JOIN_TOKENS),
+        (output, logsumexp, partial_output, partial_logsumexp, sinks, work.splits, tokens),
+        QUERY_HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=padded_head_dim(head_dim),
+        ROW_BLOCK=tuning.block,
+        BLOCK_M=JOIN_TOKENS,
+        SINKS=sinks is not None,
+    )
     return output, logsumexp
 
 
@@ -157,7 +152,13 @@ def backward(
     group = heads // kv_heads
 
     def gradients(
-        kernel: Any, tile: Tile, rows: int, grads: Sequence[torch.Tensor], constants: dict[str, int], **work: Any
+        kernel: Any,
+        tile: Tile,
+        rows: int,
+        grads: Sequence[torch.Tensor],
+        section: int,
+        constants: dict[str, int],
+        **work: Any,
     ) -> None:
         """Run the kernel that writes `grads`, `rows` of their tokens per program. `work`: options of `work_list`."""
         copies = grads[0].shape[1]
@@ -169,7 +170,7 @@ def backward(
             (logsumexp, delta, *grads, *partial),
             (scores.scale, *score_factors(scores)),
             _Launch(plan, scores, tuning, tile, units, head_dim),
-            (rows, copies),
+            (rows, copies, section),
             GROUP=group,
             **constants,
         )
@@ -177,25 +178,22 @@ def backward(
             _add_parts(grad, part, units, tuning)
 
     tile = tuning.grad_query
-    constants = {"QUERY_HEADS": heads, "SECTION": _section(key) * group}
-    gradients(grad_query_kernel, tile, tile.queries, [grad_query], constants)
-    tile = tuning.grad_key_value
-    constants = {"KV_HEADS": kv_heads, "SECTION": _section(query, group)}
+    heads_of = {"QUERY_HEADS": heads}
+    gradients(grad_query_kernel, tile, tile.queries, [grad_query], _section(key) * group, heads_of)
+    tile, section, heads_of = tuning.grad_key_value, _section(query, group), {"KV_HEADS": kv_heads}
     grads = [grad_key, grad_value]
-    gradients(grad_key_value_kernel, tile, tile.keys, grads, constants, transposed=True, copy_cost=group)
+    gradients(grad_key_value_kernel, tile, tile.keys, grads, section, heads_of, transposed=True, copy_cost=group)
     grad_sinks = None if sinks is None else sink_gradient(sinks, logsumexp, delta)
     return Gradients(grad_query, grad_key, grad_value, grad_sinks)
 
 
 def _add_parts(grad: torch.Tensor, partial: torch.Tensor, work: DeviceWork, tuning: Tuning) -> None:
-    if not work.num_slots:
-        return
     _, heads, head_dim = grad.shape
-    add_parts_kernel[(work.splits.shape[0], heads, tuning.block // JOIN_TOKENS)](
-        grad,
-        partial,
-        work.splits,
-        grad.shape[0],
+    _launch_joins(
+        add_parts_kernel,
+        work,
+        (heads, tuning.block // JOIN_TOKENS),
+        (grad, partial, work.splits, grad.shape[0]),
         HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK_DIM=padded_head_dim(head_dim),
@@ -215,45 +213,73 @@ def _launch(
     others: Sequence[torch.Tensor | None],
     factors: Sequence[float],
     launch: _Launch,
-    parts_and_heads: tuple[int, int],
+    grid: tuple[int, int, int],
     **constants: Any,
 ) -> None:
     """Launch an attention kernel: the arguments that all kernels share, in their common order.
 
-    `sources`: queries, keys, values and, in a backward, gradients of the output. `parts_and_heads`: rows of a program,
-    and heads of the grid.
+    `sources`: queries, keys, values and, in a backward, gradients of the output. `grid`: rows of a program, heads, and
+    heads of a section (see `unit_and_head`).
     """
     plan, scores, tuning, tile, work, head_dim = launch
-    rows, heads = parts_and_heads
+    rows, heads, section = grid
     tiles = tile.queries, tile.keys, tile.keys, tile.queries
     num_units = work.units.shape[0]
-    kernel[(num_units * (tuning.block // rows) * heads,)](
+    arguments = (
         *(_source(source, size, tuning) for source, size in zip(sources, tiles)),
         *others,
         work.units,
         work.intervals,
         *plan.tensors(sources[0].device),
         num_units,
+        section,
         sources[0].shape[0],
         sources[1].shape[0],
         plan.mask.window or 0,
         *factors,
         *(stride for source in sources for stride in source.stride()[:2]),
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=padded_head_dim(head_dim),
-        ROW_BLOCK=tuning.block,
-        BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys,
-        TOGETHER=plan.has_together,
-        WINDOWED=plan.mask.window is not None,
-        SOFTCAP=scores.softcap is not None,
-        TMA=tuning.tma,
-        PRECISION=PRECISION,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **constants,
     )
+    constants |= {
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": padded_head_dim(head_dim),
+        "ROW_BLOCK": tuning.block,
+        "BLOCK_M": tile.queries,
+        "BLOCK_N": tile.keys,
+        "WINDOWED": plan.mask.window is not None,
+        "SOFTCAP": scores.softcap is not None,
+        "TMA": tuning.tma,
+        "PRECISION": PRECISION,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    kernel[(num_units * (tuning.block // rows) * heads,)](*arguments, TOGETHER=plan.has_together, **constants)
+    _compile_ahead(kernel, sources[0], arguments, TOGETHER=not plan.has_together, **constants)
+
+
+def _launch_joins(
+    kernel: Any, work: DeviceWork, grid: tuple[int, int], arguments: Sequence[Any], **constants: Any
+) -> None:
+    """Launch a kernel that joins the parts of split rows, if there are any. `grid`: heads, and parts of a block."""
+    if work.num_slots:
+        kernel[(work.splits.shape[0], *grid)](*arguments, **constants)
+    else:
+        _compile_ahead(kernel, arguments[0], arguments, **constants)
+
+
+def _compile_ahead(kernel: Any, like: torch.Tensor, arguments: Sequence[Any], **constants: Any) -> None:
+    """Compile a variant of a kernel that this row does not need and another row of the run may. The first step, which
+    has a long deadline, then compiles all variants, and no later one waits for the compiler. like: gives the dtype."""
+    variant = kernel, like.dtype, *constants.values()
+    if variant not in (known := _compiled(like.device)):
+        known.add(variant)
+        kernel.warmup(*arguments, grid=(1,), **constants)
+
+
+@functools.cache
+def _compiled(device: torch.device) -> set[Any]:
+    """Return the variants that were compiled ahead for a device, to which `_compile_ahead` adds."""
+    return set()
 
 
 def _work(plan: AttentionPlan, query: torch.Tensor, tuning: Tuning, copies: int, **options: Any) -> DeviceWork:

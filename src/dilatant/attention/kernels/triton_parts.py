@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SIZES = ["num_units", "query_tokens", "key_tokens", "num_tokens", "window"]
+SIZES = ["num_units", "section", "query_tokens", "key_tokens", "num_tokens", "window"]
 """Arguments that differ from row to row: kernels must not be specialised on their divisors."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -24,19 +24,18 @@ _FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def unit_and_head(num_units, SECTION: tl.constexpr, PARTS: tl.constexpr):
+def unit_and_head(num_units, section, PARTS: tl.constexpr):
     """Return the unit, the part of its rows and the head that this program works on.
 
-    Heads are processed in sections of `SECTION`, so that concurrent keys and values fit the L2 cache; within a section
+    Heads are processed in sections of `section`, so that concurrent keys and values fit the L2 cache; within a section
     the longest units start first, and heads that share keys and values start next to each other.
     """
     program = tl.program_id(0)
-    per_section = num_units * PARTS * SECTION
-    section = program // per_section
+    per_section = num_units * PARTS * section
     rest = program % per_section
-    head = section * SECTION + rest % SECTION
-    part = rest // SECTION % PARTS
-    unit = rest // (SECTION * PARTS)
+    head = program // per_section * section + rest % section
+    part = rest // section % PARTS
+    unit = rest // (section * PARTS)
     return unit, part, head
 
 

@@ -1,4 +1,4 @@
-"""Fused kernels: replace norms and gated feed-forward modules of blocks by a library's, which hold the same weights.
+"""Fused kernels: replace norms, gated feed-forward modules and rotations of attention modules of blocks by a library's.
 
 A kernel set maps a kind of module to the modules that may replace one. A replacement is used only if it computes what
 the family's module does, which a few random rows show; so no list of families is needed.
@@ -6,10 +6,12 @@ the family's module does, which a few random rows show; so no list of families i
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from dilatant.config.memory_modes import Kernels
 from dilatant.models.core.slicing import shell_of
 
 KernelSet = Mapping[str, Sequence[Callable[[nn.Module], nn.Module]]]
-"""Kind (`rms_norm`, `layer_norm`, `swiglu`) → functions that make a replacement of a module, tried in order. A
+"""Kind (`rms_norm`, `layer_norm`, `swiglu`, `rope`) → functions that make a replacement of a module, tried in order. A
 replacement has the module's parameters and children under the same names."""
+_ROTATE = "apply_rotary_pos_emb"
+"""Name under which attention modules of transformers call the function that rotates queries and keys."""
 _FACTORS = {"gate_proj": 0.7, "up_proj": -1.3, "down_proj": 1.9}
 _ROWS = 5
 
@@ -37,6 +41,18 @@ class FusedSwiglu(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(self.multiply(self.gate_proj(hidden), self.up_proj(hidden)))
+
+
+def rotating(attention: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> nn.Module:
+    """Return the attention module, with the same children, whose forward calls `rotate` for queries and keys. The name
+    is bound in that forward alone; class and module of the library stay as they are."""
+    plain = _written_forward(attention)
+    fused: Any = copy.copy(attention)
+    names = {**plain.__globals__, _ROTATE: rotate}
+    forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    forward.__kwdefaults__ = plain.__kwdefaults__
+    fused.forward = MethodType(forward, fused)
+    return fused
 
 
 def kernel_set(how: Kernels, device: torch.device) -> KernelSet:
@@ -57,6 +73,7 @@ def liger() -> KernelSet:
     from liger_kernel.transformers.functional import liger_swiglu
     from liger_kernel.transformers.layer_norm import LigerLayerNorm
     from liger_kernel.transformers.rms_norm import LigerRMSNorm
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
     def rms_norm(offset: float, casting: str) -> Callable[[nn.Module], nn.Module]:
         return lambda norm: _with_weights_of(
@@ -67,6 +84,7 @@ def liger() -> KernelSet:
         "rms_norm": (rms_norm(0.0, "llama"), rms_norm(1.0, "gemma")),
         "layer_norm": (lambda norm: _with_weights_of(norm, LigerLayerNorm(norm.weight.numel(), _epsilon(norm), True)),),
         "swiglu": (lambda mlp: FusedSwiglu(mlp, liger_swiglu),),
+        "rope": (lambda attention: rotating(attention, liger_rotary_pos_emb),),
     }
 
 
@@ -105,6 +123,9 @@ def _kind_of(module: nn.Module) -> str:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return ""
     own, children = dict(module.named_parameters(recurse=False)), dict(module.named_children())
+    code = getattr(_written_forward(module), "__code__", None)
+    if code is not None and _ROTATE in code.co_names and hasattr(module, "head_dim"):
+        return "" if "forward" in module.__dict__ else "rope"
     if type(module) is nn.LayerNorm:
         return "layer_norm" if set(own) == {"weight", "bias"} and len(module.normalized_shape) == 1 else ""
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -117,12 +138,23 @@ def _kind_of(module: nn.Module) -> str:
 @torch.no_grad()
 def _equals(module: nn.Module, other: nn.Module, kind: str) -> bool:
     """Return True if both compute the same of a few random rows, up to rounding. Norms have random weights there, and
-    linear layers, which may communicate, are replaced by factors."""
+    linear layers, which may communicate, are replaced by factors; of attention only the rotations are compared."""
     draw = torch.Generator().manual_seed(0)
-    if kind == "swiglu":
-        like = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
-        if like is None:
+    like = next((weight for weight in module.parameters() if weight.is_floating_point()), None)
+    if like is None:
+        return False
+    if kind == "rope":
+        size: Any = module.head_dim
+        rows = torch.randn(1, 4, _ROWS, size, generator=draw).to(like)
+        angles = torch.randn(1, _ROWS, size // 2, generator=draw).repeat(1, 1, 2).to(like)
+        rotations = [forward.__globals__[_ROTATE] for forward in (_written_forward(module), other.forward)]
+        try:
+            pair = [
+                torch.cat(one(rows.clone(), rows[:, :2].clone(), angles.cos(), angles.sin()), 1) for one in rotations
+            ]
+        except RuntimeError:  # the family's angles have another shape
             return False
+    elif kind == "swiglu":
         scales = {name: _Scale(factor) for name, factor in _FACTORS.items()}
         rows = torch.randn(_ROWS, 64, generator=draw).to(like)
         pair = [shell_of(one, scales)(rows) for one in (module, other)]
@@ -143,6 +175,11 @@ class _Scale(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return rows * self.factor
+
+
+def _written_forward(module: nn.Module) -> Any:
+    """Return the forward of a module's class, without decorators that accept former names of its arguments."""
+    return inspect.unwrap(type(module).forward)
 
 
 def _with_weights_of(module: nn.Module, replacement: nn.Module) -> nn.Module:

@@ -95,7 +95,8 @@ def devices_per_node(config: ClusterConfig) -> int:
 
 def target_of_run(config: Config, cluster: ClusterConfig | None = None) -> Target:
     """Return the `plan_target` of a run's config, on its own cluster or on another."""
-    return plan_target(cluster or config.cluster, config.train, config.resilience.keeps_gradients)
+    keeps_gradients = config.resilience.keeps_gradients and not config.train.shards
+    return plan_target(cluster or config.cluster, config.train, keeps_gradients)
 
 
 def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_gradients: bool = False) -> Target:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.plan.templates.copies import Redundancy, copies_on_nodes, copies_on_unlike_nodes
 from dilatant.plan.templates.membership import MembershipPlanner, pipelines_of, ranks_of
+from dilatant.plan.templates.node_groups import equal_groups, regroup
 from dilatant.planning.layout import FRUGAL, INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.report.text.wording import bytes_text, counted
 from dilatant.resilience.protocol.agent import Rebuild
@@ -174,18 +175,23 @@ def next_plan(
     members: Sequence[str],
     workers: Sequence[int],
 ) -> TrainingPlan:
-    """Return the plan of a generation of these members, as `dilatant simulate --failures` predicts it, without costs.
+    """Return the plan of a generation of these members, without costs: as `dilatant simulate --failures` predicts it,
+    or, for a run that shards weights, that of `regroup`. Raises PlanError if there is none.
 
     published: document of `publish_plan` for the generation whose state continues; None if no state continues.
     """
     size, before, old, earlier = sum(workers), initial, dict[int, int](), members
+    node_before = [rank // planner.costs.devices for rank in range(initial.plan.ranks[-1] + 1)]
     if published is not None:
         document = json.loads(published)
         before, earlier = TrainingPlan.from_json(document["plan"]), document["members"]
+        node_before = nodes_of(document["workers"])
         was, now = _ranks_of(document["members"], document["workers"]), _ranks_of(members, workers)
         old = {rank: now[seat] for seat, rank in was.items() if seat in now}
     elif planner.costs.keeps_layout:
         old = {rank: rank for rank in range(min(size, len(initial.plan.ranks)))}
+    if initial.shard:
+        return _regrouped(planner, initial, before.plan, node_before, old, workers)
     costs, node_of = before.chain or planner.costs, nodes_of(workers)
     domains = costs.domains_of(earlier, members)
     found = planner.next(before.plan, old, node_of, [domains[node] for node in node_of] if domains else ())
@@ -207,6 +213,25 @@ def next_plan(
         predicted_seconds=found.seconds,
         chain=initial.chain and replace(initial.chain, domains=domains),
     )
+
+
+def _regrouped(
+    planner: MembershipPlanner,
+    initial: TrainingPlan,
+    before: Plan,
+    node_before: Sequence[int],
+    survivors: Mapping[int, int],
+    workers: Sequence[int],
+) -> TrainingPlan:
+    """Return the plan of a generation of a run that shards weights; see `regroup`. Raises PlanError."""
+    if planner.is_strict:
+        raise PlanError("a rank ran out of memory, and with train.shard there is one plan for these nodes")
+    devices = planner.costs.devices
+    pattern, begun = equal_groups(initial.plan, devices)
+    plan = regroup(pattern, before, node_before, survivors, workers, devices)
+    count = len(plan.units[0].replicas) // len(pattern.units[0].replicas)
+    most = max(initial.num_microbatches, -(-initial.num_microbatches * begun // count))
+    return replace(initial, plan=plan, num_microbatches=most, costs=None, predicted_seconds=None)
 
 
 def report_failure(store: Store, order: Rebuild, error: str) -> None:

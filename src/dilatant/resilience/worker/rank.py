@@ -130,6 +130,9 @@ class ResilientRank:
         except UserError as error:
             self._link.lost(str(error))
             raise
+        self._shards = bool(initial.shard)
+        # Sums of sharded gradients are of all ranks of a node, of which each has a part.
+        self._salvages = config.resilience.salvage and not self._shards
         self._folder = RunFolder(config.output_dir)
         self._pool = PersistentPool()
         self._shown_plan: TrainingPlan | None = None
@@ -185,11 +188,13 @@ class ResilientRank:
         self._later.start()
         self._heed(made, stop)
         if made.trainer.rank == 0 and (idle := idle_ranks(made.planned.plan, order.members, order.workers)):
-            say(
-                console_for(self._show),
-                f"idle until the next change: {listed(list(idle))}, since no pipelines that fit memory, with tensor "
-                "parallelism as before, use exactly the nodes that are there",
+            why = (
+                "weights are sharded within groups of nodes, of which these are not enough for another"
+                if self._shards
+                else "no pipelines that fit memory, with tensor parallelism as before, use exactly the nodes that are "
+                "there"
             )
+            say(console_for(self._show), f"idle until the next change: {listed(list(idle))}, since {why}")
         result = train_to_end(self._config, made.trainer, self._folder, self._show, stop)
         if made.trainer.rank == 0:
             self._show_plan()
@@ -296,7 +301,7 @@ class ResilientRank:
                 old = None if held is None else held.trainer
                 copied = inherit_state(trainer, old, self._folder.checkpoints)
                 watch.lap("copy")
-                if self._config.resilience.salvage and not order.doubted:
+                if self._salvages and not order.doubted:
                     pairs, given = adopt_gradients(trainer, old, order.base, self._handed_over)
                 trainer.begin_steps()
                 watch.lap("salvage")
@@ -357,14 +362,7 @@ class ResilientRank:
             raise Fenced
         places = tuple(nodes_of(order.workers))
         membership = RunMembership(
-            order.generation,
-            places,
-            weights_follow,
-            self._link,
-            self._joined,
-            order.reason,
-            self._config.resilience.salvage,
-            self._pool,
+            order.generation, places, weights_follow, self._link, self._joined, order.reason, self._salvages, self._pool
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
@@ -420,7 +418,7 @@ class ResilientRank:
         """Export this rank's gradients of the unfinished step, since the run continues without this rank. After a
         failure here, the others only lack these gradients."""
         held = self._held
-        if held is not None and self._config.resilience.salvage:
+        if held is not None and self._salvages:
             try:
                 export_gradients(self._handed_over, held.generation, held.trainer.runtime.unfinished)
             except Exception as error:

@@ -132,6 +132,8 @@ class OwnedWeights:
         self.boxes[box.key] = box
 
     def _part(self, box: Box, exact: Mapping[str, Tensor], kept: nn.Parameter | None) -> nn.Parameter:
+        if kept is not None and box.name in self.sharded:
+            return kept  # the weight is as the last generation left it, without values
         view = self.view(box)
         if box.name not in self.sharded:
             if view.is_contiguous() and (view.dtype == torch.float32 or not self._keeps_masters):

@@ -81,7 +81,7 @@ class ShardedStage:
         if gathers:
             for weight in self._group_of_weight:
                 storage = weight.untyped_storage()
-                if storage.nbytes() != weight.nbytes or not storage.resizable():
+                if storage.nbytes() not in (0, weight.nbytes) or not storage.resizable():
                     weight.data = weight.data.clone()
 
     def begin(self) -> None:
