@@ -456,7 +456,7 @@ class Runtime:
             raise
 
     def _require_weights(self) -> None:
-        if self._on_host is not None and self._on_host.is_held:
+        if self._on_host is not None and self._on_host.copies:
             raise RuntimeError("the weights are on the host; call `restore` of what `offload` returned")
 
     def _run(

@@ -13,6 +13,7 @@ class HostCopies:
     and free their memory until `restore`. State that is a weight itself moves with the weights.
 
     Tensors stay the same objects and views of each other, but have no memory in between: whatever reads them crashes.
+    copies: memory of tensors, and what it held; empty after `restore`.
     """
 
     def __init__(
@@ -25,23 +26,18 @@ class HostCopies:
         held = _storages(device, weights)
         moved = held if moves_weights else {}
         moved |= {at: each for at, each in _storages(device, _state_of(optimizers)).items() if at not in held}
-        self._copies = [(storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in moved.values()]
-        for storage, _ in self._copies:
+        self.copies = [(storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in moved.values()]
+        for storage, _ in self.copies:
             storage.resize_(0)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @property
-    def is_held(self) -> bool:
-        """True until `restore`."""
-        return bool(self._copies)
-
     def restore(self) -> None:
         """Allocate the memory again and copy the values back; does nothing the second time."""
-        for storage, copy in self._copies:
+        for storage, copy in self.copies:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        self._copies = []
+        self.copies = []
 
 
 def _storages(device: torch.device, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
