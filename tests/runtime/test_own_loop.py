@@ -113,7 +113,11 @@ def _two_steps(pooled: Worker, options: dict[str, Any], rests: bool) -> tuple[di
         moments = parallel.offload(optimizer, weights=False)
         moved = [each for state in optimizer.state.values() for each in state.values()]
         is_free = not any(each.untyped_storage().nbytes() for each in moved) and parallel.grad_norm() > 0
-        held = [*parallel.tensors().values(), *owned.values(), *(each.grad for each in owned.values())]
+        held = [
+            *parallel.tensors().values(),
+            *owned.values(),
+            *(each.grad for each in owned.values() if each.grad is not None),
+        ]
         rest = parallel.offload()
         is_free = is_free and not any(each.untyped_storage().nbytes() for each in held)
         for use in (parallel.state_dict, lambda: parallel.load_state_dict({}), parallel.offload):

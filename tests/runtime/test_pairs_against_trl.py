@@ -27,6 +27,7 @@ from cases.whole_samples import transformers_inputs
 from dilatant import MultimodalModel, ParallelSpec, parallelize
 from dilatant.config.own_parts import OwnPart
 from dilatant.config.train import PreferencesConfig
+from dilatant.data.media.pixels import as_array
 from dilatant.data.order.blend import Blend, open_own_data
 from dilatant.data.sample import EncodedSample
 from dilatant.data.text.chat import chat_tokenizer
@@ -79,8 +80,11 @@ def text_models(size: float = 0.02) -> tuple[Any, MultimodalModel, Any, Any]:
 def with_references(model: Any, sample: EncodedSample) -> EncodedSample:
     """Return a sample with a reference's log-probabilities of both answers, each behind the prompt and its pictures."""
     found = []
-    for each in sample.sequences():
-        inputs = transformers_inputs("llava", replace(each, media=sample.media))
+    for place, each in enumerate(sample.sequences()):
+        media = {unit: {name: as_array(value) for name, value in own.items()} for unit, own in sample.media.items()}
+        if not sample.shared_tokens:  # each answer has its own copy of the prompt
+            media = {u: {name: np.array_split(v, 2)[place] for name, v in own.items()} for u, own in media.items()}
+        inputs = transformers_inputs("llava", replace(each, media=media))
         targets = torch.from_numpy(each.labels)[1:]
         with torch.no_grad():
             likely = model(**inputs).logits[0, :-1].log_softmax(-1)
@@ -208,14 +212,17 @@ class Pictured:
     processor: Any
     folder: Path
 
-    def samples(self, data: Dataset, *, marks: bool) -> list[EncodedSample]:
-        """Return the records as samples of a step, read by our own reader and processor. marks: for KTO."""
+    def samples(self, data: Dataset, how: PreferencesConfig) -> list[EncodedSample]:
+        """Return the records as samples of a step, read by our own reader and processor."""
+        marks = how.method == "kto"
         blend = open_own_data(OwnPart("train_data", data))
         assert isinstance(blend, Blend)
         blend = blend.contrasted() if marks else blend
         tokenizer, whole = self.processor.tokenizer, self.model.whole
+        assert whole is not None
         units = units_of_pretrained(whole, str(self.folder), tokenizer)
-        encoding = Encoding(chat_tokenizer(tokenizer, processed=True), units, pairs=True, marks=marks)
+        chat = chat_tokenizer(tokenizer, processed=True)
+        encoding = Encoding(chat, units, pairs=True, marks=marks, shares_prompt=how.share_prompt)
         found = []
         for number in range(len(blend)):
             record = blend[number]
@@ -225,12 +232,13 @@ class Pictured:
 
     def weights(self) -> dict[str, Any]:
         """Return our name of each weight → transformers' weight."""
-        named = dict(self.theirs.named_parameters())
+        named, whole = dict(self.theirs.named_parameters()), self.model.whole
+        assert whole is not None
         return {
             weight.canonical: named[key]
             for unit in self.model.units.values()
             for weight in unit.weights
-            if (key := self.model.whole.key_of(unit, weight)) in named
+            if (key := whole.key_of(unit, weight)) in named
         }
 
 
@@ -280,8 +288,12 @@ def check_tokens(samples: Sequence[EncodedSample], first: Mapping[str, Tensor], 
             assert (own.labels != -100).tolist() == (batch["completion_mask"][number][is_token] > 0).tolist()
 
 
-@pytest.mark.parametrize("method", ["dpo", "ipo", "simpo", "orpo"])
-def test_trl_has_the_same_losses_of_pictures(method: Any, pictured: Pictured, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "shares"),
+    [("dpo", True), ("dpo", False), ("ipo", True), ("simpo", True), ("orpo", True)],
+    ids=["dpo", "dpo, prompts apart", "ipo", "simpo", "orpo"],
+)
+def test_trl_has_the_same_losses_of_pictures(method: Any, shares: bool, pictured: Pictured, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is absent; not checked: losses of pairs with images")
     data = records(PAIRS, ("chosen", "rejected"))
     kind = "ipo" if method == "ipo" else "sigmoid"
@@ -293,13 +305,15 @@ def test_trl_has_the_same_losses_of_pictures(method: Any, pictured: Pictured, tm
     trainer.model.train()
     rows = {name: batch[name].chunk(2) for name in ("input_ids", "attention_mask", "completion_mask")}
     first, second = ({name: halves[at] for name, halves in rows.items()} for at in (0, 1))
-    samples = pictured.samples(data, marks=False)
+    how = PreferencesConfig(method=method, share_prompt=shares)
+    samples = pictured.samples(data, how)
+    assert all((sample.shared_tokens > 0) == shares for sample in samples)
     check_tokens(samples, first, second)
     if method in ("dpo", "ipo"):
         wanted = trainer.compute_loss(trainer.model, batch)
     else:
         wanted = loss_without_pictures(method, pictured, first, second, batch["pixel_values"], tmp_path)
-    measured = compare(pictured.model, PreferencesConfig(method=method), samples, wanted, pictured.weights())
+    measured = compare(pictured.model, how, samples, wanted, pictured.weights())
     assert 0 <= measured["rewards/accuracies"] <= 1
 
 
@@ -310,7 +324,7 @@ def loss_without_pictures(
     and `second`."""
     experimental = pytest.importorskip(f"trl.experimental.{'cpo' if method == 'simpo' else method}")
     text = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), PAIRS[0], strict=True))])
-    batch = {}
+    batch: dict[str, Tensor] = {}
     for side, rows in (("chosen", first), ("rejected", second)):
         labels = rows["input_ids"].masked_fill(rows["completion_mask"] == 0, -100)
         whole = {**rows, "labels": labels}
@@ -343,10 +357,11 @@ def test_trl_has_the_same_kto_of_pictures(size: float, pictured: Pictured, tmp_p
     )
     batch = dict(trainer.data_collator(list(trainer.train_dataset)))
     trainer.model.train()
-    samples = pictured.samples(data, marks=True)
+    how = PreferencesConfig(method="kto")
+    samples = pictured.samples(data, how)
     check_tokens(samples, batch, {name: batch[f"KL_{name}"] for name in batch if f"KL_{name}" in batch})
     wanted = trainer.compute_loss(trainer.model, batch)
-    measured = compare(pictured.model, PreferencesConfig(method="kto"), samples, wanted, pictured.weights())
+    measured = compare(pictured.model, how, samples, wanted, pictured.weights())
     (theirs_of,) = [{name: of_step[-1] for name, of_step in trainer._metrics["train"].items()}]
     assert (theirs_of["kl"] > 0.01) == (size < 0)  # one way the mean is below 0, and then 0 counts
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/kl"):

@@ -19,7 +19,7 @@ from dilatant import train
 from dilatant.data.text.tokenizer import byte_tokenizer
 from harness.vllm_python import ask_vllm
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -27,7 +27,7 @@ TEXT = {
     "num_key_value_heads": 2,
     "head_dim": 32,  # the smallest one of vLLM's kernels for CPUs
 }
-VISION = {
+VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 128,
     "intermediate_size": 96,
@@ -104,7 +104,7 @@ def by_transformers(folder: Path, ids: list[int], image: str | None, placeholder
         given, model = {}, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-        processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
         given = dict(processor(images=[Image.open(image)], return_tensors="pt"))
         rows = int(given["image_grid_thw"].prod()) // 4
         at = ids.index(placeholder)
