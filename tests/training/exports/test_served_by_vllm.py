@@ -66,8 +66,8 @@ def write_source(kind: str, folder: Path) -> Any:
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
         ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS.items()}
         text_config = {"model_type": "qwen2_5_vl_text", **text, "rope_parameters": rope}
-        config = CONFIG_MAPPING[kind](vision_config=VISION, text_config=text_config, **ids)
-        model = AutoModelForImageTextToText.from_config(config)
+        settings: dict[str, Any] = {"vision_config": VISION, "text_config": text_config, **ids}
+        model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**settings))
     for weight in model.parameters():  # norms and biases differ, too, and no answer is as likely as another
         weight.data += 0.1 * torch.randn_like(weight)
     model.save_pretrained(folder)
