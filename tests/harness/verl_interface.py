@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 ENGINE = "dilatant.training.engines.verl"
+BASE = "verl.workers.engine.base"
 PACKAGES = ("verl", "verl.utils", "verl.workers", "verl.workers.engine")
 
 
@@ -57,14 +58,26 @@ class BaseEngine:
         return outputs
 
 
+def get_device_name() -> str:
+    return "cpu"
+
+
 class BaseEngineCtx:
     def __init__(self, engine: BaseEngine, mode, **kwargs):
         self.engine, self.mode = engine, mode
 
+    def _context_switch(self, device):
+        model, optimizer = self.engine.is_param_offload_enabled, self.engine.is_optimizer_offload_enabled
+        if device == "cpu" or model or optimizer:
+            trains = self.mode == "train"
+            self.engine.to(device=device, model=model, optimizer=optimizer and trains, grad=model and trains)
+
     def __enter__(self):
         self.engine.mode = self.mode
+        self._context_switch(sys.modules[BASE].get_device_name())
 
     def __exit__(self, exc_type, exc_val, exc_tb):
+        self._context_switch("cpu")
         self.engine.mode = None
 
 
@@ -150,7 +163,7 @@ def unwrap_non_tensor_data(data: Any) -> Any:
 
 
 STAND_INS: dict[str, tuple[Any, ...]] = {
-    "verl.workers.engine.base": (BaseEngine, BaseEngineCtx, EngineRegistry),
+    BASE: (BaseEngine, BaseEngineCtx, EngineRegistry, get_device_name),
     "verl.workers.config": (EngineConfig,),
     "verl.utils.tensordict_utils": (assign_non_tensor, get_non_tensor_data, unwrap_non_tensor_data),
     "verl.utils.py_functional": (append_to_dict,),
@@ -171,7 +184,7 @@ def batch_of(fields: dict[str, Any]) -> Any:
 def engine_module() -> Iterator[ModuleType]:
     """Import our engine against verl, or against the stand-ins, which go afterwards."""
     with suppress(ImportError):
-        importlib.import_module("verl.workers.engine.base")
+        importlib.import_module(BASE)
         yield importlib.import_module(ENGINE)
         return
     made = {name: ModuleType(name) for name in (*PACKAGES, *STAND_INS)}

@@ -97,6 +97,61 @@ def test_a_loop_on_ranks_is_that_of_transformers(
                 torch.testing.assert_close(tensor, after[key], rtol=1e-5, atol=1e-6, msg=key)  # the same
 
 
+def _two_steps(pooled: Worker, options: dict[str, Any], rests: bool) -> tuple[dict[str, Tensor], State, bool]:
+    """Two steps of AdamW with gradients that add up. rests: before the second one everything goes to the host."""
+    worker = launch.Worker(pooled.rank, pooled.size, pooled.rank, torch.device("cpu"), pooled.store)
+    model = MultimodalModel({}, config(), device="meta")
+    spec = ParallelSpec(replicas=pooled.size)
+    parallel = parallelize(model, {"language": spec}, worker=worker, num_microbatches=2, **options)
+    owned = parallel.owned.parameters
+    optimizer = torch.optim.AdamW(owned.values(), lr=0.01)
+    parallel.execute(samples())
+    optimizer.step()
+    parallel.owned.gather()
+    is_free = True
+    if rests:
+        moments = parallel.offload(optimizer, weights=False)
+        moved = [each for state in optimizer.state.values() for each in state.values()]
+        is_free = not any(each.untyped_storage().nbytes() for each in moved) and parallel.grad_norm() > 0
+        held = [
+            *parallel.tensors().values(),
+            *owned.values(),
+            *(each.grad for each in owned.values() if each.grad is not None),
+        ]
+        rest = parallel.offload()
+        is_free = is_free and not any(each.untyped_storage().nbytes() for each in held)
+        for use in (parallel.state_dict, lambda: parallel.load_state_dict({}), parallel.offload):
+            with pytest.raises(RuntimeError, match="are on the host"):
+                use()
+        moments.restore()
+        rest.restore()
+    parallel.execute(samples())
+    optimizer.step()
+    parallel.owned.gather()
+    found = {key: each.detach().clone() for key, each in owned.items()}, parallel.state_dict(True), is_free
+    if rests:
+        parallel.offload()
+        with pytest.raises(RuntimeError, match="are on the host"):
+            parallel.execute(samples())
+    parallel.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), pytest.param(2, {"zero": "all", "precision": "bf16"}, marks=pytest.mark.slow)],
+    ids=["one rank", "sharded state in bf16"],
+)
+def test_what_rested_on_the_host_goes_on_unchanged(workers: WorkerPool, ranks: int, options: dict[str, Any]) -> None:
+    undisturbed, rested = (workers.run(_two_steps, ranks, options, rests) for rests in (False, True))
+    for (owned, state, _), (own_owned, own_state, is_free) in zip(undisturbed, rested, strict=True):
+        assert is_free
+        assert owned.keys() == own_owned.keys()
+        for wanted, found in ((owned, own_owned), (state, own_state)):
+            for key, tensor in wanted.items():
+                assert torch.equal(tensor, found[key]), key
+
+
 def test_a_state_that_does_not_fit_is_listed_and_not_loaded() -> None:
     parallel = parallelize(MultimodalModel({}, config(), device="meta"), {"language": ParallelSpec()})
     state = parallel.state_dict()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dilatant import UserError
 from dilatant.runtime.state.full_state import full_keys
-from harness.verl_interface import HFModelConfig, OptimizerConfig, batch_of, calls_that_fail, engine_module
+from harness.verl_interface import BASE, HFModelConfig, OptimizerConfig, batch_of, calls_that_fail, engine_module
 from harness.worker_pool import Worker, WorkerPool
 
 LENGTHS = (5, 9, 3, 7)
@@ -195,12 +196,7 @@ def test_the_engine_is_verls_and_refuses_by_name(folder: Path, tmp_path: Path) -
     with engine_module() as module:
         assert not calls_that_fail(module.DilatantEngine)
         assert module.EngineRegistry.get_engine_cls("language_model", "dilatant") is module.DilatantEngine
-    with (
-        pytest.raises(UserError, match=r"does not have engine\.param_offload;"),
-        opened(None, tmp_path / "first", folder, {}, param_offload=True),
-    ):
-        pass
-    with opened(None, tmp_path / "second", folder, {}) as engine:
+    with opened(None, tmp_path / "meeting", folder, {}) as engine:
         for name, value in {
             "multi_modal_inputs": [{}, {"pixel_values": 1}, {}, {}],
             "distillation_use_topk": True,
@@ -209,6 +205,45 @@ def test_the_engine_is_verls_and_refuses_by_name(folder: Path, tmp_path: Path) -
                 engine.forward_backward_batch(batch(**{name: value}), sequence_loss)
         with pytest.raises(UserError, match="several"):
             engine.forward_backward_batch(batch(temperature=torch.arange(1.0, 5.0)), sequence_loss)
-        with pytest.raises(UserError, match="does not move"):
+        with pytest.raises(UserError, match="not to cuda"):
             engine.to("cuda")
         engine.to("cpu")
+
+
+@contextmanager
+def as_on_a_gpu(engine: Any) -> Iterator[None]:
+    """Let verl and the engine take the device for a GPU: the host then is another place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{BASE}.get_device_name", lambda: "cuda")
+        patch.setattr(engine, "_ranks", SimpleNamespace(worker=SimpleNamespace(device=torch.device("cuda"))))
+        yield
+
+
+def has_memory(tensors: Any) -> bool:
+    return all(each.untyped_storage().nbytes() for each in tensors)
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_weights_and_moments_move_to_the_host_and_back(rests: bool, folder: Path, tmp_path: Path) -> None:
+    found = []
+    for moves in (False, True):
+        with opened(None, tmp_path / f"{moves}", folder, {}, param_offload=rests, optimizer_offload=rests) as engine:
+            weights = engine.runtime.parameters.values()
+            for weight in weights:
+                weight.data = weight.data.clone()  # on a CPU it is a part of the file's memory, which cannot be freed
+            engine.train_batch(batch(), sequence_loss)
+            moments = [each for state in engine.optimizer.state.values() for each in state.values()]
+            if moves:
+                with as_on_a_gpu(engine):
+                    engine.to("cpu", model=not rests, optimizer=True, grad=False)
+                    assert (has_memory(weights), has_memory(moments)) == (rests, False)
+                    with engine.eval_mode():  # moves the weights, if verl wants them on the host between its calls
+                        assert (has_memory(weights), has_memory(moments)) == (rests, False)
+                    assert not has_memory(weights)
+                    with engine.train_mode():
+                        assert has_memory(weights) == has_memory(moments) == rests
+                    engine.to("cuda")
+                assert has_memory([*weights, *moments])
+            engine.train_batch(batch(), sequence_loss)
+            found.append({name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]})
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())

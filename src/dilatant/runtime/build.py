@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
 from dilatant.models.core.dtype import cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.fused_modules import FusedModules, KernelSet, fuse
@@ -24,6 +26,7 @@ from dilatant.models.language.language_stage import LanguageStage
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format, Holdings
+from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.compiled_blocks import CompiledBlocks
 from dilatant.runtime.routes import stages_before
@@ -33,6 +36,7 @@ from dilatant.runtime.state.sharded_stage import ShardedStage
 from dilatant.runtime.state.shared_unit import ShardedUnit
 from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights
 from dilatant.runtime.state.weight_gradients import ReplacedLayers, WeightGradients, replace_linears, restore_linears
+from dilatant.runtime.step.agreement import digest
 from dilatant.schedule.schedule import ActionKind
 
 
@@ -310,3 +314,12 @@ def local_stages(
             fused=fused,
         )
     return stages
+
+
+def first_ranks_costs(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts | None:
+    """Return the costs of rank 0: machines may have different costs, but all ranks must plan with equal ones."""
+    digests = all_gather_object(comm, None if costs is None else digest(json.dumps(costs.to_document())))
+    if len(set(digests)) == 1:
+        return costs
+    first = all_gather_object(comm, None if costs is None or comm.rank else costs.to_document())[0]
+    return None if first is None else StepCosts.from_document(first, plan)

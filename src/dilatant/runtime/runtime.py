@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +32,7 @@ from dilatant.runtime.build import (
     build_stages,
     compile_stages,
     derive_boundaries,
+    first_ranks_costs,
     local_stages,
     shard_stages,
 )
@@ -40,8 +40,9 @@ from dilatant.runtime.compiled_blocks import compiles
 from dilatant.runtime.executor import AlreadyAccumulated, Executor, nothing_accumulated
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.state.exact_sums import ExactGradients
-from dilatant.runtime.state.full_state import gather_full_state, load_full_state
+from dilatant.runtime.state.full_state import gather_weights, load_full_state
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of, slice_of, trainable_layers
+from dilatant.runtime.state.host_copies import HostCopies
 from dilatant.runtime.state.owned_weights import OwnedWeights
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.agreement import Agreement, Diverged, digest
@@ -56,8 +57,7 @@ from dilatant.runtime.step.step_result import SamplePredictions, ShareCounter, S
 from dilatant.runtime.step.unfinished_step import UnfinishedStep
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.assignment.step_assignment import Microbatching
-from dilatant.schedule.dependencies import messages
-from dilatant.schedule.schedule import Action, Assignment, MeasuredAction, MeasuredStep, Schedule
+from dilatant.schedule.schedule import Assignment, MeasuredAction, MeasuredStep, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 
@@ -190,7 +190,7 @@ class Runtime:
             self._sync.exact = ExactGradients(self._shared.owned.weights)
         if not recovery.weights_follow:
             self._shared.require_equal()
-            costs = _first_ranks(comm, costs, plan)
+            costs = first_ranks_costs(comm, costs, plan)
         shard_stages(model, self._stages, self._shared, layout)
         self._eager: set[type[nn.Module]] = set() if before is None else before._eager
         compile_stages(model, self._stages, compiled, execution.compiler, self._eager)
@@ -213,6 +213,7 @@ class Runtime:
         self.last_step: PreparedStep | None = None
         """The last executed step."""
         self._next_step = 0
+        self._on_host: HostCopies | None = None
 
     @property
     def modules(self) -> dict[int, Stage]:
@@ -263,7 +264,7 @@ class Runtime:
         next step to execute. Planning ahead requires it, since all ranks must use the same costs. Raises RuntimeError
         if it is more than `cost_correction.INTERVAL` steps ahead, UserError for samples that cannot be assigned.
         """
-        number = self._number(step_number)
+        number = self._next_step if step_number is None else step_number
         reuse = None if forwards else self.unfinished.reused_in(number, samples)
         if reuse is None:
             return self._planner.plan_step(samples, number, forwards)
@@ -305,7 +306,7 @@ class Runtime:
         if self._refused_in_training is not None and any(module.training for module in self.modules.values()):
             raise self._refused_in_training
         with self._telling_others():
-            number = self._number(step_number)
+            number = self._next_step if step_number is None else step_number
             step = step or self.plan_step(samples, step_number=number)
             self.last_step = step
             self._next_step = number + 1
@@ -353,14 +354,30 @@ class Runtime:
         self.comm.world.sum_(found, "log-probabilities").wait()
         return parts
 
+    def named_weights(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, gathered one by one on the host of rank 0 or `everywhere`, under Hugging Face keys (see
+        `full_state.full_keys`). All ranks iterate to the end. Adapters are not merged."""
+        self._require_weights()
+        return gather_weights(self.model, self.holdings, self.comm, self.tensors(), everywhere)
+
     def state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:
-        """Gather all weights on the host of rank 0, under Hugging Face keys (see `full_state.full_keys`); other ranks
-        return an empty dict, unless `everywhere`. Called by all ranks. Adapters are not merged."""
-        return gather_full_state(self.model, self.holdings, self.comm, self.tensors(), everywhere)
+        """Return all of `named_weights`. Called by all ranks."""
+        return dict(self.named_weights(everywhere))
+
+    def offload(self, *optimizers: torch.optim.Optimizer, weights: bool = True) -> HostCopies:
+        """Move the state of optimizers, and with `weights` weights, buffers and gradients, from this rank's device to
+        its host until `restore` of the result. Until then, what needs weights raises RuntimeError."""
+        if weights:
+            self._require_weights()
+        held = [*self.tensors().values(), *self.owned.parameters.values()]
+        copies = HostCopies(self.comm.device, held, optimizers, weights)
+        self._on_host = copies if weights else self._on_host
+        return copies
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load weights as `state_dict` returns them; every rank passes all of them, and copies what it holds. An
         optimizer that has masters of its own is made afterwards. Called by all ranks. Raises UserError."""
+        self._require_weights()
         load_full_state(self.model, self.boxes, self.tensors(), state)
         self.owned.follow()
         self._shared.require_equal()
@@ -394,16 +411,7 @@ class Runtime:
     def measured_step(self) -> MeasuredStep | None:
         """Return the last executed step as measured on all ranks; None before the first; called by all ranks."""
         last = self.last_step
-        if last is None:
-            return None
-        return MeasuredStep(last.assignment, last.schedule, last.tokens, self.measured())
-
-    def arrows(self) -> list[tuple[Action, Action]]:
-        """Return (producer, consumer) action pairs of the last step's messages, for `write_timeline`."""
-        if self.last_step is None:
-            return []
-        edges = messages(self.plan, self.last_step.assignment, self.last_step.schedule).values()
-        return [(message.producer, message.consumer) for edge in edges for message in edge]
+        return None if last is None else MeasuredStep(last.assignment, last.schedule, last.tokens, self.measured())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and persistent buffer held here by logical name, without copying, tied weights once.
@@ -447,13 +455,15 @@ class Runtime:
             self.comm.abort(f"rank {self.comm.rank} failed: {error}")
             raise
 
-    def _number(self, step_number: int | None) -> int:
-        return self._next_step if step_number is None else step_number
+    def _require_weights(self) -> None:
+        if self._on_host is not None and self._on_host.copies:
+            raise RuntimeError("the weights are on the host; call `restore` of what `offload` returned")
 
     def _run(
         self, samples: Sequence[EncodedSample], step: PreparedStep, number: int, predicts: bool = False
     ) -> tuple[StepData, list[ForwardOutcome]]:
         """Run this rank's part of a step; returns its data, and its losses or predictions with their samples."""
+        self._require_weights()
         draws = draws_of(samples, number)
         data = StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
         agreement = Agreement(
@@ -487,12 +497,3 @@ class Runtime:
         """Return the weights of a stage whose gradients of these samples have been recovered."""
         names = self.unfinished.covered(stage, samples, by_layer)
         return [self.parameters[name] for name in sorted(names)]
-
-
-def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts | None:
-    """Return the costs of rank 0: machines may have different costs, but all ranks must plan with equal ones."""
-    digests = all_gather_object(comm, None if costs is None else digest(json.dumps(costs.to_document())))
-    if len(set(digests)) == 1:
-        return costs
-    first = all_gather_object(comm, None if costs is None or comm.rank else costs.to_document())[0]
-    return None if first is None else StepCosts.from_document(first, plan)

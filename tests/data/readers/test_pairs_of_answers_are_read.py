@@ -24,6 +24,9 @@ from dilatant.data.workers.pool_wire import Encoded, lay_out, pack_arrays, unpac
 ASKED = [{"role": "user", "content": "q"}]
 BETTER, WORSE = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 TALK = [*ASKED, {"role": "assistant", "content": "once"}, {"role": "user", "content": "more"}]
+SEEN = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}]}]
+DRAWN = {"role": "assistant", "content": [{"type": "text", "text": "see"}, {"type": "image"}, {"type": "image"}]}
+PICTURES = ["a.png", "b.png", "c.png"]
 ROLES = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -99,6 +102,13 @@ def test_pictures_of_typed_content_are_those_of_both_answers() -> None:
         ({"messages": TALK[1:], "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]}, "another one beside it"),
         ({"prompt": "q", "chosen": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}],
           "rejected": "bad"}, "chosen answer holds media"),
+        ({"prompt": SEEN, "chosen": [DRAWN], "rejected": [WORSE], "images": PICTURES}, "chosen answer holds media"),
+        ({"prompt": SEEN, "chosen": [BETTER], "rejected": [DRAWN], "images": PICTURES}, "rejected answer holds media"),
+        ({"prompt": SEEN, "chosen": [BETTER], "rejected": [WORSE], "images": PICTURES}, "fewer images than the record"),
+        ({"prompt": SEEN, "chosen": [BETTER], "rejected": [WORSE], "images": []}, "more images than the record"),
+        ({"prompt": TALK, "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]}, "another one beside it"),
+        ({"prompt": SEEN, "chosen": [{**BETTER, "role": "user"}], "rejected": [WORSE], "images": ["a.png"]},
+         "another one beside it"),
         ({"prompt": "q", "chosen": "good", "rejected": {"score": 1}}, "has the role None"),
     ],
 )  # fmt: skip

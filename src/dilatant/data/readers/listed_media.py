@@ -53,6 +53,7 @@ class ListedMedia:
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
         self._waiting: dict[MediaKind, list[Media]] = {kind: [] for kind in MEDIA_COLUMNS}
+        self._taken: set[MediaKind] = set()
         self._numbered: dict[int, Media] = {}
         for kind, names in MEDIA_COLUMNS.items():
             numbered = [] if fields.is_named(f"{kind}s") else _numbered(fields, kind)
@@ -89,12 +90,18 @@ class ListedMedia:
                 f"the messages name more {kind}s than the record holds",
                 f"give each {kind} part its source, or list every {kind} in the record",
             )
+        self._taken.add(kind)
         return self._waiting[kind].pop(0)
 
     def placed(self, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
         """Replace `<image 1>` in the user's turns by the image of the column `image_1`. Without such columns, the
-        number is a position in a list of images, if all numbers have one and no text has the plain marker."""
+        number is a position in a list of images, if all numbers have one and no text has the plain marker. Raises
+        SampleError for items without a place beside items with one."""
         texts = [part for turn in turns for part in turn.content if isinstance(part, str)]
+        for kind in self._taken:
+            if self._waiting[kind] and not any(f"<{kind}>" in text for text in texts):
+                problem = f"the messages name fewer {kind}s than the record holds"
+                self._fields.refuse(problem, f"add a part for each {kind}, or remove the others")
         numbered = self._numbered or dict(enumerate(self._waiting["image"], 1))
         named = {int(number) for text in texts for number in _NUMBERED_MARKER.findall(text)}
         is_plain = any("<image>" in text for text in texts)

@@ -45,13 +45,14 @@ def parse_pair(
             question, better, worse = _split(better, worse)
             asked = (Turn("user", (question,)),) if question else ()
         chosen, rejected = _answer(fields, better, listed), _answer(fields, worse, again)
+        place = chat or ("prompt" if is_objects(fields.peek("prompt")) and fields.has("prompt") else None)
         if chosen and chosen[0].role != "assistant":  # whole conversations, which another column may repeat
             texts = [part for turn in chosen for part in turn.content]
-            other = asked if chat is None else parse_turns(fields, fields.peek(chat), ListedMedia(fields))
+            other = asked if place is None else parse_turns(fields, fields.peek(place), ListedMedia(fields))
             if any(part not in texts for turn in other for part in turn.content):
                 fields.refuse("'chosen' is a conversation, and there is another one beside it", "remove that")
         else:
-            place = chat or ("prompt" if is_objects(fields.peek("prompt")) and fields.has("prompt") else None)
+            _refuse_media(fields, chosen, rejected)
             before = same = asked
             if place is not None:
                 before, same = (parse_turns(fields, fields.take(place), each) for each in (listed, again))
@@ -96,10 +97,15 @@ def _paired(fields: Fields, chosen: Conversation, rejected: Conversation) -> tup
     for name, turns in (("chosen", chosen), ("rejected", rejected)):
         if turns[-1].role != "assistant" or len(turns) == shared:
             fields.refuse(f"its {name} conversation does not end with an answer", "add one, or remove the record")
-        if any(not isinstance(part, str) for turn in turns[shared:] for part in turn.content):
-            fields.refuse(f"its {name} answer holds media", "give media in the prompt")
+    _refuse_media(fields, chosen[shared:], rejected[shared:])
     prompt = _unlearned(chosen[:shared])
     return (*prompt, *chosen[shared:]), (*prompt, *rejected[shared:])
+
+
+def _refuse_media(fields: Fields, chosen: Conversation, rejected: Conversation) -> None:
+    for name, turns in (("chosen", chosen), ("rejected", rejected)):
+        if any(not isinstance(part, str) for turn in turns for part in turn.content):
+            fields.refuse(f"its {name} answer holds media", "give media in the prompt")
 
 
 def _unlearned(turns: Conversation) -> Conversation:

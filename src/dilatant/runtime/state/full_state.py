@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -36,13 +36,14 @@ def full_keys(model: MultimodalModel) -> dict[str, str]:
 
 
 @torch.no_grad()
-def gather_full_state(
+def gather_weights(
     model: MultimodalModel, holdings: Holdings, comm: Comm, held: Mapping[str, Tensor], everywhere: bool
-) -> dict[str, Tensor]:
-    """Return key → whole weight on the host, on rank 0 or `everywhere`; other ranks return nothing. Called by all
-    ranks. held: logical name → what this rank holds of it. Tied weights share a tensor."""
-    keys = full_keys(model)
-    full: dict[str, Tensor] = {}
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (key, whole weight on the host) one after the other, on rank 0 or `everywhere`; other ranks get nothing.
+    All ranks iterate to the end. held: logical name → what this rank holds of it. Tied weights share a tensor."""
+    keys: dict[str, list[str]] = {}
+    for key, name in full_keys(model).items():
+        keys.setdefault(name, []).append(key)
     dtypes: dict[str, str] = {}
     for of_rank in all_gather_object(comm, {name: str(tensor.dtype) for name, tensor in held.items()}):
         dtypes |= of_rank
@@ -55,8 +56,7 @@ def gather_full_state(
         # A sum with zeros; of bytes, because it then is exact for every dtype.
         comm.world.sum_(weight.view(-1).view(torch.uint8), name).wait()
         if everywhere or comm.rank == 0:
-            full[name] = weight
-    return {key: full[name] for key, name in keys.items() if name in full}
+            yield from ((key, weight) for key in keys.get(name, ()))
 
 
 @torch.no_grad()

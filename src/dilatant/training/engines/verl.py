@@ -36,11 +36,11 @@ from dilatant.models.language.language_stage import LanguageStage
 from dilatant.models.language.token_loss import TargetPlaces, TokenLoss
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import ParallelSpec
+from dilatant.runtime.state.host_copies import HostCopies
 from dilatant.training.optimizers.optimizer import allocate_moments, build_optimizer, optimizer_tensors
 from dilatant.training.parallelize import parallelize
 
 UNIT = "language"
-OFFLOADS = ("param_offload", "optimizer_offload", "grad_offload")
 BATCH_SETTINGS = ("calculate_sum_pi_squared", "distillation_use_topk", "enable_routing_replay")
 """Settings of a batch that cannot be followed."""
 
@@ -111,20 +111,19 @@ class DilatantEngine(BaseEngine):
     """verl's `BaseEngine` for text policies. All ranks are one data-parallel rank of verl's: each gets the whole batch,
     which plan and assignment divide. Raises UserError for settings that cannot be followed."""
 
-    is_param_offload_enabled = is_optimizer_offload_enabled = False
-
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **others: Any
     ) -> None:
         super().__init__()
-        offloads = {f"engine.{name}": engine_config.get(name) for name in OFFLOADS}
         of_model = {f"model.{name}": model_config.get(name) for name in ("lora_rank", "trust_remote_code")}
-        _refuse({**offloads, **of_model, **others})
+        _refuse({**of_model, **others})
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
         self._slopes: _Slopes
         self.runtime: Any = None  # a `Runtime`, from `initialize` on
+        self.optimizer: Any = None
+        self._on_host: dict[str, HostCopies] = {}
         self._saved: list[Path] = []
         self._ranks = JoinedRanks()
 
@@ -138,7 +137,7 @@ class DilatantEngine(BaseEngine):
         """Open the model with its stored weights, and make a new optimizer. Called by all ranks, perhaps again."""
         if self.runtime is not None:
             self.runtime.close()
-        ranks, how, rates = self._ranks.worker, self.engine_config, self.optimizer_config
+        ranks, how = self._ranks.worker, self.engine_config
         model = MultimodalModel({}, self.model_config.local_path)
         model.use_loss(TokenLoss(lambda *position: self._slopes(*position), "verl's loss", lambda sample: 1.0, 4))
         self.runtime = parallelize(
@@ -152,8 +151,13 @@ class DilatantEngine(BaseEngine):
         )
         self.runtime.train(False)
         self.lr_scheduler: Any = None
-        if how.forward_only:
-            return
+        self._on_host = {}
+        if not how.forward_only:
+            self._make_optimizer()
+        self._rest()
+
+    def _make_optimizer(self) -> None:
+        rates = self.optimizer_config
         settings = OptimizerConfig(
             learning_rate=rates.lr, weight_decay=rates.weight_decay, betas=tuple(rates.betas), eps=1e-8
         )
@@ -261,17 +265,49 @@ class DilatantEngine(BaseEngine):
     # Weights and state.
 
     def get_per_tensor_param(self, **settings: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Return the whole weights by the keys of the transformers model, on every rank. Called by all ranks."""
-        device = self._ranks.worker.device
-        state = self.runtime.state_dict(everywhere=True)
-        return ((name, tensor.to(device)) for name, tensor in state.items()), None
+        """Return the whole weights by the keys of the transformers model, on every rank, which gathers them one by one.
+        All ranks iterate to the end."""
+        return self._weights(), None
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        with self._awake(optimizer=False):
+            for name, tensor in self.runtime.named_weights(everywhere=True):
+                yield name, tensor.to(self._ranks.worker.device)
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return bool(self.engine_config.get("param_offload"))
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return bool(self.engine_config.get("optimizer_offload"))
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Do nothing for the device in use. Raises UserError for another one."""
+        """Move weights with their gradients, and the optimizer, to the host or back to the device in use. Raises
+        UserError for another one."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        own = self._ranks.worker.device.type
-        if torch.device(device).type != own:
-            raise UserError(f"strategy: dilatant keeps model and optimizer on {own}; it does not move them to {device}")
+        own, there = self._ranks.worker.device.type, torch.device(device).type
+        if there not in (own, "cpu"):
+            raise UserError(f"strategy: dilatant is on {own} and moves to the host and back, not to {device}")
+        parts = {"model": model, "optimizer": optimizer and self.optimizer is not None}
+        for name in (name for name, moves in parts.items() if moves):
+            if there == own:
+                if name in self._on_host:
+                    self._on_host.pop(name).restore()
+            elif name not in self._on_host:
+                which = () if name == "model" else (self.optimizer,)
+                self._on_host[name] = self.runtime.offload(*which, weights=name == "model")
+
+    def _rest(self) -> None:
+        """Move to the host what verl wants there between its calls."""
+        model = self.is_param_offload_enabled
+        self.to("cpu", model=model, optimizer=self.is_optimizer_offload_enabled, grad=model)
+
+    @contextmanager
+    def _awake(self, optimizer: bool = True) -> Iterator[None]:
+        self.to(self._ranks.worker.device.type, optimizer=optimizer)
+        yield
+        self._rest()
 
     def save_checkpoint(
         self,
@@ -284,7 +320,7 @@ class DilatantEngine(BaseEngine):
         """Write this rank's weights, moments and schedule into `local_path`. Called by all ranks."""
         _refuse({"hdfs_path": hdfs_path})
         folder = Path(local_path)
-        with file_errors(f"checkpoint {local_path!r} cannot be written"):
+        with self._awake(), file_errors(f"checkpoint {local_path!r} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
             from safetensors.torch import save
 
@@ -311,12 +347,12 @@ class DilatantEngine(BaseEngine):
                 kept = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError) as error:
             raise UserError(f"checkpoint {local_path!r} cannot be read: {error}") from None
-        allocate_moments(self.optimizer, {name.partition("/")[2] for name in kept if name.startswith("exp_avg/")})
-        with torch.no_grad():
+        with self._awake(), torch.no_grad():
+            allocate_moments(self.optimizer, {name.partition("/")[2] for name in kept if name.startswith("exp_avg/")})
             for name, tensor in self._state().items():
                 tensor.copy_(kept[name])
-        self.optimizer.loaded()
-        self.runtime.owned.gather()
+            self.optimizer.loaded()
+            self.runtime.owned.gather()
         schedule, step = self.lr_scheduler, int(about["schedule"])
         schedule.last_epoch = step
         for group, peak, factor in zip(self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
