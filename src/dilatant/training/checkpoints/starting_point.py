@@ -63,12 +63,7 @@ def with_template_date(config: Config) -> Config:
 
 
 def _day_of_start(config: Config) -> str | None:
-    resume = config.train.resume
-    if resume == "auto":
-        found = [each.path for each in list_checkpoints(RunFolder(config.output_dir).checkpoints)]
-    else:
-        found = [] if resume == "never" else [Path(resume)]
-    for checkpoint in found:
+    for checkpoint in checkpoints_before(config):
         try:
             day = read_manifest(checkpoint).values.get("template_date")
         except (UserError, DamagedError):  # `find_start` reports what is wrong with it
@@ -76,6 +71,14 @@ def _day_of_start(config: Config) -> str | None:
         if isinstance(day, str):
             return day
     return None
+
+
+def checkpoints_before(config: Config) -> list[Path]:
+    """Return the checkpoints from which the run may continue, best first; none for a new run."""
+    resume = config.train.resume
+    if resume == "auto":
+        return [each.path for each in list_checkpoints(RunFolder(config.output_dir).checkpoints)]
+    return [] if resume == "never" else [Path(resume)]
 
 
 def agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
