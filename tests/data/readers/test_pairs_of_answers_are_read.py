@@ -234,6 +234,13 @@ def test_a_marked_answer_stands_beside_that_of_the_record_before(tmp_path: Path)
         ({"prompt": "q", "completion": "good", "label": "yes"}, "has no mark of its answer"),
         ({"prompt": "q", "chosen": "good", "rejected": "bad"}, "has two answers, and kto learns from single ones"),
         ({"messages": ASKED, "label": True}, "does not end with an answer"),
+        (
+            {
+                "messages": [*ASKED, {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}],
+                "label": True,
+            },
+            "its answer holds media; give media in the prompt",
+        ),
         ({"prompt": "q", "label": True}, "'label' marks an answer, and there is none; give it in 'completion'"),
         ({"prompt": "q", "completion": None, "label": "false"}, "'label' marks an answer, and there is none"),
         ({"prompt": "q", "completion": "a", "label": True, "kto_tag": False}, "in 'label' and otherwise in 'kto_tag'"),

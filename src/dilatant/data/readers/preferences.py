@@ -113,6 +113,8 @@ def single_answer(sample: Sample) -> Turn:
         raise SampleError(sample.id, "has two answers, and kto learns from single ones", "take dpo, or give one")
     if not sample.turns or sample.turns[-1].role != "assistant":
         raise SampleError(sample.id, "does not end with an answer", "add one, or remove the record")
+    if not all(isinstance(part, str) for part in sample.turns[-1].content):
+        raise SampleError(sample.id, "its answer holds media", "give media in the prompt")
     return sample.turns[-1]
 
 
