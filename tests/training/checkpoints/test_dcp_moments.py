@@ -274,7 +274,7 @@ def test_moments_that_do_not_fit_are_named(
     config = parse_config({**tree, "train": train_keys, "model": model or tree["model"]}, tmp_path)
     _, moments, remark = moments_of(config)
     assert re.search(says, remark)
-    assert bool(moments.files) == (" weights in " in says)
+    assert bool(moments.files) == (" weights in" in says)
     assert ("begins with AdamW" in remark or "is not read:" in remark) == bool(says)
 
 
