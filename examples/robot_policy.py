@@ -8,7 +8,7 @@ A camera on the arm sees a ball; an instruction says whether to reach the ball o
 answers with the side on which the ball lies, then stands at `CHUNK` places whose last hidden states a generator
 of one's own takes: it regresses a chunk of continuous actions, as OpenVLA-OFT does (Kim et al. 2025). The encoder, the
 language model and the head each have a process, and both losses train all of them. Actions are targets that no file
-reader knows, so samples are made in Python; a YAML file takes generators that draw images.
+reader knows, so samples are made in Python. From YAML a head draws a chunk as a picture: `dilatant init robot-actions`.
 """
 
 from __future__ import annotations

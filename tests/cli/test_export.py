@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -16,6 +17,7 @@ from cases.tiny_project import Dilatant
 from dilatant.data.sample import Sample
 from dilatant.data.text.encode import EncodedPrompt, encode_prompt
 from dilatant.data.text.encoding import Encoding
+from dilatant.training.checkpoints import checkpoint
 
 
 def tree(folder: Path) -> dict[str, int]:
@@ -75,6 +77,34 @@ def test_an_export_for_torch_has_a_card_and_is_pushed_only_with_a_token(
     code, _, err = dilatant("generate", target, "--prompt", "a")
     assert code == 2
     assert "without --format dcp" in err
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_checkpoint_may_go_while_it_is_exported(
+    times: int, own_run: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on, and deletes the checkpoint for the next one."""
+    load, newest, gone = checkpoint.load, checkpoint.newest_valid, list[Path]()
+
+    def reads_too_late(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if len(gone) < times:
+            gone.append((path / "manifest.json").rename(path / "gone"))
+        return load(path, *arguments, **keywords)
+
+    def finds_the_next(folder: Path) -> Any:
+        for path in gone[-1:]:
+            path.rename(path.with_name("manifest.json"))
+        return newest(folder)
+
+    monkeypatch.setattr("dilatant.training.export_checkpoint.load", reads_too_late)
+    monkeypatch.setattr(checkpoint, "newest_valid", finds_the_next)
+    code, out, err = dilatant("export", own_run, "--to", own_run.parent / "out")
+    assert code == (0 if times == 1 else 2)
+    if times == 1:
+        assert "step 6 exported to" in out
+    else:
+        assert "deletes its checkpoints while they are exported; raise train.keep_checkpoints" in " ".join(err.split())
+        assert not (own_run.parent / "out").exists()
 
 
 def test_a_run_whose_data_are_gone_is_exported_with_a_word(own_run: Path, dilatant: Dilatant) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,7 @@ def _count(sample: Any) -> float:
         (lambda logits, targets: 1.0, "returned a float for 7 positions"),
         (lambda logits, targets: targets.float(), "does not depend on the logits"),
         (lambda logits, targets: 1 / 0, "failed on random logits: ZeroDivisionError"),
+        (lambda logits, targets: sys.exit(4), "ended the run: SystemExit: 4"),
         (lambda logits, targets: torch.rand(len(targets)) * logits.sum(-1), "without a mean or randomness"),
     ],
 )

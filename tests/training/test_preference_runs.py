@@ -125,6 +125,31 @@ def test_data_without_both_marks_are_refused(pairs: Path, kind: str, problem: st
         train({**tree, "data": {**tree["data"], "on_error": "skip" if kind == "long" else "error"}})
 
 
+@pytest.mark.parametrize("begins", ["kto", "dpo"])
+def test_a_run_does_not_go_on_with_other_kinds_of_answers(pairs: Path, begins: str) -> None:
+    """Also where `data.on_error: skip` would leave out all that the other kind cannot read."""
+    files = {"dpo": pairs, "kto": marks(pairs)}
+    train(project(files[begins], "run", steps=1, preferences={"method": begins}))
+    for method in {"kto", "dpo"} - {begins}:
+        for file in files.values():
+            tree = project(file, "run", steps=2, preferences={"method": method}, resume="auto")
+            with pytest.raises(UserError, match=r"^train\.preferences: .*learned from .* would learn from .* answers"):
+                train({**tree, "data": {**tree["data"], "on_error": "skip"}})
+    tree = project(files["kto"], "run", steps=2, resume="auto", preferences=None)
+    with pytest.raises(UserError, match="would learn from single answers; set it as it was, or begin a new run"):
+        train(tree)
+
+
+def test_changed_data_are_named_before_a_rank_starts(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(project(pairs, "run", steps=1))
+    lines = pairs.read_text(encoding="utf-8").splitlines(keepends=True)
+    pairs.write_text("".join([lines[0].replace("Side?", "Which?"), *lines[1:]]), encoding="utf-8")
+    monkeypatch.delattr("dilatant.training.run.launch")  # of ranks
+    layout = {"parallel": {"units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}}}
+    with pytest.raises(UserError, match=r"source .pairs\.jsonl. has 12 samples as before, but other ones"):
+        train({**project(pairs, "run", steps=2, resume="auto"), **layout})
+
+
 @pytest.mark.slow
 def test_a_resumed_run_compares_with_the_model_that_it_began_with(pairs: Path) -> None:
     adapters = {"lora": {"r": 2}}

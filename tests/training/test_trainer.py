@@ -27,7 +27,7 @@ class _Book:
 
     def __init__(self, limit: float | None = 0.5, on_nonfinite: str = "skip") -> None:
         self.calls: list[Any] = []
-        train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite)
+        train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite, preferences=None)
         runtime = SimpleNamespace(
             clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
             execute=self.execute,
@@ -181,6 +181,7 @@ def test_resume_restores_moments_position_and_bad_samples(monkeypatch: pytest.Mo
         "rate_factor": 1.0,
         "stopped": False,
         "template_date": "2026-11-26",
+        "learns_from": "single answers",
     }
 
 

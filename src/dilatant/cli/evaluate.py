@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,29 @@ if TYPE_CHECKING:
     from dilatant.models.generators.diffusion import SamplingSettings
     from dilatant.training.evaluation.scored_answers import Answered
 
-_Names = list[str]
+
+@dataclass(frozen=True, slots=True)
+class ScoringOptions:
+    """The metrics that score answers, or the user's function in their place."""
+
+    metric: Annotated[
+        list[str],
+        typer.Option(
+            help="exact_match, anls, wer or module:function; repeatable. Default: the run's `evaluation.metrics`."
+        ),
+    ] = field(default_factory=list)
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of metrics: FILE.py:FUNCTION of yours, called with question, expected and answered, texts "
+            "and pictures in lists; gives a number.",
+            show_default=False,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.metric and self.judge is not None:
+            raise UserError("--metric and --judge are two ways to score; give one of them")
 
 
 def evaluate(
@@ -36,20 +58,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    metric: Annotated[
-        _Names,
-        typer.Option(
-            help="exact_match, anls, wer or module:function; repeatable. Default: the run's `evaluation.metrics`."
-        ),
-    ] = [],  # noqa: B006  # typer takes the default from here; nothing changes it
-    judge: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of metrics: FILE.py:FUNCTION of yours, called with question, expected and answered, texts "
-            "and pictures in lists; gives a number.",
-            show_default=False,
-        ),
-    ] = None,
+    scoring: ScoringOptions,
     drawing: DrawingOptions,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first samples of each data set.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where every answer or its score goes, as JSON.")] = None,
@@ -62,8 +71,6 @@ def evaluate(
 ) -> None:
     """Generate answers to held-out samples with the export of a run, and score them."""
     say_loading()
-    if metric and judge is not None:
-        raise UserError("--metric and --judge are two ways to score; give one of them")
     export, config = _run_of(folder, trust, needs_data=data is None)
 
     from dilatant.config.train import EvaluationConfig
@@ -71,8 +78,8 @@ def evaluate(
     from dilatant.training.evaluation.scored_answers import judge_answer, load_judge, measure_answers
 
     how = EvaluationConfig() if config is None else config.evaluation
-    names = metric or how.metrics
-    function = None if judge is None else load_judge(judge)
+    names = scoring.metric or how.metrics
+    function = None if scoring.judge is None else load_judge(scoring.judge)
     for name in names if function is None else ():
         find_metric(name)
     blend = _held_out(folder, data, config)

@@ -62,22 +62,34 @@ def export(
     from dilatant.hf.export import check_target
     from dilatant.hf.hub_upload import check_push, push
     from dilatant.planning.assemble import assemble_encoding, assemble_model
-    from dilatant.training.checkpoints.checkpoint import best_of, newest_valid
+    from dilatant.training.checkpoints.checkpoint import best_of, damage, newest_valid
+    from dilatant.training.checkpoints.files import DamagedError
     from dilatant.training.export_checkpoint import export_checkpoint
 
     check_target(target, folder)
     if push_to_hub is not None:
         check_push(push_to_hub)
-    checkpoint, warnings = newest_valid(folder / "checkpoints")
-    for warning in warnings:
-        warn(console, warning)
-    if checkpoint is None:
-        raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
-    if config.evaluation.keep_best is not None:
-        checkpoint = best_of(checkpoint)
     tokenizer, encoding = assemble_encoding(config)
-    model = assemble_model(config, tokenizer, encoding, hollow=True)
-    export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout.value, licence)
+    for is_last in (False, False, True):
+        checkpoint, warnings = newest_valid(folder / "checkpoints")
+        for warning in warnings:
+            warn(console, warning)
+        if checkpoint is None:
+            raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
+        if config.evaluation.keep_best is not None:
+            checkpoint = best_of(checkpoint)
+        model = assemble_model(config, tokenizer, encoding, hollow=True)
+        try:
+            export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout.value, licence)
+            break
+        except (UserError, DamagedError):
+            if damage(checkpoint.path) is None:
+                raise
+        if is_last:  # the run goes on, and saves more often than it can be read
+            raise UserError(
+                f"{str(folder)!r} deletes its checkpoints while they are exported; raise train.keep_checkpoints, or "
+                "wait until the run has ended"
+            )
     say(console, f"step {checkpoint.step} exported to {target}")
     result = {"export": str(target), "step": checkpoint.step}
     if push_to_hub is not None:

@@ -6,8 +6,10 @@ where, and what to do. The command line prints it without a stack trace and exit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from opcode import opmap
 
 from dilatant.config.printable import masked
 
@@ -47,6 +49,29 @@ def file_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what}: {error.strerror or error}") from None
+
+
+@contextmanager
+def own_code(what: str, *types: type[BaseException]) -> Iterator[None]:
+    """Raise errors of these types (by default, any), which the user's code inside the context raises, as a UserError:
+    `what`, the error and its place. SystemExit must not end a run silently. A UserError passes, and Ctrl-C."""
+    wanted = types or (BaseException,)
+    try:
+        yield
+    except UserError:
+        raise
+    except wanted as error:
+        last = error.__traceback__
+        assert last is not None
+        while last.tb_next is not None:
+            last = last.tb_next
+        code = last.tb_frame.f_code
+        is_signal = code.co_code[last.tb_lasti] != opmap["RAISE_VARARGS"]  # its handler runs between instructions
+        if isinstance(error, KeyboardInterrupt) and is_signal:
+            raise
+        file = os.path.basename(code.co_filename)
+        place = "" if file.startswith("<") else f" ({file}:{last.tb_lineno})"
+        raise UserError(f"{what}: {type_and_text(error)}{place}") from error
 
 
 def type_and_text(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.errors import UserError, own_code
 
 _Function = TypeVar("_Function")
 Declared = Literal["metric", "callback", "loss", "optimizer", "rate_schedule"]
@@ -100,11 +100,8 @@ def import_declared(key: str, name: str, decorator: Declared) -> Any:
     if added:
         sys.path.append(here)
     try:
-        found = getattr(importlib.import_module(module), function)
-    except BaseException as error:  # SystemExit, too
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UserError(f"{key}: {name!r} cannot be imported: {type_and_text(error)}") from None
+        with own_code(f"{key}: {name!r} cannot be imported"):
+            found = getattr(importlib.import_module(module), function)
     finally:
         if added and here in sys.path:
             sys.path.remove(here)

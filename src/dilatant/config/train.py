@@ -157,6 +157,11 @@ class PreferencesConfig(Section):
         return self
 
     @property
+    def learns_from(self) -> str:
+        """The kind of answers in the data."""
+        return "marked answers" if self.method == "kto" else "pairs of answers"
+
+    @property
     def has_reference(self) -> bool:
         """Return True if the loss needs log-probabilities by the model that the run starts from."""
         return self.method in ("dpo", "ipo", "kto")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import mmap
+import os
 import pickle
 import pickletools
 import re
@@ -93,6 +94,8 @@ class _Chunk:
         """Read the part. Raises UserError."""
         with as_user_error(f"weights cannot be read from {str(self.file)!r}: {self.box.name!r}"):
             with open_regular(self.file) as stream:
+                if os.fstat(stream.fileno()).st_size < self.end:
+                    raise ValueError("the file ends before it; fetch the file again")
                 content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             archive = io.BytesIO(content[self.start : self.end])
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(archive).infolist()):

@@ -39,9 +39,15 @@ class StoredMoments:
             layout = Layout(self.files, {key: names[box.name] for key, box in boxes.items() if box.name in names})
             found = layout.read(boxes)
             for key, tensor in found.items():
-                is_real = kind == "step" or tensor.is_floating_point()
-                if not is_real or (kind != "exp_avg" and bool((tensor < 0).any())):
-                    stored, what = layout.keys[key], "negative numbers" if is_real else f"numbers of {tensor.dtype}"
+                what = ""
+                if kind != "step" and not tensor.is_floating_point():
+                    what = f"numbers of {tensor.dtype}"
+                elif kind != "exp_avg" and bool((tensor < 0).any()):
+                    what = "negative numbers"
+                elif not bool(tensor.float().isfinite().all()):
+                    what = "numbers beyond the range of fp32"
+                if what:
+                    stored = layout.keys[key]
                     raise UserError(f"{str(self.files[stored])!r} is damaged: {stored!r} has {what}")
             yield kind, found
 
@@ -72,9 +78,10 @@ def find_moments(model: MultimodalModel, config: Config) -> StoredMoments:
             files |= of_source
             for kind, found in of_kind.items():
                 keys[kind] |= {name: found[name] for name in names}
+            unused = f", without their {', '.join(others)}" if (others := sorted(state.keys() - {*KINDS})) else ""
             remarks.append(
-                f"{where}: the run begins with AdamW's moments of {len(names)} weights in {source!r}, and its schedule "
-                "at the first step; 'train.optimizer.stored_moments: false' leaves the moments out"
+                f"{where}: the run begins with AdamW's moments of {len(names)} weights in {source!r}{unused}, and its "
+                "schedule at the first step; 'train.optimizer.stored_moments: false' leaves the moments out"
             )
     if files and (left := sorted(trained - keys["step"].keys())):
         remarks.append(f"{len(left)} weights that the run trains begin without moments, such as {left[0]!r}")

@@ -4,14 +4,12 @@ ranks with the next exchange, so that all stop after the same step and use the s
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any, Protocol
 
 from dilatant.config import Config
-from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.errors import UserError, own_code
 from dilatant.config.signatures import import_declared
 from dilatant.report.metrics import StepMetrics
 
@@ -106,16 +104,8 @@ class CallbackList:
             method: Callable[..., None] | None = getattr(callback, event, None)
             if method is None:
                 continue
-            try:
+            with own_code(f"{type(callback).__name__}.{event} failed after step {run.step}"):
                 method(run, value)
-            except UserError:
-                raise
-            except Exception as error:
-                place = extract_tb(error.__traceback__)[-1]
-                raise UserError(
-                    f"{type(callback).__name__}.{event} failed after step {run.step}: {type_and_text(error)} "
-                    f"({os.path.basename(place.filename)}:{place.lineno})"
-                ) from error
 
 
 def named_callbacks(config: Config) -> dict[str, Any]:
@@ -132,8 +122,6 @@ def open_callbacks(config: Config) -> CallbackList | None:
         return None if passed is None else passed.value
     made = [] if passed is None else [*passed.value.callbacks]
     for name, found in named.items():
-        try:
+        with own_code(f"train.callbacks: {name!r} cannot be made"):
             made.append(found() if isinstance(found, type) else found)
-        except Exception as error:
-            raise UserError(f"train.callbacks: {name!r} cannot be made: {type_and_text(error)}") from error
     return CallbackList(made)

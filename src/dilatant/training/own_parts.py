@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dilatant.config import Config, OptimizerConfig, RateSchedule, UserError, load_config
 from dilatant.config.config import parse_config
 from dilatant.config.environment import place_from
+from dilatant.config.errors import own_code
 from dilatant.config.own_parts import PART_NAMES, PartName, Parts, refuse_missing_part
 from dilatant.config.signatures import (
     Declared,
@@ -156,6 +157,11 @@ def _one(sample: EncodedSample) -> float:
     return 1.0
 
 
+def _counted(where: str, count: Callable[[EncodedSample], float], sample: EncodedSample) -> float:
+    with own_code(f"{where}: its count failed"):
+        return float(count(sample))
+
+
 COUNTS: Mapping[str, Callable[[EncodedSample], float]] = {"tokens": _target_tokens, "samples": _one}
 """Parts of a sample in the divisors that a loss may name."""
 
@@ -185,7 +191,7 @@ def find_loss(config: Config) -> TokenLoss | None:
     given = "hidden_states" if of_hidden else "logits"
     require_call(where, function, *(given, "targets", "sample_targets", "places")[:arguments])
     count = count_of_loss(function) or "tokens"
-    by = COUNTS[count] if isinstance(count, str) else count
+    by = COUNTS[count] if isinstance(count, str) else partial(_counted, where, count)
     return TokenLoss(function, where, by, arguments, is_of_hidden=of_hidden)
 
 

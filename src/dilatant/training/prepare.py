@@ -34,7 +34,7 @@ from dilatant.planning.problem.planned_samples import planned_samples
 from dilatant.planning.row_length import is_row_length_open, row_length
 from dilatant.report.text.wording import counted
 from dilatant.runtime.rank_trial import divide_as_planned
-from dilatant.training.checkpoints.starting_point import with_template_date
+from dilatant.training.checkpoints.starting_point import checkpoints_before, with_template_date
 from dilatant.training.feeding.step_data import count_steps
 from dilatant.training.own_parts import checked_loss, find_loss
 from dilatant.training.run_costs import Cutter, costs_of_run, local_costs, plan_before, target_here
@@ -121,8 +121,9 @@ def open_model(config: Config, samples: Samples) -> MultimodalModel:
     if (refused := unkeyed_dropout(model.units.values()) or unheld_statistics(model.units)) is not None:
         raise refused
     check_sources(model, config.model)
-    for remark in find_moments(model, config).remarks:
-        warnings.warn(remark, stacklevel=2)
+    if not checkpoints_before(config):
+        for remark in find_moments(model, config).remarks:
+            warnings.warn(remark, stacklevel=2)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
     return model

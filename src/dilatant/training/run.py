@@ -19,6 +19,7 @@ from dilatant.comm.errors import WorkerFailed
 from dilatant.comm.launch import Worker, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import LaunchPlace, hide_gpus, place_from
+from dilatant.data.index.data_identity import DataIdentity
 from dilatant.data.order.blend import Blend
 from dilatant.hf.export import check_target
 from dilatant.models.core.freeze import audit
@@ -30,6 +31,7 @@ from dilatant.report.text.wording import counted
 from dilatant.report.trackers import check_trackers
 from dilatant.training.callbacks import named_callbacks
 from dilatant.training.checkpoints.checkpoint import newest_valid
+from dilatant.training.checkpoints.files import read_manifest
 from dilatant.training.checkpoints.starting_point import StartingPoint, find_start, with_template_date
 from dilatant.training.evaluation.answer_metrics import find_metric
 from dilatant.training.export_checkpoint import export_checkpoint
@@ -103,7 +105,7 @@ def train(
                 chosen = choose(console) if plans else None
             except KeyboardInterrupt:
                 raise RunStopped(128 + signal.SIGINT, config.output_dir) from None
-            prepared = _prepare(config, chosen, place, console)
+            prepared = _prepare(config, chosen, place, console, start)
             ranks, plan = len(prepared.planned.plan.ranks), prepared.planned.to_json()
             if resilient is not None:
                 chain = prepared.planned.chain
@@ -135,11 +137,11 @@ def _train_as_planned(
     def plan(sign: Callable[[], None]) -> TrainingPlan | None:
         if not config.parallel.is_cut_here:
             return choose(console, sign)
-        cut.append(_prepare(config, None, place, console, sign))
+        cut.append(_prepare(config, None, place, console, start, sign))
         return cut[0].planned
 
     shared = share_plan(worker.store, worker.rank, config.parallel.timeout_seconds, plan)
-    prepared = cut[0] if cut else _prepare(config, shared, place, console)
+    prepared = cut[0] if cut else _prepare(config, shared, place, console, start)
     return train_rank(worker, config, prepared.planned.to_json(), start, show, prepared), prepared
 
 
@@ -148,9 +150,11 @@ def _prepare(
     made: TrainingPlan | None,
     place: LaunchPlace | None,
     console: Console,
+    start: StartingPoint,
     sign: Callable[[], None] = lambda: None,
 ) -> PreparedRun:
-    """Prepare, prove and show data, model and plan. sign: heartbeat for ranks that wait. Raises UserError."""
+    """Prepare, prove and show data, model and plan. sign: heartbeat for ranks that wait. Raises UserError, also if the
+    data are not those of the checkpoint to start from."""
     with show_progress(console, "opening the data") as show:
 
         def progress(done: int, total: int) -> None:
@@ -158,6 +162,9 @@ def _prepare(
             show(f"measuring samples: {done:,} of {total:,}")
 
         prepared = prepare(config, made=made, progress=progress)
+    if start.checkpoint is not None:
+        data = DataIdentity(prepared.samples.train, prepared.samples.train_sizes, prepared.samples.encoding)
+        data.require(read_manifest(start.checkpoint).values.get("data", ()))
     for warning in prepared.warnings:
         warn(console, warning)
     if place is not None and place.size != len(prepared.planned.plan.ranks):

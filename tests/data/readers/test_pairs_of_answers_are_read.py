@@ -13,6 +13,7 @@ import pytest
 from cases.data_builders import IMAGE_ID, image_bytes, small_encoding
 from dilatant.config import UserError
 from dilatant.config.data import DataSource
+from dilatant.data.errors import SampleError
 from dilatant.data.order.blend import open_blend
 from dilatant.data.readers.reader import HeldOutSplit, Reader, open_source
 from dilatant.data.readers.record_fields import FileRecord
@@ -243,6 +244,15 @@ def test_a_marked_answer_stands_beside_that_of_the_record_before(tmp_path: Path)
         ({"prompt": "q", "completion": "good", "label": "yes"}, "has no mark of its answer"),
         ({"prompt": "q", "chosen": "good", "rejected": "bad"}, "has two answers, and kto learns from single ones"),
         ({"messages": ASKED, "label": True}, "does not end with an answer"),
+        (
+            {
+                "messages": [*ASKED, {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}],
+                "label": True,
+            },
+            "its answer holds media; give media in the prompt",
+        ),
+        ({"prompt": "q", "label": True}, "'label' marks an answer, and there is none; give it in 'completion'"),
+        ({"prompt": "q", "completion": None, "label": "false"}, "'label' marks an answer, and there is none"),
         ({"prompt": "q", "completion": "a", "label": True, "kto_tag": False}, "in 'label' and otherwise in 'kto_tag'"),
     ],
 )
@@ -252,6 +262,55 @@ def test_records_without_a_marked_answer_are_refused(record: dict[str, Any], pat
     with pytest.raises(UserError, match=pattern) as caught:
         encode_sample(marked(tmp_path, record, other)[0], encoding)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [None, ""])
+def test_a_mark_beside_an_empty_answer_is_no_answer(answer: str | None) -> None:
+    with pytest.raises(SampleError, match="'label' marks an answer, and there is none"):
+        sample_of(prompt="q", completion=answer, label=True)
+
+
+def test_an_unreadable_record_takes_no_other_out(tmp_path: Path) -> None:
+    good = [{"prompt": f"{n}?", "completion": f"{n}", "label": n % 2 == 0} for n in range(5)]
+    bad: list[dict[str, Any]] = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"messages": ASKED}, {"prompt": "q"}]
+    marked(tmp_path, good[0], *bad, good[1], good[2], {"completion": {}}, good[3], bad[2])
+    text = (tmp_path / "marked.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "marked.jsonl").write_text("\n".join([*text[:2], "{broken", *text[2:]]) + "\n", encoding="utf-8")
+    reader = replace(open_source(DataSource(path=str(tmp_path / "marked.jsonl"))), contrasts=True)
+    others, refused = {}, []
+    for number in range(len(reader)):
+        try:
+            others[number] = texts(reader[number].rejected)
+        except SampleError as error:
+            refused.append(error.sample)
+    assert others == {0: ["0?", "3"], 5: ["1?", "0"], 6: ["2?", "1"], 8: ["3?", "2"]}
+    assert refused == [f"marked.jsonl:{line}" for line in (2, 3, 4, 5, 8, 10)]
+
+
+def test_answers_that_may_be_readable_again_are_waited_for(tmp_path: Path) -> None:
+    # On another rank the same file may be there, and both have to compare with the same answer.
+    class Shaky(list[Sample]):
+        blocks = None
+
+        def read(self, index: int) -> Sample:
+            if index == 0:
+                raise SampleError("0", "cannot be read", may_pass=True)
+            return self[index]
+
+        def name_of(self, index: int) -> str:
+            return str(index)
+
+    records = Shaky(sample_of(prompt="q", completion=text, label=True) for text in "abc")
+    reader = replace(marked(tmp_path, {}, {}), records=records)
+    assert texts(reader[2].rejected) == ["q", "b"]
+    with pytest.raises(SampleError, match=r"^0: cannot be read"):
+        reader[1]
+
+
+def test_the_last_readable_answer_says_what_it_lacks(tmp_path: Path) -> None:
+    reader = marked(tmp_path, {"prompt": "q"}, {"prompt": "q", "completion": "a", "label": True}, {"prompt": "q"})
+    with pytest.raises(SampleError, match=r":2: kto compares .* no other record here has a usable one; correct the"):
+        reader[1]
 
 
 def test_a_source_of_one_marked_answer_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,15 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return Story(folder, inputs, losses, weights, dict(model.state_dict()))
 
 
-LAYOUTS = {
+REPLICAS = {"parallel": {"units": {"language": {"replicas": 2}}}}
+LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
     "pipeline": {"parallel": {"units": {"language": {"pp": 2}}}},
     "tensor parallel": {"parallel": {"units": {"language": {"tp": 2}}}},
-    "divided state": {"parallel": {"units": {"language": {"replicas": 2}}}},
+    "divided state": REPLICAS,
+    "whole state": {**REPLICAS, "train": {"zero": "none"}},
+    "sharded gradients": {**REPLICAS, "train": {"zero": "all", "shard": "gradients"}},
+    "sharded weights": {**REPLICAS, "train": {"zero": "all", "shard": "weights"}},
 }
 
 
@@ -138,8 +143,9 @@ LAYOUTS = {
 def test_a_run_goes_on_as_the_plain_loop_does(layout: str, story: Story) -> None:
     folder = story.folder
     for steps in (2, 3):  # and its own checkpoints hold the moments, too
-        tree = tree_of(folder, layout, **LAYOUTS[layout])
-        train({**tree, "train": {**tree["train"], "steps": steps, "resume": "auto"}})
+        tree, keys = tree_of(folder, layout), LAYOUTS[layout]
+        of_run = {**tree["train"], **keys.get("train", {}), "steps": steps, "resume": "auto"}
+        train({**tree, **keys, "train": of_run})
     lines = (folder / layout / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
     assert losses == pytest.approx(story.losses, rel=1e-5)
@@ -221,6 +227,12 @@ def numbered(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
     return {"model": model.state_dict(), "optim": optimizer.state_dict()}
 
 
+class AmsGrad(torch.optim.AdamW):
+    def __init__(self, *values: Any, **options: Any) -> None:
+        super().__init__(*values, **options, amsgrad=True)
+
+
+FROZEN = {"language_model": {"id": "m"}, "freeze": ["language.layers.0.*"]}
 LORA = {"language_model": {"id": "m"}, "lora": {"units": ["language"]}}
 
 
@@ -245,8 +257,10 @@ LORA = {"language_model": {"id": "m"}, "lora": {"units": ["language"]}}
             {"muon": {"weights": ["language"]}},
             "of 7 weights in .*; 14 weights that the run trains begin without moments, such as 'language.layers.0",
         ),
+        (AmsGrad, titan, None, {}, "of 21 weights in '.*', without their max_exp_avg_sq, and its schedule"),
+        (torch.optim.AdamW, titan, FROZEN, {}, "begins with AdamW's moments of 12 weights in"),
     ],
-    ids=["numbered", "sgd", "own", "lora", "declined", "muon"],
+    ids=["numbered", "sgd", "own", "lora", "declined", "muon", "amsgrad", "frozen"],
 )
 def test_moments_that_do_not_fit_are_named(
     kind: Any, form: Any, model: Any, optimizer: dict[str, Any], says: str, tmp_path: Path
@@ -260,7 +274,7 @@ def test_moments_that_do_not_fit_are_named(
     config = parse_config({**tree, "train": train_keys, "model": model or tree["model"]}, tmp_path)
     _, moments, remark = moments_of(config)
     assert re.search(says, remark)
-    assert bool(moments.files) == ("muon" in optimizer)
+    assert bool(moments.files) == (" weights in" in says)
     assert ("begins with AdamW" in remark or "is not read:" in remark) == bool(says)
 
 
@@ -279,6 +293,8 @@ def test_damaged_moments_are_one_line(tmp_path: Path) -> None:
         ("exp_avg_sq", lambda tensor: -tensor, "has negative numbers"),
         ("exp_avg_sq", lambda tensor: tensor / 0, "NaN or infinity"),
         ("exp_avg", lambda tensor: tensor > 0, "has numbers of torch.bool"),
+        ("exp_avg", lambda tensor: tensor.double() * 1e300, "has numbers beyond the range of fp32"),
+        ("step", lambda tensor: tensor / 0, "has numbers beyond the range of fp32"),
         ("step", lambda tensor: tensor.repeat(2), r"step' is \[2\], where its weight needs \[\]"),
     ):
         key = next(key for key in good["optimizer"] if key.endswith(f"up_proj.weight.{kind}"))
@@ -286,3 +302,34 @@ def test_damaged_moments_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=says) as refused:
             read_all(config)
         assert len(str(refused.value).splitlines()) == 1
+
+
+def test_shards_that_are_cut_off_are_one_line(tmp_path: Path) -> None:
+    plain = language(tmp_path / "m")
+    save(tmp_path / "m", titan(plain, shaken(plain)))
+    config = config_of(tmp_path, {"language_model": {"id": "m"}})
+    (shard,) = (tmp_path / "m").glob("*.distcp")
+    content = shard.read_bytes()
+    for length in (len(content) // 2, 1, 0):
+        shard.write_bytes(content[:length])
+        for reads in (partial(read_all, config), partial(train, tree_of(tmp_path, "run"))):
+            with pytest.raises(UserError, match=r"distcp': '.*': the file ends before it; fetch the file again$"):
+                reads()
+    shard.unlink()
+    missing = tree_of(tmp_path, "run")
+    with pytest.raises(UserError, match=r"holds no weights \(\.safetensors, \.bin, \.distcp\)"):
+        train(missing)
+
+
+def test_a_resumed_run_says_nothing_of_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = language(tmp_path / "m")
+    good = titan(plain, shaken(plain))
+    save(tmp_path / "m", good)
+    tree = tree_of(tmp_path, "run")
+    for steps in (1, 2):
+        train({**tree, "train": {**tree["train"], "steps": steps, "resume": "auto"}}, show="stdout")
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("begins with AdamW's moments" in said) == (steps == 1)
+        # A resumed run does not look at these moments, so it does not matter that they became unfit.
+        key = next(key for key in good["optimizer"] if key.endswith("exp_avg"))
+        save(tmp_path / "m", {**good, "optimizer": {**good["optimizer"], key: good["optimizer"][key][:-1]}})

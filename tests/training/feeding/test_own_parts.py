@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -239,6 +240,25 @@ def test_a_callback_that_fails_is_named_and_the_step_saved(file: Path, tmp_path:
         train(with_file(project(tmp_path), file), callbacks=[object()])
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("enough")])
+def test_code_that_ends_the_process_is_named(error: BaseException) -> None:
+    class Ends:
+        def on_step(self, run: RunControl, metrics: StepMetrics) -> None:
+            raise error
+
+    with pytest.raises(UserError, match=rf"Ends.on_step failed after step 0: {type(error).__name__}: .*own_parts.py:"):
+        CallbackList([Ends()]).call("on_step", None)
+
+
+def test_ctrl_c_inside_a_users_code_stays_one() -> None:
+    class Long:
+        def on_step(self, run: RunControl, metrics: StepMetrics) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        CallbackList([Long()]).call("on_step", None)
+
+
 def test_what_was_reported_is_not_reported_again_when_steps_repeat() -> None:
     recorder = Recorder(9)
     callbacks = CallbackList([recorder])
@@ -317,6 +337,7 @@ def test_state_of_an_optimizer_is_written_and_read() -> None:
         (lambda parameters: torch.optim.LBFGS(parameters), "LBFGS cannot update: TypeError"),
         (lambda parameters: parameters, "the factory returned a list"),
         (lambda parameters: 1 / 0, "it cannot be made: ZeroDivisionError"),
+        (lambda parameters: sys.exit("no"), "it cannot be made: SystemExit: no"),
         (Lion, "Lion may need whole weights, and this rank has a part of 'a'"),
     ],
 )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from cases.tiny_project import tiny_config, write_images
 from dilatant import train
 from dilatant.config import UserError, load_config
+from harness.faults.chaos import Fault, run_with_faults
 
 MODULE = """
 import dilatant
@@ -184,6 +185,25 @@ def test_a_strangers_optimizer_needs_permission(tree: dict[str, Any], tmp_path: 
     with pytest.raises(UserError, match=r"names code to run in 'train.optimizer' \(parts_by_name.momentum\)"):
         load_config(folder / "config.yaml")
     load_config(folder / "config.yaml", ["train.optimizer=parts_by_name.momentum"])
+
+
+@pytest.mark.slow
+def test_a_named_optimizer_survives_the_loss_of_a_rank(tree: dict[str, Any], tmp_path: Path) -> None:
+    named: dict[str, Any] = {"optimizer": "parts_by_name.momentum", "schedule": "parts_by_name:halved", "steps": 10}
+    train(with_own(tree, "alone", **named))
+    layout = {"units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}, "microbatches": 2}
+    limits = {"enabled": True, "lease_seconds": 10.0, "fence_seconds": 60.0}
+    resilient = {**with_own(tree, "run", **named), "parallel": layout, "resilience": limits}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resilient), encoding="utf-8")
+    ended = run_with_faults(tmp_path, Fault(3, "worker:1"))
+    assert (ended.exit_code, ended.injected) == (0, 1), ended.output
+    alone, run = (
+        [record["loss"] for record in records(tmp_path / name) if "loss" in record] for name in ("alone", "run")
+    )
+    assert run == pytest.approx(alone, rel=1e-5)  # sums in another order
+    found, expected = weights(tmp_path / "run"), weights(tmp_path / "alone")
+    for key, weight in expected.items():
+        torch.testing.assert_close(found[key], weight, rtol=1e-4, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize(

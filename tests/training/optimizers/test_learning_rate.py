@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -65,10 +67,16 @@ def test_schedules_with_useless_keys_are_refused(keys: dict[str, object], patter
         RateSchedule.model_validate(keys)
 
 
+def interrupt(step: int) -> float:
+    raise KeyboardInterrupt("enough")
+
+
 def test_what_an_own_schedule_does_wrong_is_named() -> None:
     assert rate_factor(lambda step: np.float32(0.5), 3, 10) == 0.5
     for schedule, pattern in (
         (lambda step: 1 / (step - 3), "schedule: it fails for step 3: ZeroDivisionError: division by zero"),
+        (lambda step: sys.exit(7), r"schedule: it fails for step 3: SystemExit: 7 \(test_learning_rate.py:"),
+        (interrupt, "schedule: it fails for step 3: KeyboardInterrupt: enough"),
         (lambda step: 10**400, "schedule: it fails for step 3: OverflowError"),
         (lambda step: float("nan"), "schedule: it returned nan for step 3; return a number of at least 0"),
         (lambda step: "1", "schedule: it returned '1' for step 3"),

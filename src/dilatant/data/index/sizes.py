@@ -28,7 +28,7 @@ from dilatant.data.readers.reader import Reader
 from dilatant.data.text.encode import too_long
 from dilatant.data.text.encoding import Encoding
 
-FORMAT = 7
+FORMAT = 8
 _COLUMNS = ("tokens", "target_tokens", "content", "desired")
 """Arrays of a cached index, in the order of `SampleMeasurements.columns`."""
 _TOOLS = find_spec("av") is not None, version("transformers")

@@ -113,12 +113,18 @@ def _unlearned(turns: Conversation) -> Conversation:
     return tuple(replace(turn, carries_loss=False) if turn.role == "assistant" else turn for turn in turns)
 
 
-def with_other_answer(sample: Sample, other: Sample) -> Sample:
-    """Return a sample whose rejected conversation is its prompt with the last answer of `other`. Raises SampleError."""
-    for each in (sample, other):
-        if each.rejected:
-            raise SampleError(each.id, "has two answers, and kto learns from single ones", "take dpo, or give one")
-        if not each.turns or each.turns[-1].role != "assistant":
-            raise SampleError(each.id, "does not end with an answer", "add one, or remove the record")
+def single_answer(sample: Sample) -> Turn:
+    """Return the answer of a sample that has one. Raises SampleError."""
+    if sample.rejected:
+        raise SampleError(sample.id, "has two answers, and kto learns from single ones", "take dpo, or give one")
+    if not sample.turns or sample.turns[-1].role != "assistant":
+        raise SampleError(sample.id, "does not end with an answer", "add one, or remove the record")
+    if not all(isinstance(part, str) for part in sample.turns[-1].content):
+        raise SampleError(sample.id, "its answer holds media", "give media in the prompt")
+    return sample.turns[-1]
+
+
+def with_other_answer(sample: Sample, other: Turn) -> Sample:
+    """Return a sample with one answer whose rejected conversation is its prompt with the answer `other`."""
     prompt, answer = _unlearned(sample.turns[:-1]), sample.turns[-1]
-    return replace(sample, turns=(*prompt, answer), rejected=(*prompt, other.turns[-1]))
+    return replace(sample, turns=(*prompt, answer), rejected=(*prompt, other))

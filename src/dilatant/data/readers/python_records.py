@@ -47,7 +47,7 @@ class PythonRecords:
             item = self._part.value[index]
         except (OSError, UserError):  # a file server may answer later
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _unreadable(self.name_of(index), error) from None
         return as_record(item, self.name_of(index), self._part.folder)
 
@@ -166,5 +166,5 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _unreadable(place: str, error: Exception) -> SampleError:
+def _unreadable(place: str, error: BaseException) -> SampleError:
     return SampleError(place, f"cannot be read: {type_and_text(error)}", "correct the data set")

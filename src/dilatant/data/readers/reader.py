@@ -29,12 +29,12 @@ from dilatant.data.readers.folder_records import find_beside
 from dilatant.data.readers.json_records import JsonRecords, scan_json
 from dilatant.data.readers.mds_records import INDEX, MdsRecords, mds_catalog, scan_mds
 from dilatant.data.readers.parquet_records import ParquetRecords, scan_parquet
-from dilatant.data.readers.preferences import with_other_answer
+from dilatant.data.readers.preferences import single_answer, with_other_answer
 from dilatant.data.readers.record_fields import FileRecord
 from dilatant.data.readers.records import Blocks, parse_record
 from dilatant.data.readers.source_files import SUFFIXES, Catalog, Form, Scan, Scanner, SourceFiles, find_files
 from dilatant.data.readers.tar_records import TarRecords, scan_tar
-from dilatant.data.sample import Sample
+from dilatant.data.sample import Sample, Turn
 
 _STREAM = (0x5EED, 1)
 """Stream of the permutation, distinct from those that order training."""
@@ -102,7 +102,7 @@ class Reader:
     fingerprint: changes when the files (names, sizes or times) or the options for reading them change. home: the folder
     of the data; None for the hub. split: the subset of the samples that this reader has, after the source's limit; None
     for all. passed_over: descriptions of files that are not read. contrasts: every sample's `rejected` ends with the
-    answer of the sample before it, the first one's with that of the last.
+    answer of the sample before it, the first one's with that of the last; a sample without an answer is passed over.
     Indexing raises UserError naming the invalid record.
     """
 
@@ -134,8 +134,21 @@ class Reader:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         sample = self._read(index)
-        is_contrasted = self.contrasts and sample.encoded is None
-        return with_other_answer(sample, self._read((index - 1) % len(self))) if is_contrasted else sample
+        if not self.contrasts or sample.encoded is not None:
+            return sample
+        single_answer(sample)  # if this one is bad, the others do not matter
+        return with_other_answer(sample, self._answer_before(index))
+
+    def _answer_before(self, index: int) -> Turn:
+        """Return the answer that stands before that of a sample, which the data alone decide. Raises SampleError."""
+        for distance in range(1, len(self)):
+            try:
+                return single_answer(self._read((index - distance) % len(self)))
+            except SampleError as error:
+                if error.may_pass:  # another rank may have read it
+                    raise
+        problem = "kto compares its prompt with another record's answer, and no other record here has a usable one"
+        raise SampleError(self.name_of(index), problem, "correct the others")
 
     def _read(self, index: int) -> Sample:
         record = self.records.read(self._number(index))
@@ -144,7 +157,8 @@ class Reader:
         if self.source.media_dir is not None:
             record = replace(record, folder=data_path(self.source.media_dir))
         try:
-            return parse_record(record, self.source.prompt, cast(Mapping[str, str], self.source.columns))
+            columns = cast(Mapping[str, str], self.source.columns)
+            return parse_record(record, self.source.prompt, columns, has_marks=self.contrasts)
         except RecursionError:
             raise SampleError(record.id, "nests too deep", "write it flat") from None
 

@@ -112,11 +112,14 @@ class Blocks:
     groups: tuple[int, ...] = ()
 
 
-def parse_record(record: FileRecord, prompt: str | None = None, columns: Mapping[str, str] | None = None) -> Sample:
+def parse_record(
+    record: FileRecord, prompt: str | None = None, columns: Mapping[str, str] | None = None, has_marks: bool = False
+) -> Sample:
     """Parse a record into a sample.
 
     prompt: the question to ask if the record has an answer but no question.
     columns: the record's names for `images`, `audios`, `videos`, `question`, `answer`, `messages` and the like.
+    has_marks: answers are marked as good or bad, so a mark alone is no answer.
     Raises SampleError naming the record and the columns that it has.
     """
     fields = Fields(record, columns or {})
@@ -139,7 +142,7 @@ def parse_record(record: FileRecord, prompt: str | None = None, columns: Mapping
             else parse_turns(fields, completion, listed)
         )
     else:
-        turns = _question_and_answer(fields, prompt, listed)
+        turns = _question_and_answer(fields, prompt, listed, has_marks)
     tools = ""
     if chat is not None:
         tools = _tools(fields)
@@ -187,15 +190,20 @@ def _mark(fields: Fields) -> bool | None:
     """Return the mark of a record's answer as good or bad; None without one. Raises SampleError for unlike marks."""
     found: dict[str, bool] = {}
     for name in DESIRED_COLUMNS:
-        mark = fields.peek(name)
-        if isinstance(mark, str):  # CSV holds texts
-            mark = {"true": True, "false": False}.get(mark.lower())
-        if isinstance(mark, bool) and (fields.is_named(name) or name in fields.unused()):
+        mark = _mark_in(fields.peek(name))
+        if mark is not None and (fields.is_named(name) or name in fields.unused()):
             fields.take(name)
             found[name] = mark
     if len({*found.values()}) == 2:
         fields.refuse(f"is marked one way in {' and otherwise in '.join(map(repr, found))}", "remove one of these")
     return next(iter(found.values()), None)
+
+
+def _mark_in(value: Any) -> bool | None:
+    """Return a truth value, which CSV holds as text; None for any other value."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower())
+    return value if isinstance(value, bool) else None
 
 
 def _preference(fields: Fields, prompt: str | None) -> Sample:
@@ -258,11 +266,14 @@ def _refuse_second_meaning(fields: Fields, chat: str, turns: tuple[Turn, ...]) -
             )
 
 
-def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia) -> tuple[Turn, ...]:
+def _question_and_answer(fields: Fields, prompt: str | None, listed: ListedMedia, has_marks: bool) -> tuple[Turn, ...]:
     has_media = bool(listed)
     answer = fields.only(ANSWER_COLUMNS, "the answer") or fields.only(OTHER_ANSWER_COLUMNS, "the answer")
     if answer is None:
         answer = _without_answer(fields)
+    lacks_answer = has_marks or any(map(fields.knows, ANSWER_COLUMNS))
+    if lacks_answer and answer in DESIRED_COLUMNS and _mark_in(fields.peek(answer)) is not None:
+        fields.refuse(f"{answer!r} marks an answer, and there is none", "give it in 'completion'")
     choices = take_choices(fields)
     question = _question(fields, prompt, choices)
     value = fields.take(answer)

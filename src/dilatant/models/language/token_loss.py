@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.errors import UserError, own_code
 from dilatant.data.sample import EncodedSample
 
 PROBED = 7
@@ -52,7 +52,8 @@ class TokenLoss:
         targets, of_sample, *places = about.unbind(1)
         taken = logits if self.is_of_hidden else whole(logits)
         arguments = (taken, targets, of_sample, TargetPlaces(samples, *places))
-        found = self.function(*arguments[: self.arguments])
+        with own_code(f"{self.name} ended the run", SystemExit, KeyboardInterrupt):  # other errors have a traceback
+            found = self.function(*arguments[: self.arguments])
         if not isinstance(found, Tensor) or found.dim() > 1 or (found.dim() and len(found) != len(targets)):
             shown = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise UserError(
@@ -76,13 +77,9 @@ class TokenLoss:
         def total(first: int, end: int) -> Tensor:
             return self(lambda own: own, (), logits[first:end], about[first:end]).sum().detach()
 
-        try:
+        with own_code(f"{self.name} failed on random {taken}"):
             each = self(lambda own: own, (), logits, about)
             both = float(each.sum().detach()), float(total(0, 3) + total(3, PROBED))
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{self.name} failed on random {taken}: {type_and_text(error)}") from error
         if not each.requires_grad:
             raise UserError(f"{self.name} does not depend on the {taken}, so nothing would be learned")
         if abs(both[0] - both[1]) > 1e-4 * max(1.0, abs(both[0])):  # sums in fp32 of a few numbers

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError, one_line
 from dilatant.plan.boxes import Box, parse_key
-from dilatant.training.checkpoints.files import DamagedError, check_file, read_manifest, read_parts, step_of
+from dilatant.training.checkpoints.files import DamagedError, Manifest, check_file, read_manifest, read_parts, step_of
 
 CONTINUED = "continues.txt"
 """File naming the checkpoint elsewhere that a run continues from, until the run has a checkpoint of its own."""
@@ -134,7 +134,7 @@ def load(
     """
     wanted = list(pieces_of(tensors, shapes or {}))
     names = {*(piece.box.name for piece in wanted), *(f"model.{name}" for name in known or ())}
-    stored = _stored(checkpoint)
+    manifest, stored = _stored(checkpoint)
     problems: dict[str, None] = {}  # each once: a weight may be wanted in several boxes
     reads: dict[Path, list[tuple[BoxPiece, StoredPiece, Box]]] = {}
     for piece in wanted:
@@ -170,23 +170,25 @@ def load(
                     else:
                         part = reader.get_slice(source.key)[source.box.place(cell)]
                     piece.tensor[piece.box.place(cell)].copy_(part)
-    return read_manifest(checkpoint).values
+    return manifest.values
 
 
 def stored_shapes(checkpoint: Path, prefix: str) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor under `prefix.`, by name without the prefix. Raises UserError."""
     return {
         name.removeprefix(prefix + "."): pieces[0].box.whole
-        for name, pieces in _stored(checkpoint).items()
+        for name, pieces in _stored(checkpoint)[1].items()
         if name.startswith(prefix + ".")
     }
 
 
-def _stored(checkpoint: Path) -> dict[str, list[StoredPiece]]:
-    """Map each full name to its pieces in all parts. Raises UserError if a part is damaged or pieces overlap."""
+def _stored(checkpoint: Path) -> tuple[Manifest, dict[str, list[StoredPiece]]]:
+    """Return the manifest, and map each full name to its pieces in all parts. Raises UserError if a part is damaged or
+    pieces overlap."""
     found: dict[str, list[StoredPiece]] = {}
     try:
-        parts = read_parts(checkpoint, read_manifest(checkpoint))
+        manifest = read_manifest(checkpoint)
+        parts = read_parts(checkpoint, manifest)
         for folder, part in parts.items():
             for file, stamp in part.paths(folder).items():
                 place = f"{folder.name}/{file.name}"
@@ -208,7 +210,7 @@ def _stored(checkpoint: Path) -> dict[str, list[StoredPiece]]:
                 raise DamagedError(f"{name} is stored twice")
     except DamagedError as problem:
         raise UserError(f"checkpoint {str(checkpoint)!r} is damaged: {problem}") from None
-    return found
+    return manifest, found
 
 
 @contextmanager

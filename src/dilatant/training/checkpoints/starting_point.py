@@ -29,6 +29,24 @@ class StartingPoint:
 
 def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> StartingPoint:
     """Choose the starting point of a run. Raises UserError rather than lose an existing run."""
+    start = _found_start(config, folder, overwrite, console)
+    if start.checkpoint is not None:
+        before, now = read_manifest(start.checkpoint).values.get("learns_from"), learns_from(config)
+        if before is not None and before != now:  # the moments of AdamW and the position are those of another loss
+            raise UserError(
+                f"train.preferences: {str(start.checkpoint)!r} learned from {before}, and this run would learn from "
+                f"{now}; set it as it was, or begin a new run with that run's export as its model"
+            )
+    return start
+
+
+def learns_from(config: Config) -> str:
+    """Return the kind of answers that a run learns from, which checkpoints hold."""
+    preferences = config.train.preferences
+    return "single answers" if preferences is None else preferences.learns_from
+
+
+def _found_start(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> StartingPoint:
     resume = config.train.resume
     if resume == "auto":
         checkpoint, warnings = newest_valid(folder.checkpoints)
@@ -63,12 +81,7 @@ def with_template_date(config: Config) -> Config:
 
 
 def _day_of_start(config: Config) -> str | None:
-    resume = config.train.resume
-    if resume == "auto":
-        found = [each.path for each in list_checkpoints(RunFolder(config.output_dir).checkpoints)]
-    else:
-        found = [] if resume == "never" else [Path(resume)]
-    for checkpoint in found:
+    for checkpoint in checkpoints_before(config):
         try:
             day = read_manifest(checkpoint).values.get("template_date")
         except (UserError, DamagedError):  # `find_start` reports what is wrong with it
@@ -76,6 +89,14 @@ def _day_of_start(config: Config) -> str | None:
         if isinstance(day, str):
             return day
     return None
+
+
+def checkpoints_before(config: Config) -> list[Path]:
+    """Return the checkpoints from which the run may continue, best first; none for a new run."""
+    resume = config.train.resume
+    if resume == "auto":
+        return [each.path for each in list_checkpoints(RunFolder(config.output_dir).checkpoints)]
+    return [] if resume == "never" else [Path(resume)]
 
 
 def agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from dilatant.config.errors import UserError, type_and_text
+from dilatant.config.errors import UserError, own_code
 from dilatant.config.signatures import import_declared, require_call
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
@@ -67,15 +67,8 @@ def measure(name: str, expected: Sequence[str], written: Sequence[str], own: Met
     metric = own or find_metric(name)
     if own is None and name in METRICS:
         return metric(expected, written)
-    try:
+    with own_code(f"evaluation.metrics: {name!r} makes no number of the expected and the written texts"):
         value = float(metric(list(expected), list(written)))
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UserError(
-            f"evaluation.metrics: {name!r} failed: {type_and_text(error)}; it is given two lists of texts, expected "
-            "and written, and returns a number"
-        ) from None
     if math.isnan(value):
         raise UserError(f"evaluation.metrics: {name!r} returned nan for {len(expected)} answers")
     return value

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, own_code
 from dilatant.config.signatures import require_call
 from dilatant.data.errors import SampleError
 from dilatant.data.media.image_file import decode_image
@@ -66,10 +66,8 @@ def load_judge(place: str) -> Judge:
         raise UserError(f"--judge {place!r}: give FILE.py or FILE.py:FUNCTION; {str(path)!r} is no Python file")
     sys.path.insert(0, str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
-    try:
+    with own_code(f"--judge {place!r} cannot be loaded"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"--judge {place!r} cannot be loaded: {type(error).__name__}: {error}") from None
     judge = getattr(module, name, None)
     if not callable(judge):
         raise UserError(f"--judge {place!r}: {str(path)!r} has no function {name!r}")
@@ -133,12 +131,10 @@ def judge_answer(one: Answered, judge: Judge, targets: Sequence[ImageTarget] = (
     channels = next((target.processor.channels for target in targets), 3)
     sample = one.sample
     expected: ScoredAnswer
-    try:
+    with own_code(f"the judge failed at {sample.id}"):
         asked = "".join(part for turn in sample.turns[:-1] for part in turn.content if isinstance(part, str))
         expected = [part if isinstance(part, str) else _shown(part, channels) for part in sample.turns[-1].content]
         score = float(judge(asked, expected, one.answered))
-    except Exception as error:
-        raise UserError(f"the judge failed at {sample.id}: {type(error).__name__}: {error}") from error
     if not math.isfinite(score):
         raise UserError(f"the judge gives {sample.id} {score}; it must give a finite number")
     return score

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.config import OptimizerConfig, RateSchedule, UserError
-from dilatant.config.errors import type_and_text
+from dilatant.config.errors import own_code
 from dilatant.config.signatures import takes
 from dilatant.plan.boxes import parse_key
 from dilatant.training.optimizers.eight_bit import eight_bit_adamw, require_bitsandbytes
@@ -143,12 +143,10 @@ def rate_factor(schedule: RateSchedule | Callable[..., float], step: int, total_
     so no step is spent at a rate of zero.
     """
     if not isinstance(schedule, RateSchedule):
-        try:
+        with own_code(f"schedule: it fails for step {step}"):
             factor: Any = schedule(step, total_steps) if takes(schedule, 2) else schedule(step)
             if isinstance(factor, Real) and 0 <= float(factor) < math.inf:
                 return float(factor)
-        except Exception as error:
-            raise UserError(f"schedule: it fails for step {step}: {type_and_text(error)}") from error
         raise UserError(f"schedule: it returned {factor!r} for step {step}; return a number of at least 0")
     warm_up = schedule.warm_up(total_steps)
     if step < warm_up:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dilatant.config import UserError
-from dilatant.config.errors import type_and_text
+from dilatant.config.errors import own_code
 from dilatant.config.signatures import takes
 from dilatant.plan.boxes import Box, parse_key
 from dilatant.training.optimizers.master_weights import Delegating, WithMasters
@@ -62,6 +63,10 @@ class OwnOptimizer(WithMasters, Delegating):
         ]
         self.scalars = frozenset(name for each in found for name, value in each.items() if not value.ndim)
 
+    def step(self, closure: Any = None) -> Any:
+        with own_code(f"optimizer: {type(self.inner[0]).__name__} ended the run", SystemExit, KeyboardInterrupt):
+            return super().step(closure)
+
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor] | None:
         found = {name: value for name, value in self.state.get(parameter, {}).items() if value is not None}
         return {
@@ -82,10 +87,8 @@ class OwnOptimizer(WithMasters, Delegating):
         """Return the state of a weight of zeros after an update by nothing; numbers as tensors. Raises UserError."""
         tried = self._made([weight], [parse_key(key)[0]])
         weight.grad = torch.zeros_like(weight)
-        try:
+        with own_code(f"optimizer: {type(tried).__name__} cannot update"):
             tried.step()
-        except Exception as error:
-            raise UserError(f"optimizer: {type(tried).__name__} cannot update: {type_and_text(error)}") from error
         found: dict[str, Tensor] = {}
         for name, value in tried.state.get(weight, {}).items():
             if isinstance(value, int | float):
@@ -103,10 +106,8 @@ class OwnOptimizer(WithMasters, Delegating):
 
     def _made(self, masters: list[nn.Parameter], names: list[str]) -> torch.optim.Optimizer:
         call = partial(self._factory, masters, names) if takes(self._factory, 2) else partial(self._factory, masters)
-        try:
+        with own_code("optimizer: it cannot be made"):
             made = call()
-        except Exception as error:
-            raise UserError(f"optimizer: it cannot be made: {type_and_text(error)}") from error
         if not isinstance(made, torch.optim.Optimizer):
             raise UserError(f"optimizer: the factory returned a {type(made).__name__}, not a torch.optim.Optimizer")
         return made
