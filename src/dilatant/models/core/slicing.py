@@ -219,7 +219,7 @@ def with_blocks(
         # Parameters registered on a container itself (class tokens, position tables) belong to the embedding.
         container = root.get_submodule(path)
         own, prefix = container._parameters, f"{path}." if path else ""
-        container._parameters = {name: each for name, each in own.items() if prefix + name in structure.after}
+        container._parameters = {n: each for n, each in own.items() if each is None or prefix + n in structure.after}
         for name, each in own.items() if stand_in is ShapePlaceholder else ():
             if each is not None and name not in container._parameters:
                 zeros = torch.zeros(each.shape, dtype=each.dtype)

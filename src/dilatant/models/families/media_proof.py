@@ -32,7 +32,8 @@ from dilatant.data.media.pixels import concatenate_inputs
 from dilatant.data.media_units.processed_clip_unit import ProcessedClipUnit
 from dilatant.data.sample import EncodedSample, Frames, Media, MediaKind, MediaMarkup, MediaUnit
 from dilatant.models.core.materialize import seeded
-from dilatant.models.encoders.narrow_encoder import default_processor, patch_of, takes_texts_alone
+from dilatant.models.core.running_statistics import has_statistics
+from dilatant.models.encoders.narrow_encoder import auto_class, default_processor, known_to, patch_of, takes_texts_alone
 from dilatant.models.encoders.tower import ClipOptions, Tower
 from dilatant.models.families.families import Family, MediaAttention
 from dilatant.models.families.generic import refusal
@@ -101,7 +102,7 @@ def proof_of(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) 
 
 
 def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> MediaProof:
-    """Return the proof with the first mask under which samples alone train correctly, or with the first mask."""
+    """Return the proof with the first mask under which samples alone train correctly, or with the causal one."""
     found: list[MediaProof] = []
     for mask in masks_of(whole):
         own = replace(whole, family=replace(whole.family, media_attention=mask))
@@ -115,11 +116,12 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
             found.append(MediaProof(mask, why, why, why))
         if found[-1].alone is None:
             return found[-1]
+    shown = next((each for each in found if each.mask == "causal"), found[0])
     if not whole.family.narrow:
-        return replace(found[0], one_unit="not tried")
+        return replace(shown, one_unit="not tried")
     problem = _prove_one_unit(whole, attend)
     clips = _prove_one_unit(whole, attend, clips=True) if problem is None and proves_clips(whole.family) else None
-    return replace(found[0], one_unit=problem, clips=clips)
+    return replace(shown, one_unit=problem, clips=clips)
 
 
 def _prove_one_unit(
@@ -167,11 +169,17 @@ def proves_clips(family: Family) -> bool:
 
 
 def masks_of(whole: PretrainedModel) -> tuple[MediaAttention, ...]:
-    """Return the masks among the tokens of an image that are tried, in this order."""
+    """Return the masks among the tokens of a sample that are tried, in this order. Masks that the family's forward
+    makes from keywords are first: without the keywords its mask is causal."""
     if not whole.family.narrow:
         return (whole.family.media_attention,)
-    has_windows = getattr(whole.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-    return ("causal", "bidirectional", *(("in_windows",) if has_windows else ()))
+    forward = auto_class(whole.config)._model_mapping[type(whole.config)].forward
+    masks: list[MediaAttention] = ["causal", "bidirectional"]
+    if "token_type_ids" in known_to(forward):
+        masks = ["bidirectional", "prefix", "causal"]
+    if getattr(whole.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
+        masks.insert(0, "in_windows")
+    return tuple(masks)
 
 
 def _narrow_settings(whole: PretrainedModel) -> str:
@@ -191,9 +199,10 @@ def drawn(whole: Any, attend: Callable[[MultimodalModel], None]) -> MultimodalMo
     special value such as 0 or 1."""
     model = MultimodalModel({}, whole, seed=0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(0.05 * torch.randn_like(parameter))
+        statistics = (module.buffers(recurse=False) for module in model.modules() if has_statistics(module))
+        for tensor in (*model.parameters(), *chain.from_iterable(statistics)):
+            if tensor.is_floating_point():
+                tensor.add_(0.05 * torch.randn_like(tensor))
     attend(model)
     return model.eval()
 
@@ -278,7 +287,7 @@ def samples_with_media(whole: PretrainedModel, clips: bool = False) -> list[Enco
             sizes[unit.name] += unit.encoder_tokens(size)
         is_text = ~np.isin(ids, [unit.placeholder_id for unit in units.values()])
         labels = np.where(is_text, ids, -100)
-        labels[0] = -100
+        labels[: np.flatnonzero(~is_text)[-1] if number == 0 and not is_text.all() else 1] = -100  # a prompt with media
         inputs = {
             name: {
                 key: concatenate_inputs([each[key] for each in own if key in each])

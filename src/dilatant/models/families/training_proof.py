@@ -45,7 +45,7 @@ LENGTHS = (13, 5, 9)
 Kept = TypeVar("Kept")
 _LARGEST = 50_000_000
 """Maximum number of parameters of a copy. If a family's width settings are unknown, the copy may stay wide."""
-_CHECKS = 12
+_CHECKS = 13
 """Version of the checks of a proof; another version makes cached proofs invalid."""
 _NOT_CAUSAL = "its logits depend on later tokens; is_decoder or a similar key of its config may forbid that"
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
