@@ -157,6 +157,19 @@ class Deep(nn.Module):
         return block(hidden)
 
 
+class Chained(Deep):
+    """A tower whose blocks are in a sequence that runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last, blocks = self.last, self.blocks
+        del self.last, self.blocks
+        self.blocks, self.last = nn.Sequential(*blocks), last
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.last(self.blocks(self.patches(pixel_values).flatten(2).transpose(1, 2) + self.places))
+
+
 class Around(Deep):
     """A tower that adds to what its blocks return."""
 
@@ -164,11 +177,13 @@ class Around(Deep):
         return hidden + block(hidden)
 
 
-def test_a_module_of_one_s_own_is_cut_at_its_blocks() -> None:
-    def deep(tower: nn.Module) -> MultimodalModel:
-        return MultimodalModel({"vision": Encoder(tower, **STATED)}, LANGUAGE_MODELS["llama"], seed=0)
+def deep(tower: nn.Module) -> MultimodalModel:
+    return MultimodalModel({"vision": Encoder(tower, **STATED)}, LANGUAGE_MODELS["llama"], seed=0)
 
-    unit = deep(Deep())["vision"]
+
+@pytest.mark.parametrize("kind", [Deep, Chained])
+def test_a_module_of_one_s_own_is_cut_at_its_blocks(kind: type[nn.Module]) -> None:
+    unit = deep(kind())["vision"]
     names = ("embedding", "layers.0", "layers.1", "layers.2", "norm", "projector")
     assert unit.layers == tuple(f"vision.{name}" for name in names)
     picture = images(2)
@@ -178,15 +193,21 @@ def test_a_module_of_one_s_own_is_cut_at_its_blocks() -> None:
         hidden = held(None, hidden)
         assert {weight.layer for weight in held.weights} == set(unit.layers[first:end])
     assert torch.equal(hidden, whole)
+
+
+def test_a_module_that_would_run_otherwise_in_parts_is_one_layer() -> None:
     assert deep(Around())["vision"].layers == ("vision.encoder", "vision.projector")
+
+
+def test_a_module_without_memory_is_cut_like_one_with_it() -> None:
     with torch.device("meta"):
         meta, undrawn = Deep(), Deep()
     with pytest.raises(UserError, match=r"vision.encoder: Deep '' has weights but no reset_parameters"):
         deep(undrawn)
     meta.places = nn.Parameter(torch.zeros(4, 12))
     drawn = deep(meta)
-    assert drawn["vision"].layers == unit.layers
-    assert drawn.encode({"vision": {"pixel_values": picture}})["vision"].isfinite().all()
+    assert drawn["vision"].layers == deep(Deep())["vision"].layers
+    assert drawn.encode({"vision": {"pixel_values": images(2)}})["vision"].isfinite().all()
 
 
 def test_a_module_with_other_tokens_than_stated_is_refused() -> None:

@@ -111,19 +111,19 @@ def test_other_parts_of_table_b1_are_refused_in_one_line(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_eva_clip_of_timm_is_an_encoder_of_its_blocks() -> None:
+@pytest.mark.parametrize("kind", ["eva02_tiny_patch14_224", "vit_tiny_patch16_224"])
+def test_a_tower_of_timm_is_an_encoder_of_its_blocks(kind: str) -> None:
     timm = pytest.importorskip("timm", reason="timm is absent; not checked: that EVA-CLIP is cut between its blocks")
     torch.manual_seed(0)
-    eva = timm.create_model("eva02_tiny_patch14_224", img_size=28, num_classes=0, global_pool="", depth=3)
-
-    stated: dict[str, Any] = {"kind": "image", "input_name": "x", "row_shape": (3, 28, 28), "tokens_per_row": 5}
-    stated["width"] = eva.embed_dim
-    model = MultimodalModel({"tower": Encoder(eva, **stated)}, LANGUAGE_MODELS["llama"])
-    unit, picture = model["tower"].eval(), torch.randn(2, 3, 28, 28)
+    tower = timm.create_model(kind, img_size=32, patch_size=16, num_classes=0, global_pool="", depth=3)
+    stated: dict[str, Any] = {"kind": "image", "input_name": "x", "row_shape": (3, 32, 32), "tokens_per_row": 5}
+    model = MultimodalModel({"tower": Encoder(tower, width=tower.embed_dim, **stated)}, LANGUAGE_MODELS["llama"])
+    unit, picture = model["tower"].eval(), torch.randn(2, 3, 32, 32)
     assert len(unit.layers) == 3 + 3  # the embedding, blocks, the norm and the projector
     hidden = unit.stage(0, 2)({"x": picture})
     rows = unit.stage(2, len(unit.layers))(None, hidden)
     torch.testing.assert_close(rows, unit({"x": picture}), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows, unit.projector(tower(picture)), rtol=1e-5, atol=1e-5)
 
 
 def test_a_vision_tower_of_open_clip_trains_in_stages() -> None:

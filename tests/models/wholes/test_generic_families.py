@@ -68,8 +68,7 @@ def test_a_family_that_is_not_named_trains_as_transformers_does(family: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "mask"),
-    [("paligemma", "prefix"), pytest.param("gemma3", "bidirectional", marks=pytest.mark.slow)],
+    ("family", "mask"), [("paligemma", "prefix"), pytest.param("gemma3", "bidirectional", marks=pytest.mark.slow)]
 )
 def test_the_mask_of_a_family_that_is_not_named_is_found(
     family: str, mask: str, monkeypatch: pytest.MonkeyPatch

@@ -204,7 +204,8 @@ def with_blocks(
         child = _shell_with_own_dropout(original)
         setattr(shell, part, child)
         shell = child
-    setattr(shell, name, nn.ModuleList(blocks))
+    is_chain = isinstance(getattr(original, name), nn.Sequential)
+    setattr(shell, name, nn.Sequential(*blocks) if is_chain else nn.ModuleList(blocks))
     for paths, keep, kind in ((structure.before, keep_before, stand_in), (structure.after, keep_after, Placeholder)):
         for path in () if keep else paths:
             parent, _, child_name = path.rpartition(".")

@@ -122,10 +122,10 @@ def _own_structure(make: Callable[..., EncoderUnit], model: nn.Module, where: st
             return None
         value, inputs = unit.example(0, 1, torch.device("cpu"))
         fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
-        whole, hidden = unit.stage(0, end).eval()(fed), unit.stage(0, 1).eval()(fed)
+        whole, hidden = unit.stage(0, end).eval()(fed), [unit.stage(0, 1).eval()(fed)]
         for layer in range(1, end):
-            hidden = unit.stage(layer, layer + 1).eval()(None, hidden)
-        is_same = whole.shape == hidden.shape and torch.allclose(whole, hidden, 1e-3, 1e-4)
+            hidden.append(unit.stage(layer, layer + 1).eval()(None, hidden[-1]))
+        is_same = {each.shape for each in hidden} == {whole.shape} and torch.allclose(whole, hidden[-1], 1e-3, 1e-4)
     except Exception:  # such as blocks that pass on more than hidden states
         return None
     found, stated = [*whole.shape], [1, unit.geometry.encoder_tokens, unit.geometry.width]

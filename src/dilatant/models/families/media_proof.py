@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.utils import is_torchvision_available
 
-from dilatant.config.errors import UserError, reason_of
+from dilatant.config.errors import UserError, as_user_error, reason_of
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import concatenate_inputs
@@ -33,7 +33,7 @@ from dilatant.data.media_units.processed_clip_unit import ProcessedClipUnit
 from dilatant.data.sample import EncodedSample, Frames, Media, MediaKind, MediaMarkup, MediaUnit
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.running_statistics import has_statistics
-from dilatant.models.encoders.narrow_encoder import auto_class, default_processor, known_to, patch_of, takes_texts_alone
+from dilatant.models.encoders.narrow_encoder import default_processor, forward_of, known_to, patch_of, takes_texts_alone
 from dilatant.models.encoders.tower import ClipOptions, Tower
 from dilatant.models.families.families import Family, MediaAttention
 from dilatant.models.families.generic import refusal
@@ -173,9 +173,8 @@ def masks_of(whole: PretrainedModel) -> tuple[MediaAttention, ...]:
     makes from keywords are first: without the keywords its mask is causal."""
     if not whole.family.narrow:
         return (whole.family.media_attention,)
-    forward = auto_class(whole.config)._model_mapping[type(whole.config)].forward
     masks: list[MediaAttention] = ["causal", "bidirectional"]
-    if "token_type_ids" in known_to(forward):
+    if "token_type_ids" in known_to(forward_of(whole.config)):
         masks = ["bidirectional", "prefix", "causal"]
     if getattr(whole.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
         masks.insert(0, "in_windows")
@@ -373,7 +372,8 @@ def _of_transformers(model: MultimodalModel, whole: PretrainedModel, samples: li
     named = dict(composite.named_parameters())
     weights = {weight.name: (unit, weight) for unit, weight in model.weights_of_whole()}
     wanted = [named[whole.key_of(*weights[name])] for name in trained_parameters(model)]
-    return with_gradients(loss_in_transformers(composite, whole, samples), wanted)
+    with as_user_error("transformers' own forward of a small copy does not run"):
+        return with_gradients(loss_in_transformers(composite, whole, samples), wanted)
 
 
 def trained_parameters(model: MultimodalModel) -> dict[str, nn.Parameter]:
