@@ -131,13 +131,15 @@ def capturing_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 class SkippedBlock(Placeholder):
     """Placeholder for a block of another stage. where: before this stage, the last block before it, or behind it.
-    width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor."""
+    width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor. passes: the
+    forward goes on behind the stage, up to this block and further."""
 
     def __init__(self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]) -> None:
         super().__init__(original)
         self.number = number
         self.where = where
         self.width = 0
+        self.passes = False
         self._forward_hooks.update(capturing_hooks(original))
         self.passage: _Passage | None = None
 
@@ -327,7 +329,7 @@ class _Passage:
     def skip(self, block: SkippedBlock, hidden: Tensor) -> Tensor:
         """Return the output of a skipped block for the input `hidden`; end the forward at a block behind the stage."""
         self._look_at(hidden)
-        if block.where == "behind":
+        if block.where == "behind" and not block.passes:
             raise _StageEnd(self.arrived if self.is_waiting and self.arrived is not None else hidden)
         if block.where == "last before" and self.arrived is not None:
             hidden, self.is_waiting = _in_shape_of(hidden, self.arrived), False

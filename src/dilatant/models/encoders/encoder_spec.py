@@ -102,8 +102,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
     )
     if isinstance(model, PreTrainedModel) or encoder.tokens_of is not None:
         return make(model)
-    changed = (encoder.after_encoder, encoder.after_projector)  # they may change the number of tokens
-    is_plain = isinstance(encoder.projector, str) and changed == (None, None)
+    is_plain = isinstance(encoder.projector, str) and not (encoder.after_encoder or encoder.after_projector)
     return make(model, structure=_own_structure(make, model, where, is_plain))
 
 
@@ -138,12 +137,10 @@ def _own_structure(make: Callable[..., EncoderUnit], model: nn.Module, where: st
 
 def _random_copy(model: nn.Module) -> nn.Module:
     """Copy a module to the CPU with random weights: initial scales near 0 would hide what blocks do."""
-    copied = copy.deepcopy(model)
-    is_meta = any(each.is_meta for each in chain(copied.parameters(), copied.buffers()))
-    copied = copied.to_empty(device="cpu") if is_meta else copied.cpu()
+    copied = copy.deepcopy(model).to_empty(device="cpu")
     for parameter in copied.parameters():
         parameter.normal_(std=0.1)
-    for buffer in copied.buffers() if is_meta else ():
+    for buffer in copied.buffers():
         buffer.fill_(1)
     return copied
 

@@ -22,7 +22,6 @@ import soundfile
 import torch
 from PIL import Image
 from torch import nn
-from torch.nn import functional
 from transformers.utils import is_torchvision_available
 
 from dilatant.config.errors import UserError, as_user_error, reason_of
@@ -39,11 +38,11 @@ from dilatant.models.families.families import Family, MediaAttention
 from dilatant.models.families.generic import refusal
 from dilatant.models.families.media_units import named_tokens
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
-from dilatant.models.families.pretrained_answers import inputs_of_sample
 from dilatant.models.families.shrink import narrow_json, special_ids
 from dilatant.models.families.training_proof import (
     Result,
     differ,
+    loss_in_transformers,
     loss_of,
     proof_path,
     read_proof,
@@ -348,23 +347,6 @@ def _noise_of(kind: MediaKind, shape: tuple[float, float], patch: int, noise: np
         wave = noise.normal(0, 0.1, round(math.prod(shape) * 160)).astype(np.float32)
         soundfile.write(file, wave, 16_000, format="WAV")
     return Media(kind, file.getvalue(), "noise")
-
-
-def logits_of(composite: nn.Module, whole: PretrainedModel, sample: EncodedSample) -> torch.Tensor:
-    """Return the logits of the family's own forward of one sample alone: [tokens, vocabulary]."""
-    inputs = inputs_of_sample(replace(whole, dtype=torch.float32), sample, torch.device("cpu"))
-    return composite(**inputs, use_cache=False).logits[0]
-
-
-def loss_in_transformers(
-    composite: nn.Module, whole: PretrainedModel, samples: Sequence[EncodedSample]
-) -> torch.Tensor:
-    """Return the mean loss of the samples' targets by the family's own forward of each alone."""
-    loss = torch.zeros(())
-    for sample in samples:
-        logits, labels = logits_of(composite, whole, sample), torch.as_tensor(sample.labels)
-        loss = loss + functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
-    return loss / sum(sample.target_tokens for sample in samples)
 
 
 def _of_transformers(model: MultimodalModel, whole: PretrainedModel, samples: list[EncodedSample]) -> Result:

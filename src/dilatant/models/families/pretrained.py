@@ -39,7 +39,7 @@ from dilatant.models.families.generic import classifier_of, opens_whole, read_fa
 from dilatant.models.language.cross_attention import CrossAttention
 from dilatant.models.language.extension import Extension
 from dilatant.models.language.packed_row import Positions, spatial_positions
-from dilatant.models.language.side_states import DeepStack, PerLayer
+from dilatant.models.language.side_states import DeepStack
 from dilatant.models.sources import check_loaded, without_bars
 
 
@@ -170,10 +170,9 @@ class PretrainedModel:
     @property
     def extensions(self) -> list[Extension]:
         """The optional features of the text model's stages: cross-attention, and per-token side states."""
-        text = self.config.get_text_config()
         taps = max(tower.inner_rows(self.config) for tower in self.family.towers.values())
-        carried = DeepStack(taps, text.hidden_size) if taps else PerLayer.of(text)
-        return [extension for extension in (self.crossing, carried) if extension is not None]
+        rows = [DeepStack(taps, self.config.get_text_config().hidden_size)] if taps else []
+        return [*([] if self.crossing is None else [self.crossing]), *rows]
 
     @property
     def media_attention(self) -> MediaAttention:
@@ -187,8 +186,7 @@ class PretrainedModel:
     @property
     def reads_as_text(self) -> bool:
         """True if encoder rows have the positions and the mask of text tokens."""
-        family = self.family
-        return not (family.spatial or self.media_attention in ("prefix", "in_windows") or self.extensions)
+        return not (self.family.spatial or self.media_attention in ("prefix", "in_windows") or self.extensions)
 
     @property
     def spatial_units(self) -> tuple[str, ...]:

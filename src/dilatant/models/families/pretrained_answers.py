@@ -88,12 +88,12 @@ def composite_inputs(
         if whole.family.towers[name].kind == "image":
             kinds += input_ids == placeholder
     kinds[keywords["input_ids"] != input_ids] = 2  # clips
-    if whole.media_attention == "bidirectional":
+    known = known_to(forward_of(whole.config))
+    if whole.media_attention == "bidirectional" and "token_type_ids" in known:
         keywords["token_type_ids"] = kinds
     if whole.media_attention == "prefix":
         keywords["token_type_ids"] = torch.zeros_like(input_ids)
     own = keywords.pop("mm_token_type_ids", kinds)
-    is_spatial = whole.family.spatial and "audio" not in whole.family.towers
-    if is_spatial or "mm_token_type_ids" in known_to(forward_of(whole.config)):
+    if "mm_token_type_ids" in known or (whole.family.spatial and "audio" not in whole.family.towers):
         keywords["mm_token_type_ids"] = own
     return keywords
