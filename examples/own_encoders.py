@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from dilatant import EncodedSample, Encoder, MultimodalModel
-from dilatant.models.encoders.encoder import Adapter
 
 
 def lidar(voxels: nn.Module) -> Encoder:
@@ -52,14 +51,5 @@ def series(module: nn.Module) -> Encoder:
 
 
 def tower_in_stages(tower: nn.Module) -> Encoder:
-    """Wrap a tower with `blocks` and `norm` so that a plan may cut it between its blocks."""
-    return Encoder(
-        tower, adapter=Adapter(_resume), kind="image", row_shape=(3, 224, 224), width=768, tokens_per_row=196
-    )
-
-
-def _resume(part: Any, hidden: Tensor) -> Tensor:
-    for block in part.blocks:  # of a copy of the tower that holds some of its blocks
-        hidden = block(hidden)
-    normed: Tensor = part.norm(hidden)  # before the last part, `norm` returns its input
-    return normed
+    """Wrap a tower with an `nn.ModuleList` of blocks, between which a plan may cut it."""
+    return Encoder(tower, kind="image", row_shape=(3, 224, 224), width=768, tokens_per_row=196)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from cases.tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
 from dilatant import Encoder, Generator, MultimodalModel
 from dilatant.config import UserError
-from dilatant.models.encoders.encoder import Adapter
 
 
 class Tower(nn.Module):
@@ -123,38 +122,68 @@ def test_items_of_a_module_of_one_s_own_may_have_unlike_numbers_of_tokens() -> N
     for change, message in (
         ({"tokens_per_row": 3}, "tokens_of needs an example, the inputs of one item, and no tokens_per_row"),
         ({"example": None, "row_shape": ()}, "tokens_of needs an example"),
-        ({"merge": "prepend"}, "are for items of one size"),
+        ({"merge": "prepend"}, "is for items of one size"),
     ):
         with pytest.raises(UserError, match=message):
             MultimodalModel({"series": Encoder(Series(), **{**SERIES, **change})}, LANGUAGE_MODELS["llama"])
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.inner(hidden))
+
+
 class Deep(nn.Module):
-    """A tower of blocks: its forward beyond the patches is `run_blocks`."""
+    """A tower of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, 12, 4, 4)
         self.places = nn.Parameter(torch.randn(4, 12))
-        self.blocks = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.last = nn.LayerNorm(12)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        return run_blocks(self, self.patches(pixel_values).flatten(2).transpose(1, 2) + self.places)
+        hidden = self.patches(pixel_values).flatten(2).transpose(1, 2) + self.places
+        for block in self.blocks:
+            hidden = self.behind(block, hidden)
+        return self.last(hidden)
+
+    def behind(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return block(hidden)
 
 
-def run_blocks(tower: Any, hidden: Tensor) -> Tensor:
-    for block in tower.blocks:
-        hidden = hidden + torch.tanh(block(hidden))
-    return tower.last(hidden)
+class Chained(Deep):
+    """A tower whose blocks are in a sequence that runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last, blocks = self.last, self.blocks
+        del self.last, self.blocks
+        self.blocks, self.last = nn.Sequential(*blocks), last
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.last(self.blocks(self.patches(pixel_values).flatten(2).transpose(1, 2) + self.places))
 
 
-def test_a_module_of_one_s_own_is_cut_where_an_adapter_runs_its_parts() -> None:
-    def deep(resume: Any) -> MultimodalModel:
-        encoder = Encoder(Deep(), adapter=Adapter(resume), **STATED)
-        return MultimodalModel({"vision": encoder}, LANGUAGE_MODELS["llama"], seed=0)
+class Around(Deep):
+    """A tower that adds to what its blocks return."""
 
-    unit = deep(run_blocks)["vision"]
+    def behind(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden + block(hidden)
+
+
+def deep(tower: nn.Module) -> MultimodalModel:
+    return MultimodalModel({"vision": Encoder(tower, **STATED)}, LANGUAGE_MODELS["llama"], seed=0)
+
+
+@pytest.mark.parametrize("kind", [Deep, Chained])
+def test_a_module_of_one_s_own_is_cut_at_its_blocks(kind: type[nn.Module]) -> None:
+    unit = deep(kind())["vision"]
     names = ("embedding", "layers.0", "layers.1", "layers.2", "norm", "projector")
     assert unit.layers == tuple(f"vision.{name}" for name in names)
     picture = images(2)
@@ -164,22 +193,32 @@ def test_a_module_of_one_s_own_is_cut_where_an_adapter_runs_its_parts() -> None:
         hidden = held(None, hidden)
         assert {weight.layer for weight in held.weights} == set(unit.layers[first:end])
     assert torch.equal(hidden, whole)
-    with pytest.raises(UserError, match="its adapter gives other hidden states than its own forward"):
-        deep(lambda tower, hidden: run_blocks(tower, hidden) + 1)
-    config = vision_language()["vision"].config
-    with pytest.raises(UserError, match="adapter is for modules of your own; a transformers encoder is cut"):
-        MultimodalModel({"vision": Encoder(config, adapter=Adapter(run_blocks))}, LANGUAGE_MODELS["llama"])
+
+
+def test_a_module_that_would_run_otherwise_in_parts_is_one_layer() -> None:
+    assert deep(Around())["vision"].layers == ("vision.encoder", "vision.projector")
+
+
+def test_a_module_without_memory_is_cut_like_one_with_it() -> None:
     with torch.device("meta"):
-        meta = Deep()
-    with pytest.raises(UserError, match="places is on the meta device, outside of a module that draws it"):
-        MultimodalModel({"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"])
+        meta, undrawn = Deep(), Deep()
+    with pytest.raises(UserError, match=r"vision.encoder: Deep '' has weights but no reset_parameters"):
+        deep(undrawn)
     meta.places = nn.Parameter(torch.zeros(4, 12))
-    drawn = MultimodalModel(
-        {"vision": Encoder(meta, adapter=Adapter(run_blocks), **STATED)}, LANGUAGE_MODELS["llama"], seed=0
-    )
-    assert drawn.encode({"vision": {"pixel_values": picture}})["vision"].isfinite().all()
-    with pytest.raises(UserError, match=r"do not run one by one: .*has no attribute 'layers'"):
-        deep(lambda tower, hidden: tower.layers[0](hidden))
+    drawn = deep(meta)
+    assert drawn["vision"].layers == deep(Deep())["vision"].layers
+    assert drawn.encode({"vision": {"pixel_values": images(2)}})["vision"].isfinite().all()
+
+
+def test_a_module_with_other_tokens_than_stated_is_refused() -> None:
+    class Pooled(Deep):
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return super().forward(pixel_values).mean(1)
+
+    with pytest.raises(UserError, match=r"'vision': its forward gives \[1, 1, 12\] for one row, not \[1, 4, 12\]"):
+        MultimodalModel({"vision": Encoder(Pooled(), **STATED)}, LANGUAGE_MODELS["llama"], seed=0)
+    one = MultimodalModel({"vision": Encoder(Pooled(), **{**STATED, "tokens_per_row": 1})}, LANGUAGE_MODELS["llama"])
+    assert one["vision"].layers == ("vision.encoder", "vision.projector")
 
 
 def test_a_module_that_cannot_be_drawn_says_so() -> None:

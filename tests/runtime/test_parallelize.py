@@ -20,7 +20,6 @@ from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.model import save_costs
 from dilatant.data.sample import EncodedSample
-from dilatant.models.encoders.encoder import Adapter
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan
 from dilatant.planning.measuring.layer_costs import measure_layers
@@ -268,17 +267,14 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.widen = nn.Linear(3, 10)
-        self.blocks = nn.ModuleList([nn.Linear(10, 10) for _ in range(3)])
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(3)])
         self.last = nn.LayerNorm(10)
 
     def forward(self, points: Tensor) -> Tensor:
-        return _through_blocks(self, self.widen(points))
-
-
-def _through_blocks(tower: Any, hidden: Tensor) -> Tensor:
-    for block in tower.blocks:
-        hidden = hidden + torch.tanh(block(hidden))
-    return tower.last(hidden)
+        hidden = self.widen(points)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden)
 
 
 def _build_unlike() -> MultimodalModel:
@@ -288,11 +284,8 @@ def _build_unlike() -> MultimodalModel:
         "words": Encoder(
             Words(), kind="words", width=12, example=words, tokens_of=lambda inputs: int(inputs["lengths"].sum())
         ),
-        "cloud": Encoder(
-            Deep(), kind="cloud", input_name="points", row_shape=(2, 3), width=10, tokens_per_row=2,
-            adapter=Adapter(_through_blocks),
-        ),
-    }  # fmt: skip
+        "cloud": Encoder(Deep(), kind="cloud", input_name="points", row_shape=(2, 3), width=10, tokens_per_row=2),
+    }
     language = parse_config({"model_type": "llama", **TEXT, "num_hidden_layers": 2}, "language")
     return MultimodalModel(encoders, language, seed=0).train()
 

@@ -22,17 +22,9 @@ from dilatant.hf.pretrained_export import write_pretrained
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.narrow_encoder import auto_class
 from dilatant.models.families.generic import opens_whole
-from dilatant.models.families.media_proof import (
-    drawn,
-    logits_of,
-    loss_in_transformers,
-    proof_of,
-    proves_clips,
-    samples_with_media,
-    small_copy,
-)
+from dilatant.models.families.media_proof import drawn, proof_of, proves_clips, samples_with_media, small_copy
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
-from dilatant.models.families.training_proof import loss_of
+from dilatant.models.families.training_proof import logits_of, loss_in_transformers, loss_of
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_by_default, choose_attention
 from dilatant.models.sources import errors_alone, load_language_model, without_bars

@@ -29,16 +29,10 @@ from dilatant.models.encoders.narrow_encoder import (
     takes_texts_alone,
 )
 from dilatant.models.families.generic import read_family
-from dilatant.models.families.media_proof import (
-    drawn,
-    embedded_ids,
-    loss_in_transformers,
-    samples_with_media,
-    small_copy,
-)
+from dilatant.models.families.media_proof import drawn, embedded_ids, samples_with_media, small_copy
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.shrink import shrink_widths
-from dilatant.models.families.training_proof import loss_of
+from dilatant.models.families.training_proof import loss_in_transformers, loss_of
 from dilatant.models.row_attention import attend_by_default
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from cases.models.cut_and_packed import find_problems
 from cases.often import often
 from cases.tiny_models import ENCODER_FAMILIES, ENCODERS, LANGUAGE_MODELS, language_only, vision_language
 from dilatant.config.errors import UserError
-from dilatant.models.encoders.encoder import Adapter
 from dilatant.models.encoders.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
 
@@ -112,25 +111,52 @@ def test_other_parts_of_table_b1_are_refused_in_one_line(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_eva_clip_of_timm_is_an_encoder_of_its_blocks() -> None:
+@pytest.mark.parametrize("kind", ["eva02_tiny_patch14_224", "vit_tiny_patch16_224"])
+def test_a_tower_of_timm_is_an_encoder_of_its_blocks(kind: str) -> None:
     timm = pytest.importorskip("timm", reason="timm is absent; not checked: that EVA-CLIP is cut between its blocks")
     torch.manual_seed(0)
-    eva = timm.create_model("eva02_tiny_patch14_224", img_size=28, num_classes=0, global_pool="", depth=3)
-
-    def resume(part: Any, hidden: Tensor) -> Tensor:
-        rope = part.rope.get_embed() if part.rope is not None else None
-        for block in part.blocks:
-            hidden = block(hidden, rope=rope)
-        return part.norm(hidden)
-
-    stated: dict[str, Any] = {"kind": "image", "input_name": "x", "row_shape": (3, 28, 28), "tokens_per_row": 5}
-    stated["width"] = eva.embed_dim
-    model = MultimodalModel({"tower": Encoder(eva, adapter=Adapter(resume), **stated)}, LANGUAGE_MODELS["llama"])
-    unit, picture = model["tower"].eval(), torch.randn(2, 3, 28, 28)
+    tower = timm.create_model(kind, img_size=32, patch_size=16, num_classes=0, global_pool="", depth=3)
+    stated: dict[str, Any] = {"kind": "image", "input_name": "x", "row_shape": (3, 32, 32), "tokens_per_row": 5}
+    model = MultimodalModel({"tower": Encoder(tower, width=tower.embed_dim, **stated)}, LANGUAGE_MODELS["llama"])
+    unit, picture = model["tower"].eval(), torch.randn(2, 3, 32, 32)
     assert len(unit.layers) == 3 + 3  # the embedding, blocks, the norm and the projector
     hidden = unit.stage(0, 2)({"x": picture})
     rows = unit.stage(2, len(unit.layers))(None, hidden)
     torch.testing.assert_close(rows, unit({"x": picture}), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows, unit.projector(tower(picture)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_vision_tower_of_open_clip_trains_in_stages() -> None:
+    what = "open_clip or torchvision is absent; not checked: that its towers are cut, train, and load what has trained"
+    open_clip = pytest.importorskip("open_clip", reason=what, exc_type=ImportError)
+    stated: dict[str, Any] = {"kind": "image", "input_name": "x", "row_shape": (3, 28, 28), "width": 32}
+
+    def tower(**settings: Any) -> Any:
+        vision = {"image_size": 28, "patch_size": 14, "width": 32, "layers": 3, "head_width": 8, **settings}
+        text = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
+        return open_clip.CLIP(16, vision, text).visual
+
+    torch.manual_seed(0)
+    plain, again = (tower(pool_type="none") for _ in range(2))
+    plain.proj = again.proj = None  # tokens before the projection to the space of texts
+    model = MultimodalModel({"tower": Encoder(plain, tokens_per_row=5, **stated)}, LANGUAGE_MODELS["llama"], seed=0)
+    again.load_state_dict(plain.state_dict())
+    unit, picture = model["tower"], torch.randn(2, 3, 28, 28)
+    assert len(unit.layers) == 3 + 3  # the embedding, blocks, the norm and the projector
+    optimizer = torch.optim.SGD([*unit.model.parameters()], lr=0.1)
+    projector = copy.deepcopy(unit.projector)
+    hidden = unit.stage(0, 2)({"x": picture})
+    unit.stage(2, len(unit.layers))(None, hidden).square().sum().backward()
+    projector(again(picture)).square().sum().backward()
+    theirs = dict(again.named_parameters())
+    for name, weight in unit.model.named_parameters():
+        torch.testing.assert_close(weight.grad, theirs[name].grad, rtol=1e-5, atol=1e-5)
+    optimizer.step()
+    again.load_state_dict(unit.model.state_dict())
+    rows = unit({"x": picture})
+    torch.testing.assert_close(unit.projector(again(picture)), rows, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match=r"'tower': its forward gives \[1, 1, 16\] for one row, not \[1, 5, 32\]"):
+        MultimodalModel({"tower": Encoder(tower(), tokens_per_row=5, **stated)}, LANGUAGE_MODELS["llama"])
 
 
 @torch.no_grad()

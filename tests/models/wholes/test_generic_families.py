@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import is_torchvision_available
 
 from cases.generic_steps import GENERIC, pretrained
+from cases.tiny_wholes import whole_config
 from dilatant.config.errors import UserError
 from dilatant.config.model import ModelConfig
 from dilatant.data.errors import MediaError
@@ -20,7 +22,7 @@ from dilatant.data.sample import MediaSize
 from dilatant.data.text.tokenizer import load_tokenizer
 from dilatant.models.families import media_proof
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.media_proof import MediaProof, proof_of
+from dilatant.models.families.media_proof import MediaProof, masks_of, proof_of
 from dilatant.models.families.media_units import units_of_pretrained
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
@@ -63,6 +65,25 @@ def test_a_family_that_is_not_named_trains_as_transformers_does(family: str) -> 
     assert model.language.packs_rows
     (encoder,) = model.encoders
     assert model[encoder].uncut is None
+
+
+@pytest.mark.parametrize(
+    ("family", "mask"), [("paligemma", "prefix"), pytest.param("gemma3", "bidirectional", marks=pytest.mark.slow)]
+)
+def test_the_mask_of_a_family_that_is_not_named_is_found(
+    family: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(cast(dict[str, Any], FAMILIES), family)
+    proof = proof_of(PretrainedModel.of(whole_config(family), "model"), attend_by_default)
+    assert (proof.mask, proof.packed, proof.alone, proof.cut) == (mask, None, None, None)
+
+
+def test_masks_that_need_keywords_are_tried_first() -> None:
+    whole = pretrained("deepseek_vl")
+    assert masks_of(whole) == ("causal", "bidirectional")
+    config = copy.deepcopy(whole.config)
+    config.text_config.use_bidirectional_attention = "vision"
+    assert masks_of(replace(whole, config=config)) == ("in_windows", "causal", "bidirectional")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cases.cut_wholes import losses_of, opened
-from cases.tiny_wholes import SOUND, WHOLES, reference, whole_config
+from cases.tiny_wholes import IMAGE, SOUND, WHOLES, reference, whole_config
 from cases.whole_samples import samples_of, transformers_inputs
 from dilatant.data.media.pixels import as_array
 from dilatant.data.sample import EncodedSample
@@ -22,6 +22,13 @@ def test_targets_of_a_family_with_prefixes_do_not_see_later_ones() -> None:
     sample = EncodedSample("0", np.array([5, 6, 7, 8]), np.array([-100, -100, 7, 8]), sizes={"language": 4})
     inputs = inputs_of_sample(whole, sample, torch.device("cpu"))
     assert inputs["token_type_ids"].tolist() == [[0, 0, 1, 1]]
+
+
+def test_a_forward_that_knows_kinds_of_tokens_gets_them() -> None:
+    config = whole_config("gemma4")
+    config.text_config.use_bidirectional_attention = None  # so that its mask is causal
+    inputs = composite_inputs(PretrainedModel.of(config, "model"), torch.tensor([[5, IMAGE, 6]]), {}, torch.float32)
+    assert inputs["mm_token_type_ids"].tolist() == [[0, 1, 0]]
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ Layout = tuple[tuple[tuple[int, ...], int, int], ...]
 PAIR: Layout = (((0, 1), 2, 1), ((0, 1), 2, 1))
 PAIR_AND_ONE: Layout = (((0, 1), 2, 1), ((2,), 1, 1))
 ONE_AND_PAIR: Layout = (((2,), 1, 1), ((0, 1), 2, 1))
+ITEMS_AND_ROW: Layout = (((0, 1), 1, 2), ((0, 1), 1, 2))
 ROW: Layout = (((0, 1, 2), 1, 3), ((0, 1, 2), 1, 3))
 ROW_AND_ONE: Layout = (((0, 1, 2), 1, 3), ((3,), 1, 1))
 ONE_AND_ROW: Layout = (((3,), 1, 1), ((0, 1, 2), 1, 3))
@@ -186,3 +187,8 @@ def test_a_rank_whose_tokens_look_at_nothing_meets_the_others(workers: WorkerPoo
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma4", "mllama"])
 def test_ranks_that_share_rows_as_well(workers: WorkerPool, family: str) -> None:
     check(workers, family, SQUARE, SQUARE)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_tiles_of_images(workers: WorkerPool) -> None:
+    check(workers, "llava_onevision", ITEMS_AND_ROW, ITEMS_AND_ROW)

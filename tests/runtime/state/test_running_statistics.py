@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
+from benchmarks.models.families_of_transformers import config_of
 from cases.engine_case import CASE, TEXT, build_samples
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
-from dilatant.models.row_attention import choose_attention
+from dilatant.hf.pretrained_export import write_pretrained
+from dilatant.models.encoders.narrow_encoder import auto_class
+from dilatant.models.families.media_proof import drawn, small_copy
+from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.row_attention import attend_by_default, choose_attention
 from dilatant.runtime.runtime import Runtime
 
 
@@ -90,6 +96,22 @@ def test_a_model_with_stored_statistics_says_so_when_it_opens() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="vision: ")
         choose_attention(frozen)
+
+
+@pytest.mark.slow
+def test_stored_statistics_are_exported(tmp_path: Path) -> None:
+    pytest.importorskip("timm", reason="timm is absent; not checked: that an export holds a tower's statistics")
+    config = config_of("fast_vlm")
+    model = drawn(small_copy(PretrainedModel.of(config, "model")), attend_by_default)
+    stored = {name: each for name, each in model["vision"].model.named_buffers() if "running" in name}
+    assert stored
+    for buffer in stored.values():
+        buffer.uniform_(0.5, 2)
+    write_pretrained(model, tmp_path, None)
+    read = dict(auto_class(config).from_pretrained(tmp_path).named_buffers())
+    for name, buffer in stored.items():
+        (own,) = (each for key, each in read.items() if key.endswith(name.removeprefix("model.")))
+        assert torch.equal(own, buffer), name
 
 
 class Codebook(nn.Module):

@@ -131,13 +131,15 @@ def capturing_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 class SkippedBlock(Placeholder):
     """Placeholder for a block of another stage. where: before this stage, the last block before it, or behind it.
-    width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor."""
+    width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor. passes: the
+    forward goes on behind the stage, up to this block and further."""
 
     def __init__(self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]) -> None:
         super().__init__(original)
         self.number = number
         self.where = where
         self.width = 0
+        self.passes = False
         self._forward_hooks.update(capturing_hooks(original))
         self.passage: _Passage | None = None
 
@@ -204,7 +206,8 @@ def with_blocks(
         child = _shell_with_own_dropout(original)
         setattr(shell, part, child)
         shell = child
-    setattr(shell, name, nn.ModuleList(blocks))
+    is_chain = isinstance(getattr(original, name), nn.Sequential)
+    setattr(shell, name, nn.Sequential(*blocks) if is_chain else nn.ModuleList(blocks))
     for paths, keep, kind in ((structure.before, keep_before, stand_in), (structure.after, keep_after, Placeholder)):
         for path in () if keep else paths:
             parent, _, child_name = path.rpartition(".")
@@ -219,7 +222,7 @@ def with_blocks(
         # Parameters registered on a container itself (class tokens, position tables) belong to the embedding.
         container = root.get_submodule(path)
         own, prefix = container._parameters, f"{path}." if path else ""
-        container._parameters = {name: each for name, each in own.items() if prefix + name in structure.after}
+        container._parameters = {n: each for n, each in own.items() if each is None or prefix + n in structure.after}
         for name, each in own.items() if stand_in is ShapePlaceholder else ():
             if each is not None and name not in container._parameters:
                 zeros = torch.zeros(each.shape, dtype=each.dtype)
@@ -326,7 +329,7 @@ class _Passage:
     def skip(self, block: SkippedBlock, hidden: Tensor) -> Tensor:
         """Return the output of a skipped block for the input `hidden`; end the forward at a block behind the stage."""
         self._look_at(hidden)
-        if block.where == "behind":
+        if block.where == "behind" and not block.passes:
             raise _StageEnd(self.arrived if self.is_waiting and self.arrived is not None else hidden)
         if block.where == "last before" and self.arrived is not None:
             hidden, self.is_waiting = _in_shape_of(hidden, self.arrived), False

@@ -3,7 +3,7 @@
 The structure is found from the model itself, so a plain family needs no code here: the blocks are the outermost
 ModuleList with most parameters; modules registered before it (or called an embedding) run before it, modules registered
 after it (or called final) run after it. For siblings of the blocks, a config's `base_model_pp_plan` takes precedence.
-An `nn.Sequential` (as in timm) is not recognised as blocks.
+Without any ModuleList, an `nn.Sequential` of modules of one class (as in timm) counts.
 
 Properties that only a forward shows are found by running the model on the meta device, which computes nothing. Some
 families draw a random number per block even there, so torch's generator is restored.
@@ -62,7 +62,7 @@ def find_structure(model: nn.Module, blocks: str = "") -> Structure:
     ]
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of blocks and cannot be cut into stages")
-    _, blocks, module_list = max(lists, key=lambda entry: entry[0])
+    _, blocks, module_list = max(lists, key=lambda entry: (isinstance(entry[2], nn.ModuleList), entry[0]))
     before: list[str] = []
     after: list[str] = []
     *outer, last = blocks.split(".")
@@ -82,9 +82,11 @@ def find_structure(model: nn.Module, blocks: str = "") -> Structure:
     return Structure(blocks, tuple(before), tuple(after), len(module_list))
 
 
-def _module_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield the outermost ModuleLists with their paths."""
+def _module_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """Yield the outermost ModuleLists, and Sequentials of several modules of one class, with their paths."""
     for name, child in model.named_children():
+        if isinstance(child, nn.Sequential) and len(child) > 1 and len({type(each) for each in child}) == 1:
+            yield prefix + name, child
         if isinstance(child, nn.ModuleList):
             yield prefix + name, child
         else:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from dilatant.config.errors import UserError
 from dilatant.models.adapters.lora import adapted_key
 from dilatant.models.core.geometry import EncoderGeometry
-from dilatant.models.core.slicing import Placeholder, ShapePlaceholder, SkippedBlock, run_slice, slice_model
+from dilatant.models.core.slicing import Placeholder, ShapePlaceholder, run_slice, slice_model
 from dilatant.models.core.stage import (
     Boundary,
     RowCount,
@@ -26,7 +26,7 @@ from dilatant.models.core.stage import (
     in_dtype_of,
     media_of,
 )
-from dilatant.models.core.structure import find_structure, unused_parameters
+from dilatant.models.core.structure import Structure, find_structure, unused_parameters
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight, name_module_weights, name_weights
 
@@ -43,16 +43,6 @@ class Callbacks:
     before_encoder: Callable[[StageInputs], StageInputs] | None = None
     after_encoder: Callable[[StageInputs, Tensor], Tensor] | None = None
     after_projector: Callable[[StageInputs, Tensor], Tensor] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Runs slices of a user's own module (see `encoder_spec.Encoder`).
-
-    resume(slice, hidden) → hidden: runs a slice that begins after the embedding; [rows, tokens, width] both.
-    """
-
-    resume: Callable[[nn.Module, Tensor], Tensor]
 
 
 class EncoderStage(Stage):
@@ -77,7 +67,6 @@ class EncoderStage(Stage):
         callbacks: Callbacks,
         skip_tokens: int = 0,
         is_first: bool = True,
-        adapter: Adapter | None = None,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -86,7 +75,6 @@ class EncoderStage(Stage):
         self.callbacks = callbacks
         self.skip_tokens = skip_tokens
         self.is_first = is_first
-        self.adapter = adapter
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """Run all items of the samples in one batch; no rows if no sample has any."""
@@ -154,20 +142,18 @@ class EncoderStage(Stage):
                 )
 
     def _encode(self, model: nn.Module, inputs: StageInputs, hidden: Tensor | None) -> Tensor:
-        name, adapter = self.geometry.input_name, self.adapter
-        if hidden is not None and adapter is None:  # the forward reads only the shape of its input
-            inputs = {name: hidden.new_ones(len(hidden), *self.geometry.row_shape)}
+        if hidden is not None:  # the forward reads only the shapes of its inputs
+            rows = self.geometry.example or {self.geometry.input_name: hidden.new_ones(1, *self.geometry.row_shape)}
+            inputs = {name: torch.cat([row.to(hidden.device)] * len(hidden)) for name, row in rows.items()}
         inputs = {name: in_dtype_of(model, tensor) for name, tensor in inputs.items()}
         given = next(iter(inputs.values())) if hidden is None else hidden
 
         def forward(given: Tensor) -> Tensor:
-            if adapter is None or hidden is None:
-                output = model(**inputs)  # a tensor, or a transformers output
-                return output if isinstance(output, Tensor) else output.last_hidden_state
-            return adapter.resume(model, given)
+            output = model(**inputs)  # a tensor, or a transformers output
+            return output if isinstance(output, Tensor) else output.last_hidden_state
 
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
-            encoded = forward(given) if adapter is not None else self.run_slice(forward, given)
+            encoded = self.run_slice(forward, given)
         return encoded if self.blocks_path is None else encoded.reshape(len(given), -1, encoded.shape[-1])
 
     def run_slice(
@@ -183,9 +169,10 @@ class EncoderStage(Stage):
 
 class EncoderUnit(Unit, EncoderStage):
     """An encoder and its projector. The layers are `embedding`, `layers.<i>`, `norm` (if it has any) and `projector`;
-    or `encoder` and `projector` if the encoder is neither a transformers model nor has an adapter.
+    or `encoder` and `projector` if the encoder is not cut.
 
-    width_out: the language model's width. skip_tokens: number of leading output tokens that are dropped.
+    width_out: the language model's width. skip_tokens: number of leading output tokens that are dropped. structure:
+    where a module that is not of transformers is cut; None: nowhere.
     """
 
     parts = ("model", "projector")
@@ -209,11 +196,11 @@ class EncoderUnit(Unit, EncoderStage):
         width_out: int,
         callbacks: Callbacks | None = None,
         skip_tokens: int = 0,
-        adapter: Adapter | None = None,
+        structure: Structure | None = None,
     ) -> None:
-        structure = None
-        if self.has_blocks and (isinstance(model, PreTrainedModel) or adapter is not None):
+        if self.has_blocks and isinstance(model, PreTrainedModel):
             structure = find_structure(model)
+        if structure is not None:
             blocks = (f"layers.{i}" for i in range(structure.num_blocks))
             layers = ("embedding", *blocks, *((self.tail,) if structure.after else ()), "projector")
             weights = name_weights(name, model, structure, self.tail, projector)
@@ -229,7 +216,6 @@ class EncoderUnit(Unit, EncoderStage):
             geometry=geometry,
             callbacks=callbacks or Callbacks(),
             skip_tokens=skip_tokens,
-            adapter=adapter,
         )
         self.structure = structure
         self.blocks_path = None if structure is None else structure.blocks
@@ -295,7 +281,6 @@ class EncoderUnit(Unit, EncoderStage):
             callbacks=self.callbacks,
             skip_tokens=self.skip_tokens,
             is_first=first == 0,
-            adapter=self.adapter,
         )
         stage.blocks_path, stage.is_through = self.blocks_path, end >= last
         stage.training = self.training
@@ -305,7 +290,7 @@ class EncoderUnit(Unit, EncoderStage):
         if self.structure is None:
             return model
         first_block, end_block = self._blocks(first, end)
-        part = slice_model(
+        return slice_model(
             cast(PreTrainedModel, model),
             self.structure,
             first_block,
@@ -314,7 +299,3 @@ class EncoderUnit(Unit, EncoderStage):
             keep_after=end >= len(self.layers) - 1,
             stand_in=self.stand_in,
         )
-        if self.adapter is not None:  # the adapter goes through the blocks itself
-            blocks = part.get_submodule(self.structure.blocks)
-            blocks._modules = {n: b for n, b in blocks._modules.items() if not isinstance(b, SkippedBlock)}
-        return part

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -14,7 +17,8 @@ from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.signatures import require_call
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry, Features, encoder_geometry
 from dilatant.models.core.stage import StageInputs
-from dilatant.models.encoders.encoder import Adapter, Callbacks, EncoderUnit
+from dilatant.models.core.structure import Structure, find_structure
+from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit, width_of_merged
 from dilatant.models.encoders.packed_encoder import OwnItemsUnit
 from dilatant.models.encoders.projector import build_projector
@@ -37,10 +41,10 @@ class Encoder:
     [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
     to the language model's. placeholder_id: the id of the text token that one encoder token replaces; by default an id
     outside the vocabulary, so that any tokenizer works. merge: at the placeholders, or in front of the text. features:
-    "patch" drops class and register tokens. Callbacks: see `Callbacks`. adapter: see `Adapter`; with one, a module of
-    your own is cut at its `nn.ModuleList` of blocks. processor: saved with the model.
+    "patch" drops class and register tokens. Callbacks: see `Callbacks`. processor: saved with the model.
 
-    Other modules also need: kind, "image", "audio" or a name of your own, which the built-in readers do not support;
+    Another module is cut at its list of blocks if that changes nothing (see `_own_structure`), otherwise it is one
+    layer. It also needs: kind, "image", "audio" or a name of your own, which the built-in readers do not support;
     input_name, the keyword of the forward (default as in transformers); row_shape, the shape of an encoder row,
     [channels, height, width], [mel_bins, frames], or any shape for another kind; width, that of an output token;
     tokens_per_row, the number of output tokens per row. example: instead of input_name and row_shape, one row of each
@@ -59,7 +63,6 @@ class Encoder:
     before_encoder: Callable[[StageInputs], StageInputs] | None = None
     after_encoder: Callable[[StageInputs, Tensor], Tensor] | None = None
     after_projector: Callable[[StageInputs, Tensor], Tensor] | None = None
-    adapter: Adapter | None = None
     processor: Any = None
     kind: str | None = None
     input_name: str | None = None
@@ -88,50 +91,58 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         if (callback := getattr(encoder, key)) is not None:
             require_call(f"{where}: {key}", callback, *takes)
     projector = _projector_of(encoder, geometry.encoder_tokens, geometry.width, hidden_size, where)
-    unit = (EncoderUnit if encoder.tokens_of is None else OwnItemsUnit)(
+    make = partial(
+        EncoderUnit if encoder.tokens_of is None else OwnItemsUnit,
         name,
-        model,
-        projector,
-        geometry,
-        hidden_size,
-        Callbacks(encoder.before_encoder, encoder.after_encoder, encoder.after_projector),
+        projector=projector,
+        geometry=geometry,
+        width_out=hidden_size,
+        callbacks=Callbacks(encoder.before_encoder, encoder.after_encoder, encoder.after_projector),
         skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
-        adapter=encoder.adapter,
     )
-    if encoder.adapter is not None:
-        _check_adapter(unit, where)
-    return unit
+    if isinstance(model, PreTrainedModel) or encoder.tokens_of is not None:
+        return make(model)
+    is_plain = isinstance(encoder.projector, str) and not (encoder.after_encoder or encoder.after_projector)
+    return make(model, structure=_own_structure(make, model, where, is_plain))
 
 
 @torch.no_grad()
 @torch.random.fork_rng(devices=[])
-def _check_adapter(unit: EncoderUnit, where: str) -> None:
-    """Raise UserError unless the layers of the encoder one by one give what its own forward gives. An encoder of
-    transformers needs no adapter, and a saved one would come back without it."""
-    if isinstance(unit.model, PreTrainedModel):
-        raise UserError(f"{where}: adapter is for modules of your own; a transformers encoder is cut as it is")
-    value, inputs = unit.example(0, 1, next(unit.model.parameters(), torch.empty(0)).device)
-    fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
-    drawn = tuple(f"{path.removeprefix('model.')}." for _, path in unit.pieces())
-    held = {**dict(unit.model.named_parameters()), **dict(unit.model.named_buffers())}
-    meta = [name for name, tensor in held.items() if tensor.is_meta]
-    if alone := [name for name in meta if not name.startswith(drawn)]:
-        raise UserError(f"{where}: {alone[0]} is on the meta device, outside of a module that draws it; give it memory")
-    if 0 < len(meta) < len(held):
-        return  # nothing runs on two devices
+def _own_structure(make: Callable[..., EncoderUnit], model: nn.Module, where: str, is_plain: bool) -> Structure | None:
+    """Find the blocks of a user's own module. Return None, which makes it one layer, if it has no list of blocks, or if
+    in a copy with random weights its layers one by one give other hidden states than its own forward. is_plain: nothing
+    behind it changes the number of tokens. Raises UserError if it gives other tokens than stated."""
     try:
-        whole, hidden = unit.stage(0, end).eval()(fed), unit.stage(0, 1).eval()(fed)
+        structure = find_structure(model)
+        unit = make(_random_copy(model), structure=structure)
+        drawn = tuple(f"{path.removeprefix('model.')}." for _, path in unit.pieces())
+        held = chain(model.named_parameters(), model.named_buffers())
+        if any(tensor.is_meta and not name.startswith(drawn) for name, tensor in held):
+            return None
+        value, inputs = unit.example(0, 1, torch.device("cpu"))
+        fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
+        whole, hidden = unit.stage(0, end).eval()(fed), [unit.stage(0, 1).eval()(fed)]
         for layer in range(1, end):
-            hidden = unit.stage(layer, layer + 1).eval()(None, hidden)
-    except Exception as error:
-        raise UserError(f"{where}: its layers do not run one by one: {one_line(error, 200)}") from None
-    finally:
-        unit.train()
-    if whole.shape != hidden.shape or not (whole.is_meta or torch.allclose(whole, hidden, 1e-3, 1e-4)):
+            hidden.append(unit.stage(layer, layer + 1).eval()(None, hidden[-1]))
+        is_same = {each.shape for each in hidden} == {whole.shape} and torch.allclose(whole, hidden[-1], 1e-3, 1e-4)
+    except Exception:  # such as blocks that pass on more than hidden states
+        return None
+    found, stated = [*whole.shape], [1, unit.geometry.encoder_tokens, unit.geometry.width]
+    if found != stated and is_plain:
         raise UserError(
-            f"{where}: cut into layers, its adapter gives other hidden states than its own forward; modules before the "
-            "blocks must be registered before them, those behind after them"
+            f"{where}: its forward gives {found} for one row, not {stated}; let it return tokens, not pooled"
         )
+    return structure if is_same and found == stated else None
+
+
+def _random_copy(model: nn.Module) -> nn.Module:
+    """Copy a module to the CPU with random weights: initial scales near 0 would hide what blocks do."""
+    copied = copy.deepcopy(model).to_empty(device="cpu")
+    for parameter in copied.parameters():
+        parameter.normal_(std=0.1)
+    for buffer in copied.buffers():
+        buffer.fill_(1)
+    return copied
 
 
 def _build_patch_merger(
@@ -141,7 +152,7 @@ def _build_patch_merger(
     encoder itself merges tokens before a new projector takes them."""
     _refuse_stated(encoder, where)
     assert encoder.placeholder_id is not None
-    options = {key: getattr(encoder, key) is not None for key in (*_CALLED, "adapter", "tokens_per_row")}
+    options = {key: getattr(encoder, key) is not None for key in (*_CALLED, "tokens_per_row")}
     options |= {"merge: prepend": encoder.merge == "prepend", "features: patch": encoder.features == "patch"}
     problems = [
         f"{option}: its items are of unlike sizes, which this needs to be one; leave it out"
@@ -167,8 +178,8 @@ def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
     if encoder.tokens_of is not None:
         if example is None or tokens is not None:
             problems.append("tokens_of needs an example, the inputs of one item, and no tokens_per_row")
-        if encoder.merge == "prepend" or encoder.adapter is not None:
-            problems.append("merge 'prepend' and an adapter are for items of one size, without tokens_of")
+        if encoder.merge == "prepend":
+            problems.append("merge 'prepend' is for items of one size, without tokens_of")
         tokens = 1 if example is None else int(encoder.tokens_of(example))
     problems += [
         f"{key} is missing; {what}"

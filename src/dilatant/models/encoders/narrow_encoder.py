@@ -310,10 +310,14 @@ def auto_class(config: Any) -> Any:
     return next((kind for kind in _KINDS if type(config) in kind._model_mapping), None)
 
 
+def forward_of(config: Any) -> Any:
+    """Return transformers' own forward of a multimodal model with such a config."""
+    return auto_class(config)._model_mapping[type(config)].forward
+
+
 def takes_texts_alone(config: Any) -> bool:
     """Return True if transformers' forward of such a model runs without media."""
-    model = auto_class(config)._model_mapping[type(config)]
-    return needed_by(model.forward) <= {"self", "input_ids"}
+    return needed_by(forward_of(config)) <= {"self", "input_ids"}
 
 
 def needed_by(method: Any) -> frozenset[str]:

@@ -31,18 +31,17 @@ class Family:
     (see `spatial_positions`). media_attention: the mask among tokens of an item, as in
     `model.language_model.media_attention`; "prefix": all tokens before the first target attend to each other;
     "in_windows": tokens of an item attend to each other in sliding-window layers, if the config's
-    `use_bidirectional_attention` enables it. first_position: a sample's first position. behind_time: see
-    `spatial_positions`. narrow: the config of the small copy of a family that is read from its model (see
-    `families.generic`), as JSON. unread: paths of modules that no unit holds, such as encoders of media that are not
-    read. refused: a line for each kind of media that is not read, with the reason. one_unit: the reason why the model
-    trains as one unit (see `language.whole_unit`); None for units of parts.
+    `use_bidirectional_attention` enables it. behind_time: see `spatial_positions`. narrow: the config of the small copy
+    of a family that is read from its model (see `families.generic`), as JSON. unread: paths of modules that no unit
+    holds, such as encoders of media that are not read. refused: a line for each kind of media that is not read, with
+    the reason. one_unit: the reason why the model trains as one unit (see `language.whole_unit`); None for units of
+    parts.
     """
 
     towers: Mapping[str, Tower]
     decoder: str = "model.language_model"
     spatial: bool = False
     media_attention: MediaAttention = "causal"
-    first_position: int = 0
     behind_time: bool = False
     narrow: str = ""
     unread: tuple[str, ...] = ()
@@ -132,7 +131,7 @@ FAMILIES: Mapping[str, Family] = {
         media_attention="in_windows",
     ),
     # All tokens before the answer attend to each other.
-    "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
+    "paligemma": Family({"vision": _PLAIN}, media_attention="prefix"),
     "mllama": Family({"vision": TiledTower("model.vision_model", _PROJECTOR, "image_token_index")}),
     "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
     "smolvlm": Family({"vision": replace(_CONNECTED, clips="introduced")}, decoder="model.text_model"),

@@ -22,27 +22,27 @@ import soundfile
 import torch
 from PIL import Image
 from torch import nn
-from torch.nn import functional
 from transformers.utils import is_torchvision_available
 
-from dilatant.config.errors import UserError, reason_of
+from dilatant.config.errors import UserError, as_user_error, reason_of
 from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.media.media_header import media_size
 from dilatant.data.media.pixels import concatenate_inputs
 from dilatant.data.media_units.processed_clip_unit import ProcessedClipUnit
 from dilatant.data.sample import EncodedSample, Frames, Media, MediaKind, MediaMarkup, MediaUnit
 from dilatant.models.core.materialize import seeded
-from dilatant.models.encoders.narrow_encoder import default_processor, patch_of, takes_texts_alone
+from dilatant.models.core.running_statistics import has_statistics
+from dilatant.models.encoders.narrow_encoder import default_processor, forward_of, known_to, patch_of, takes_texts_alone
 from dilatant.models.encoders.tower import ClipOptions, Tower
 from dilatant.models.families.families import Family, MediaAttention
 from dilatant.models.families.generic import refusal
 from dilatant.models.families.media_units import named_tokens
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
-from dilatant.models.families.pretrained_answers import inputs_of_sample
 from dilatant.models.families.shrink import narrow_json, special_ids
 from dilatant.models.families.training_proof import (
     Result,
     differ,
+    loss_in_transformers,
     loss_of,
     proof_path,
     read_proof,
@@ -101,7 +101,7 @@ def proof_of(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) 
 
 
 def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> MediaProof:
-    """Return the proof with the first mask under which samples alone train correctly, or with the first mask."""
+    """Return the proof with the first mask under which samples alone train correctly, or with the causal one."""
     found: list[MediaProof] = []
     for mask in masks_of(whole):
         own = replace(whole, family=replace(whole.family, media_attention=mask))
@@ -115,11 +115,12 @@ def _first_right(whole: PretrainedModel, attend: Callable[[MultimodalModel], Non
             found.append(MediaProof(mask, why, why, why))
         if found[-1].alone is None:
             return found[-1]
+    shown = next((each for each in found if each.mask == "causal"), found[0])
     if not whole.family.narrow:
-        return replace(found[0], one_unit="not tried")
+        return replace(shown, one_unit="not tried")
     problem = _prove_one_unit(whole, attend)
     clips = _prove_one_unit(whole, attend, clips=True) if problem is None and proves_clips(whole.family) else None
-    return replace(found[0], one_unit=problem, clips=clips)
+    return replace(shown, one_unit=problem, clips=clips)
 
 
 def _prove_one_unit(
@@ -167,11 +168,16 @@ def proves_clips(family: Family) -> bool:
 
 
 def masks_of(whole: PretrainedModel) -> tuple[MediaAttention, ...]:
-    """Return the masks among the tokens of an image that are tried, in this order."""
+    """Return the masks among the tokens of a sample that are tried, in this order. Masks that the family's forward
+    makes from keywords are first: without the keywords its mask is causal."""
     if not whole.family.narrow:
         return (whole.family.media_attention,)
-    has_windows = getattr(whole.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-    return ("causal", "bidirectional", *(("in_windows",) if has_windows else ()))
+    masks: list[MediaAttention] = ["causal", "bidirectional"]
+    if "token_type_ids" in known_to(forward_of(whole.config)):
+        masks = ["bidirectional", "prefix", "causal"]
+    if getattr(whole.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
+        masks.insert(0, "in_windows")
+    return tuple(masks)
 
 
 def _narrow_settings(whole: PretrainedModel) -> str:
@@ -191,9 +197,10 @@ def drawn(whole: Any, attend: Callable[[MultimodalModel], None]) -> MultimodalMo
     special value such as 0 or 1."""
     model = MultimodalModel({}, whole, seed=0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(0.05 * torch.randn_like(parameter))
+        statistics = (module.buffers(recurse=False) for module in model.modules() if has_statistics(module))
+        for tensor in (*model.parameters(), *chain.from_iterable(statistics)):
+            if tensor.is_floating_point():
+                tensor.add_(0.05 * torch.randn_like(tensor))
     attend(model)
     return model.eval()
 
@@ -278,7 +285,7 @@ def samples_with_media(whole: PretrainedModel, clips: bool = False) -> list[Enco
             sizes[unit.name] += unit.encoder_tokens(size)
         is_text = ~np.isin(ids, [unit.placeholder_id for unit in units.values()])
         labels = np.where(is_text, ids, -100)
-        labels[0] = -100
+        labels[: np.flatnonzero(~is_text)[-1] if number == 0 and not is_text.all() else 1] = -100  # a prompt with media
         inputs = {
             name: {
                 key: concatenate_inputs([each[key] for each in own if key in each])
@@ -342,29 +349,13 @@ def _noise_of(kind: MediaKind, shape: tuple[float, float], patch: int, noise: np
     return Media(kind, file.getvalue(), "noise")
 
 
-def logits_of(composite: nn.Module, whole: PretrainedModel, sample: EncodedSample) -> torch.Tensor:
-    """Return the logits of the family's own forward of one sample alone: [tokens, vocabulary]."""
-    inputs = inputs_of_sample(replace(whole, dtype=torch.float32), sample, torch.device("cpu"))
-    return composite(**inputs, use_cache=False).logits[0]
-
-
-def loss_in_transformers(
-    composite: nn.Module, whole: PretrainedModel, samples: Sequence[EncodedSample]
-) -> torch.Tensor:
-    """Return the mean loss of the samples' targets by the family's own forward of each alone."""
-    loss = torch.zeros(())
-    for sample in samples:
-        logits, labels = logits_of(composite, whole, sample), torch.as_tensor(sample.labels)
-        loss = loss + functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
-    return loss / sum(sample.target_tokens for sample in samples)
-
-
 def _of_transformers(model: MultimodalModel, whole: PretrainedModel, samples: list[EncodedSample]) -> Result:
     composite = composite_of(model.weights_of_whole(), whole).eval()
     named = dict(composite.named_parameters())
     weights = {weight.name: (unit, weight) for unit, weight in model.weights_of_whole()}
     wanted = [named[whole.key_of(*weights[name])] for name in trained_parameters(model)]
-    return with_gradients(loss_in_transformers(composite, whole, samples), wanted)
+    with as_user_error("transformers' own forward of a small copy does not run"):
+        return with_gradients(loss_in_transformers(composite, whole, samples), wanted)
 
 
 def trained_parameters(model: MultimodalModel) -> dict[str, nn.Parameter]:

@@ -39,7 +39,7 @@ from dilatant.models.families.generic import classifier_of, opens_whole, read_fa
 from dilatant.models.language.cross_attention import CrossAttention
 from dilatant.models.language.extension import Extension
 from dilatant.models.language.packed_row import Positions, spatial_positions
-from dilatant.models.language.side_states import DeepStack, PerLayer
+from dilatant.models.language.side_states import DeepStack
 from dilatant.models.sources import check_loaded, without_bars
 
 
@@ -135,10 +135,10 @@ class PretrainedModel:
 
     @property
     def positions(self) -> Positions | None:
-        """The function that computes the positions of a sample's tokens; None if they are 0, 1, 2, ..."""
+        """The function that computes the positions of a sample's tokens; None if they are 0, 1, 2, ..., or if rotary
+        positions are these plus a constant, as PaliGemma's."""
         if not self.family.spatial:
-            first = self.family.first_position
-            return partial(_counted, first) if first else None
+            return None
         if isinstance(tower := self.family.towers["vision"], GenericTower):
             narrow, own = json.loads(self.family.narrow), vars(self.config)
             named = [key for key in narrow if key.endswith(("_token_id", "_token_index"))]
@@ -170,10 +170,9 @@ class PretrainedModel:
     @property
     def extensions(self) -> list[Extension]:
         """The optional features of the text model's stages: cross-attention, and per-token side states."""
-        text = self.config.get_text_config()
         taps = max(tower.inner_rows(self.config) for tower in self.family.towers.values())
-        carried = DeepStack(taps, text.hidden_size) if taps else PerLayer.of(text)
-        return [extension for extension in (self.crossing, carried) if extension is not None]
+        rows = [DeepStack(taps, self.config.get_text_config().hidden_size)] if taps else []
+        return [*([] if self.crossing is None else [self.crossing]), *rows]
 
     @property
     def media_attention(self) -> MediaAttention:
@@ -187,23 +186,13 @@ class PretrainedModel:
     @property
     def reads_as_text(self) -> bool:
         """True if encoder rows have the positions and the mask of text tokens."""
-        family = self.family
-        return not (
-            family.spatial
-            or family.first_position
-            or self.media_attention in ("prefix", "in_windows")
-            or self.extensions
-        )
+        return not (self.family.spatial or self.media_attention in ("prefix", "in_windows") or self.extensions)
 
     @property
     def spatial_units(self) -> tuple[str, ...]:
         """The units whose tokens have positions in height and width."""
         towers = self.family.towers.items() if self.family.spatial else ()
         return tuple(name for name, tower in towers if tower.kind == "image")
-
-
-def _counted(first: int, sample: EncodedSample) -> NDArray[np.int64]:
-    return np.arange(first, first + len(sample.input_ids))
 
 
 def _spatial(

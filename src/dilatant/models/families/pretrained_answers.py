@@ -14,6 +14,7 @@ from dilatant.data.media.pixels import as_array
 from dilatant.data.media_units.native_image_unit import STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import merged_by_peft
+from dilatant.models.encoders.narrow_encoder import forward_of, known_to
 from dilatant.models.families.pretrained import PretrainedModel
 
 
@@ -87,11 +88,12 @@ def composite_inputs(
         if whole.family.towers[name].kind == "image":
             kinds += input_ids == placeholder
     kinds[keywords["input_ids"] != input_ids] = 2  # clips
-    if whole.media_attention == "bidirectional":
+    known = known_to(forward_of(whole.config))
+    if whole.media_attention == "bidirectional" and "token_type_ids" in known:
         keywords["token_type_ids"] = kinds
     if whole.media_attention == "prefix":
         keywords["token_type_ids"] = torch.zeros_like(input_ids)
     own = keywords.pop("mm_token_type_ids", kinds)
-    if whole.media_attention == "in_windows" or (whole.family.spatial and "audio" not in whole.family.towers):
+    if "mm_token_type_ids" in known or (whole.family.spatial and "audio" not in whole.family.towers):
         keywords["mm_token_type_ids"] = own
     return keywords

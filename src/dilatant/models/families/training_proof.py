@@ -34,6 +34,7 @@ from dilatant.models.core.stage import StepData
 from dilatant.models.core.structure import on_meta
 from dilatant.models.core.unit import Unit
 from dilatant.models.families.pretrained import PretrainedModel
+from dilatant.models.families.pretrained_answers import inputs_of_sample
 from dilatant.models.families.shrink import shrink, special_ids
 from dilatant.models.language.language import LanguageUnit, Proof
 from dilatant.models.sources import errors_alone
@@ -45,7 +46,7 @@ LENGTHS = (13, 5, 9)
 Kept = TypeVar("Kept")
 _LARGEST = 50_000_000
 """Maximum number of parameters of a copy. If a family's width settings are unknown, the copy may stay wide."""
-_CHECKS = 12
+_CHECKS = 13
 """Version of the checks of a proof; another version makes cached proofs invalid."""
 _NOT_CAUSAL = "its logits depend on later tokens; is_decoder or a similar key of its config may forbid that"
 _LOSS, _GRADIENT, _OF_LARGEST = 1e-4, 1e-2, 1e-4
@@ -85,7 +86,7 @@ def _prove(
     small = _copy_of(unit, whole, settings)
     head = cast(Any, small.model.get_output_embeddings() or small.model.get_input_embeddings())
     samples = text_samples(head.weight.shape[0], [*special_ids(settings)])
-    wanted = _of_transformers(small, samples, whole)
+    wanted = with_gradients(loss_in_transformers(small.model, whole, samples), _trained(small))
     if whole is None:
         ids = torch.as_tensor(samples[0].input_ids)[None]
         with torch.no_grad():
@@ -170,21 +171,21 @@ def text_samples(vocabulary: int, special: Collection[int]) -> list[EncodedSampl
     return samples
 
 
-def _of_transformers(small: LanguageUnit, samples: Sequence[EncodedSample], whole: PretrainedModel | None) -> Result:
-    """Compute loss and gradients with each sample alone in the family's own forward."""
+def logits_of(model: Any, whole: PretrainedModel | None, sample: EncodedSample) -> Tensor:
+    """Return logits [tokens, vocabulary] of transformers' own forward of one sample. whole: None for a text model."""
+    inputs = {"input_ids": torch.as_tensor(sample.input_ids)[None]}
+    if whole is not None:
+        inputs = inputs_of_sample(replace(whole, dtype=torch.float32), sample, torch.device("cpu"))
+    return model(**inputs, use_cache=False).logits[0]
+
+
+def loss_in_transformers(model: Any, whole: PretrainedModel | None, samples: Sequence[EncodedSample]) -> Tensor:
+    """Return the mean loss of the samples' targets by transformers' own forward of each alone."""
     loss = torch.zeros(())
     for sample in samples:
-        ids = torch.as_tensor(sample.input_ids)
-        given = {}
-        if whole is not None:  # some families merge media by the mask
-            given["attention_mask"] = torch.ones_like(ids)[None]
-        if (
-            whole is not None and whole.media_attention == "prefix"
-        ):  # tokens of type 0, before targets, attend to each other
-            given["token_type_ids"] = torch.as_tensor(sample.labels != -100)[None].long()
-        logits = small.model(input_ids=ids[None], use_cache=False, **given).logits
-        loss = loss + functional.cross_entropy(logits[0, :-1], ids[1:], reduction="sum")
-    return with_gradients(loss / sum(sample.target_tokens for sample in samples), _trained(small))
+        logits, labels = logits_of(model, whole, sample), torch.as_tensor(sample.labels)
+        loss = loss + functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
+    return loss / sum(sample.target_tokens for sample in samples)
 
 
 def loss_of(

@@ -29,7 +29,7 @@ from dilatant.models.language.packed_row import PackedRow, Positions, token_plac
 from dilatant.models.language.queries import Queries
 from dilatant.models.language.rotary_length import RotaryLength
 from dilatant.models.language.router_loss import RouterLoss, count_routers, has_router_loss, router_weight
-from dilatant.models.language.side_states import PerLayer
+from dilatant.models.language.side_states import BlockInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class LanguageUnit(Unit, LanguageStage):
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         layer, outputs, extensions = f"{name}.embedding", outputs or {}, list(extensions)
-        if not is_part and (carried := PerLayer.of(model.config.get_text_config())) is not None:
-            extensions.append(carried)
+        listed = structure.blocks.removeprefix(f"{decoder}.")
+        extensions += BlockInputs.recorded(model.get_submodule(decoder or ""), listed)
         if (by_length := RotaryLength.of(name, model.config.get_text_config())) is not None:
             extensions.append(by_length)
         crossing = next((each for each in extensions if isinstance(each, CrossAttention)), None)

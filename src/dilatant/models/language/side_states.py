@@ -1,63 +1,35 @@
 """Per-token side states: values that blocks pass to later blocks, appended to the hidden state in every token's row.
 
-Stages send side states as part of the row, so any cut into stages is correct and plans are independent of them. There
-are three kinds: encoder rows for inner blocks (DeepStack; Meng et al. 2024) and, in Gemma 4, per-layer embeddings, and
-keys and values that later blocks reuse.
+Stages send side states as part of the row, so any cut into stages is correct and plans are independent of them: encoder
+rows for inner blocks (DeepStack; Meng et al. 2024), and what a text model hands to its blocks besides hidden states.
 """
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
+import inspect
 from collections import UserDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from dilatant.models.core.sequence_parallel import TokenShards
+from dilatant.models.core.slicing import SkippedBlock, shell_of
+from dilatant.models.core.structure import on_meta
 from dilatant.models.language.extension import Extension, LanguageForward
 from dilatant.models.language.merge import without_placeholders
 from dilatant.models.parallel.tensor_regions import SplitPart
 
 
-class SideStates(Extension):
-    """The side states of one text model; `block` and stage borders count its blocks from 0."""
-
-    @abstractmethod
-    def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        """Convert side states, [batch, tokens, width(first)], to keywords of the text model with blocks `first <= block
-        < end`. shards: sequence parallelism of these blocks; each of its ranks holds the side states of all tokens."""
-
-    @abstractmethod
-    def from_keywords(
-        self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
-    ) -> Tensor:
-        """Return the outgoing side states after the model ran with these keywords: [batch, tokens, width(end)], on all
-        tensor-parallel ranks."""
-
-    def enter(self, forward: LanguageForward) -> None:
-        assert forward.hidden is not None
-        first, end = forward.span.first, forward.span.end
-        width = forward.hidden.shape[-1] - self.width(first)
-        states = forward.hidden[..., width:]
-        forward.hidden, forward.state[self] = forward.hidden[..., :width], states
-        forward.keywords |= self.to_keywords(states, first, end, forward.shards)
-
-    def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
-        if forward.span.is_last:
-            return hidden
-        first, end = forward.span.first, forward.span.end
-        states = self.from_keywords(forward.state[self], forward.keywords, first, end, forward.shards)
-        return torch.cat([hidden, states], dim=-1)
-
-
 @dataclass(frozen=True, eq=False)
-class DeepStack(SideStates):
+class DeepStack(Extension):
     """DeepStack: further encoder rows, added to the hidden states after each of the first `taps` blocks, 0 at text
     tokens. Families select tokens by a mask, for which the host waits; here rows are given for all tokens."""
 
@@ -71,22 +43,29 @@ class DeepStack(SideStates):
         return functional.pad(embeddings, (0, self.width(0)))
 
     def enter(self, forward: LanguageForward) -> None:
-        super().enter(forward)
         first, end, shards = forward.span.first, forward.span.end, forward.shards
-        blocks = forward.decoder.get_submodule(forward.text.blocks.removeprefix(f"{forward.text.decoder}."))
-        for number, rows in zip(range(first, min(end, self.taps)), forward.state[self].split(self.hidden, -1)):
+        forward.hidden, states = _split_off(forward, self.width(first))
+        forward.state[self] = states[..., states.shape[-1] - self.width(end) :]
+        blocks = _blocks_of(forward)
+        for number, rows in zip(range(first, min(end, self.taps)), states.split(self.hidden, -1)):
             if shards is not None and number + 1 < end:  # after its last block a stage has all tokens
                 rows = shards.split_beside(rows)
             hook = blocks.get_submodule(f"{number}").register_forward_hook(partial(_add, rows))
             forward.closing.callback(hook.remove)
 
-    def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        return {}
+    def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
+        return hidden if forward.span.is_last else torch.cat([hidden, forward.state[self]], dim=-1)
 
-    def from_keywords(
-        self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
-    ) -> Tensor:
-        return states[..., states.shape[-1] - self.width(end) :]
+
+def _split_off(forward: LanguageForward, columns: int) -> tuple[Tensor, Tensor]:
+    """Split the last `columns` off the received hidden states."""
+    assert forward.hidden is not None
+    width = forward.hidden.shape[-1] - columns
+    return forward.hidden[..., :width], forward.hidden[..., width:]
+
+
+def _blocks_of(forward: LanguageForward) -> nn.Module:
+    return forward.decoder.get_submodule(forward.text.blocks.removeprefix(f"{forward.text.decoder}."))
 
 
 def _add(rows: Tensor, block: nn.Module, args: Any, output: Any) -> Any:
@@ -96,90 +75,141 @@ def _add(rows: Tensor, block: nn.Module, args: Any, output: Any) -> Any:
     return (hidden, *others) if isinstance(output, tuple) else hidden
 
 
-class SharedStates(NamedTuple):
-    """Keys and values that later blocks reuse. store: the block that computes them. last: the last one that reuses
-    them."""
-
-    kind: str
-    store: int
-    last: int
-    heads: int
-    head_width: int
+_TOKENS = 7
+_USUAL = {
+    *("self", "hidden_states", "attention_mask", "position_ids", "position_embeddings", "past_key_values", "cache"),
+    *("past_key_value", "use_cache", "cache_position", "output_attentions", "output_router_logits", "kwargs"),
+}
+"""Parameters of blocks that every stage makes itself."""
 
 
 @dataclass(frozen=True, eq=False)
-class PerLayer(SideStates):
-    """Side states of Gemma 4. input_width: width of a block's per-token input, or 0."""
+class BlockInputs(Extension):
+    """Values that a text model hands to its blocks besides hidden states, found by recording a forward: a tensor for
+    each block, computed from embeddings and ids (per-layer inputs), and a mapping in which blocks leave keys and values
+    for later ones.
 
-    blocks: int
-    input_width: int
-    shared: tuple[SharedStates, ...] = field(default=())
+    embedding: name of the token embeddings in the text model. place: position or keyword of the tensor, None without
+    one. widths: block → its numbers a token. mapping: keyword of the mapping. shared: block → the entries before it, as
+    (key, heads, head width).
+    """
+
+    embedding: str
+    place: int | str | None
+    widths: tuple[int, ...]
+    mapping: str | None
+    shared: tuple[tuple[tuple[Any, int, int], ...], ...]
 
     @classmethod
-    def of(cls, config: Any) -> PerLayer | None:
-        """Derive the side states from a text model's config; None if its blocks take only hidden states."""
-        each = getattr(config, "hidden_size_per_layer_input", None) or 0
-        reusing = getattr(config, "num_kv_shared_layers", None) or 0
-        if not (each or reusing) or not hasattr(config, "per_layer_config"):
-            return None
-        kinds, blocks = list(config.layer_types), config.num_hidden_layers
-        own = kinds[: blocks - reusing]
-        shared = []
-        for kind in dict.fromkeys(kinds[len(own) :]):
-            store = len(own) - 1 - own[::-1].index(kind)
-            last = blocks - 1 - kinds[::-1].index(kind)
-            of_block = config.per_layer_config[store]
-            shared.append(SharedStates(kind, store, last, of_block.num_key_value_heads, of_block.head_dim))
-        return cls(blocks, each, tuple(shared))
-
-    def _inputs(self, block: int) -> int:
-        return (self.blocks - block) * self.input_width
-
-    def _held(self, block: int) -> list[SharedStates]:
-        """Return the keys and values that cross the border before a block."""
-        return [each for each in self.shared if each.store < block <= each.last]
+    def recorded(cls, text: Any, blocks: str) -> list[BlockInputs]:
+        """Record a forward of a text model, whose list of blocks is `blocks`, without weights. Return nothing for
+        blocks that take hidden states alone, or if the forward does not run without weights."""
+        if {*inspect.signature(text.get_submodule(f"{blocks}.0").forward).parameters} <= _USUAL:
+            return []
+        try:
+            seen = _record(type(text), text.config, blocks)
+            places = [key for given in seen for key, each in given.items() if isinstance(each, Tensor)]
+            handed = [given.get(next(iter(places), None)) for given in seen]
+            is_one = len({id(each) for each in handed}) < len(handed)  # one tensor for several blocks, or none
+            widths = tuple(0 if is_one else each[0, 0].numel() for each in handed)
+            mapping = next((key for given in seen for key, each in given.items() if isinstance(each, UserDict)), None)
+            shared = [
+                tuple((key, pair[0].shape[1], pair[0].shape[3]) for key, pair in given.get(mapping, {}).items())
+                for given in seen
+            ]
+            names = [name for name, child in text.named_children() if child is text.get_input_embeddings()]
+        except Exception:  # a proof finds what is missing then
+            return []
+        is_needed = names and (any(widths) or any(shared))
+        return [cls(names[0], None if is_one else places[0], widths, mapping, (*shared, ()))] if is_needed else []
 
     def width(self, block: int) -> int:
-        return self._inputs(block) + sum(2 * each.heads * each.head_width for each in self._held(block))
+        shared = chain.from_iterable(self.shared[block : block + 1])
+        return sum(self.widths[block:]) + sum(2 * heads * width for _, heads, width in shared)
 
     def enter(self, forward: LanguageForward) -> None:
-        model: Any = copy.copy(forward.decoder)
-        if forward.ids is not None and self.input_width:
-            assert forward.hidden is not None
-            ids = without_placeholders(forward.ids, forward.text.unembedded, model.config.pad_token_id)
-            inputs = model.project_per_layer_inputs(forward.hidden, model.get_per_layer_inputs(ids, None))
-            forward.hidden = torch.cat([forward.hidden, inputs.flatten(-2)], dim=-1)
-        model.hidden_size_per_layer_input = 0  # otherwise the forward would project its inputs a second time
-        forward.decoder = model
-        super().enter(forward)
+        first, decoder, ids = forward.span.first, forward.decoder, forward.ids
+        handed = forward.state[self] = {None: {}}  # the mapping, and block → its tensor
+        if not forward.span.is_first:
+            forward.hidden, states = _split_off(forward, self.width(first))
+            *tensors, shared = states.split([*self.widths[first:], states.shape[-1] - sum(self.widths[first:])], -1)
+            handed |= {None: self._stored(shared, first, forward.shards), **dict(enumerate(tensors, first))}
+            ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+        assert ids is not None
+        ids = without_placeholders(ids, forward.text.unembedded, cast(Any, decoder.config).pad_token_id or 0)
+        for number, block in [*enumerate(_blocks_of(forward).children())][first:]:
+            give = partial(self._give, forward, number)
+            forward.closing.callback(block.register_forward_pre_hook(give, with_kwargs=True).remove)
+            if isinstance(block, SkippedBlock) and forward.span.is_first:
+                block.passes = number + 1 < len(self.widths)
 
-    def to_keywords(self, states: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
-        stored: UserDict[str, Any] = _storage()
-        at = self._inputs(first)
-        for kind, _, _, heads, width in self._held(first):
-            pair = states[..., at : at + 2 * heads * width].unflatten(-1, (2, heads, width))
-            if shards is not None:
-                pair = _local_heads(pair, shards)
-            stored[kind] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
-            at += 2 * heads * width
-        keywords: dict[str, Any] = {"shared_kv_states": stored}
-        if self.input_width:
-            own = states[..., : (end - first) * self.input_width]
-            own = own if shards is None else shards.split_beside(own)
-            inputs = own.reshape(*own.shape[:2], end - first, self.input_width)
-            keywords["per_layer_inputs"] = functional.pad(inputs, (0, 0, first, self.blocks - end))
-        return keywords
+        def run(*, inputs_embeds: Tensor, **keywords: Any) -> Any:
+            """Run the text model on ids, with `inputs_embeds` in place of its own embeddings."""
+            shell = shell_of(decoder)
+            vars(shell)[self.embedding] = lambda _: inputs_embeds
+            return shell.forward(input_ids=ids, **keywords)  # hooks of the text model run around `run`
 
-    def from_keywords(
-        self, states: Tensor, keywords: Mapping[str, Any], first: int, end: int, shards: TokenShards | None
-    ) -> Tensor:
-        used = self._inputs(first) - self._inputs(end)
-        left = [states[..., used : used + self._inputs(end)]]
-        for each in self._held(end):
-            keys_and_values = torch.stack(keywords["shared_kv_states"][each.kind], 1)
-            pair = keys_and_values.permute(0, 3, 1, 2, 4)
-            left.append((pair if shards is None else _all_heads(pair, each.heads, shards)).flatten(2))
-        return torch.cat(left, -1)
+        forward.decoder = shell_of(decoder)
+        vars(forward.decoder)["forward"] = run
+
+    def _give(self, forward: LanguageForward, number: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replace what a block gets by what arrived from other stages (a pre-hook)."""
+        handed, given = forward.state[self], {**dict(enumerate(args)), **kwargs}
+        if self.mapping is not None:
+            given[self.mapping].update(handed[None] if number == forward.span.first else {})
+            handed[None] = given[self.mapping]
+        if self.place is not None:
+            own = handed.setdefault(number, given[self.place])
+            is_split = forward.shards is not None and number < forward.span.end
+            given[self.place] = forward.shards.split_beside(own) if is_split else own
+        return tuple(given.pop(place) for place in range(len(args))), given
+
+    def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
+        if forward.span.is_last:
+            return hidden
+        end, shards, handed = forward.span.end, forward.shards, forward.state[self]
+        left = [handed[number] for number, width in enumerate(self.widths) if number >= end and width]
+        for key, heads, _ in self.shared[end]:
+            pair = torch.stack(handed[None][key], 1).permute(0, 3, 1, 2, 4)
+            left.append((pair if shards is None else _all_heads(pair, heads, shards)).flatten(2))
+        return torch.cat([hidden, *left], -1)
+
+    def _stored(self, states: Tensor, block: int, shards: TokenShards | None) -> dict[Any, tuple[Tensor, ...]]:
+        """Return the entries of the mapping before a block. states: the columns that hold them."""
+        found: dict[Any, tuple[Tensor, ...]] = {}
+        columns = states.split([2 * heads * width for _, heads, width in self.shared[block]], -1)
+        for (key, heads, width), own in zip(self.shared[block], columns, strict=False):
+            pair = own.unflatten(-1, (2, heads, width))
+            pair = pair if shards is None else _local_heads(pair, shards)
+            found[key] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
+        return found
+
+
+@torch.random.fork_rng(devices=[])
+def _record(kind: type[PreTrainedModel], config: Any, blocks: str) -> list[dict[Any, Any]]:
+    """Run a text model on the meta device. Return for each block its arguments, by position or keyword, that are
+    computed for each token from embeddings or weights, or are filled by blocks; without hidden states."""
+    seen: list[dict[Any, Any]] = []
+
+    def record(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(enumerate(args, 1)), **kwargs}
+        found = {key: UserDict(each) for key, each in given.items() if isinstance(each, UserDict)}
+        tensors = {key: each for key, each in given.items() if isinstance(each, Tensor) and each.requires_grad}
+        seen.append(found | {key: each for key, each in tensors.items() if each.shape[:2] == (1, _TOKENS)})
+        try:
+            return forward(hidden, *args, **kwargs)
+        except (RuntimeError, NotImplementedError):  # experts read the values of their inputs
+            return hidden
+
+    with on_meta():
+        model: Any = kind(copy.deepcopy(config))
+        model.set_attn_implementation("eager")  # kernels may not support the meta device
+    for block in model.get_submodule(blocks).children():
+        block.forward = partial(record, block.forward)
+    with torch.device("meta"), torch.enable_grad():
+        mask = torch.zeros(1, 1, _TOKENS, _TOKENS)  # masks are not made without values
+        model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), attention_mask=mask, use_cache=False)
+    return seen
 
 
 def _local_heads(pair: Tensor, shards: TokenShards) -> Tensor:
@@ -197,10 +227,3 @@ def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
         pair = pair[..., :0, :]
         first = end = 0
     return ranks.sum(functional.pad(pair, (0, 0, first, heads - end)))
-
-
-def _storage() -> UserDict[str, Any]:
-    """Return the container for shared keys and values that this version of transformers passes to blocks unchanged."""
-    from transformers import cache_utils
-
-    return getattr(cache_utils, "KVSharingDict", UserDict)()

@@ -20,6 +20,7 @@ from dilatant.data.text.encode import EncodedPrompt
 from dilatant.models.core.stage import StepData, in_dtype_of, on_device
 from dilatant.models.generators.diffusion import Diffusion, SamplingSettings, draw, generator_of
 from dilatant.models.generators.generator import GeneratorUnit
+from dilatant.models.language.side_states import BlockInputs
 from dilatant.models.multimodal import MultimodalModel
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def answer_with_pictures(
     """Return the texts and pictures of the model's answer, in order; texts lack the start text that announces a
     picture. Features are float32 [feature width, grid height, grid width]. Greedy unless `generation` says otherwise.
     seed: of the noise. Raises UserError for more than MOST_PICTURES pictures."""
-    if model.whole is not None and not model.whole.reads_as_text:
+    reads_ids = any(isinstance(each, BlockInputs) for each in model.language.extensions)
+    if model.whole is not None and (reads_ids or not model.whole.reads_as_text):
         return [_picture_at_once(model, tokenizer, prompt, targets, how, seed)]
     ids = torch.as_tensor(prompt.sample.input_ids)[None].to(device)
     inputs = encoder_inputs([prompt], device)
