@@ -21,9 +21,9 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.limits import MAX_EXTENDED_CANDIDATES
+from dilatant.plan.limits import CLOSE, MAX_EXTENDED_CANDIDATES, MOVED_PLANS
 from dilatant.plan.model_spec import EncoderPosition
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.rank_mapping import RankOrder, map_ranks, replicas_of
 from dilatant.plan.search.refusals import rejection
 from dilatant.plan.templates.copies import copies_on_nodes
@@ -114,6 +114,23 @@ class Finals:
             for plan in self._plans(candidate):
                 again = {unit.name: unit.recompute for unit in one.plan.units}
                 self._score(candidate, _recomputing(plan, again), one.score.schedule or None)
+
+    def move_cuts(self, most: int) -> None:
+        """Move single layers of the best plans to a neighbouring stage, as long as that makes them faster. At most
+        `most` plans are simulated, under the schedule that suited the plan best; each plan gets an equal part."""
+        best = sorted(self._found, key=lambda found: found[0].score.seconds)
+        shapes = {candidate: one for one, candidate in reversed(best) if one.score.seconds < CLOSE * self.best}
+        for candidate, one in list(shapes.items())[-MOVED_PLANS:]:
+            left, stands = most // MOVED_PLANS, False
+            while left > 0 and not stands:
+                stands = True
+                for plan in itertools.islice(moved_cuts(one.plan), left):
+                    left -= 1
+                    before = len(self._found)
+                    self._score(candidate, plan, one.score.schedule or None)
+                    if len(self._found) > before and self._found[-1][0].score.seconds < one.score.seconds:
+                        one, stands = self._found[-1][0], False
+                        break
 
     def prove(self, found: Sequence[PlanCandidate], most: int) -> float:
         """Simulate up to `most` further candidates, lowest bound first, until none could be fastest.
@@ -238,6 +255,26 @@ def _more_recomputed(plan: Plan, score: PlanScore, units: UnitLayers, capacity_b
         if tuple(layers) != (unit.recompute or nothing):
             changed[unit.name] = tuple(layers)
     return _recomputing(plan, changed) if changed else None
+
+
+def moved_cuts(plan: Plan) -> Iterator[Plan]:
+    """Yield the plans in which one stage of a unit has one layer less and a neighbour one more, in all replicas with
+    these cuts."""
+    for unit in plan.units:
+        for shape in dict.fromkeys(replica.shape for replica in unit.replicas):
+            for border, step in itertools.product(range(1, len(shape)), (1, -1)):
+                at = shape[border][0] + step
+                if not shape[border - 1][0] < at < shape[border][1]:
+                    continue
+                replicas = []
+                for replica in unit.replicas:
+                    stages = list(replica.stages)
+                    if replica.shape == shape:
+                        stages[border - 1] = replace(stages[border - 1], end=at)
+                        stages[border] = replace(stages[border], first=at)
+                    replicas.append(Replica(tuple(stages)))
+                units = {unit.name: replace(unit, replicas=tuple(replicas))}
+                yield Plan(tuple(units.get(other.name, other) for other in plan.units))
 
 
 def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list[PlanCandidate]:

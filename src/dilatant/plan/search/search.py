@@ -27,6 +27,7 @@ from dilatant.plan.limits import (
     HOPELESS_FACTOR,
     LARGE_CLUSTER,
     MAX_EXTENDED_PLANS,
+    MAX_MOVED_CUTS,
     MAX_PROOF_CANDIDATES,
     SLOW,
     SMALL_CLUSTER,
@@ -158,9 +159,11 @@ class _Search:
         if not finals.ranked:
             raise self._refusal(found, finals, min(finals.skipped, unseen), space)
         finals.reorder()
+        share = SMALL_CLUSTER / max(SMALL_CLUSTER, devices)
+        if self.only is None:
+            finals.move_cuts(max(FEWEST, int(MAX_MOVED_CUTS * share)))
         if settings.fills_idle:
-            extended = MAX_EXTENDED_PLANS * SMALL_CLUSTER // max(SMALL_CLUSTER, devices)
-            finals.fill_idle(found, max(FEWEST, extended))
+            finals.fill_idle(found, max(FEWEST, int(MAX_EXTENDED_PLANS * share)))
         looked_at = list(dict.fromkeys([*found, *finals.seconds]))  # includes all that were simulated
         return found, answer_of(looked_at, finals, min(finals.skipped, unseen), settings.all_devices)
 
