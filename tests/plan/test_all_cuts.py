@@ -87,7 +87,7 @@ def gap(seed):
     return found.seconds / best - 1.0
 
 
-@pytest.mark.parametrize("cases", [range(412, 414), pytest.param(range(200), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("cases", [range(130, 132), pytest.param(range(200), marks=pytest.mark.slow)], ids=len)
 def test_no_cut_is_clearly_faster_than_the_searched(cases):
     gaps = {seed: gap(seed) for seed in cases}
     far = {seed: own for seed, own in gaps.items() if own is not None and own > 1e-9}

@@ -30,9 +30,9 @@ MAX_EXTENDED_CANDIDATES, MAX_EXTENDED_PLANS = 4, 40
 """Most candidates whose idle devices get one more pipeline, the most promising first; and most of the resulting plans
 that are simulated, fewer on more than SMALL_CLUSTER devices."""
 
-MAX_MOVED_CUTS, MOVED_PLANS = 192, 6
+MAX_MOVED_CUTS, MOVED_CUTS = 192, 32
 """Most plans that are simulated with single layers moved to a neighbouring stage, fewer on more than SMALL_CLUSTER
-devices, and the number of plans that this begins with."""
+devices; and most of those that come from one plan, the fastest ones first."""
 
 CLOSE, FAR = 1.25, 2.0
 """Limits for candidates that span unlike groups of more than SMALL_CLUSTER devices, as multiples of the best step on

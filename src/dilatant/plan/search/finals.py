@@ -21,7 +21,7 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.limits import CLOSE, MAX_EXTENDED_CANDIDATES, MOVED_PLANS
+from dilatant.plan.limits import CLOSE, MAX_EXTENDED_CANDIDATES, MOVED_CUTS
 from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.rank_mapping import RankOrder, map_ranks, replicas_of
@@ -117,20 +117,25 @@ class Finals:
 
     def move_cuts(self, most: int) -> None:
         """Move single layers of the best plans to a neighbouring stage, as long as that makes them faster. At most
-        `most` plans are simulated, under the schedule that suited the plan best; each plan gets an equal part."""
-        best = sorted(self._found, key=lambda found: found[0].score.seconds)
-        shapes = {candidate: one for one, candidate in reversed(best) if one.score.seconds < CLOSE * self.best}
-        for candidate, one in list(shapes.items())[-MOVED_PLANS:]:
-            left, stands = most // MOVED_PLANS, False
-            while left > 0 and not stands:
-                stands = True
+        `most` plans are simulated, MOVED_CUTS from one plan, under the schedule that suited it best."""
+        shapes: dict[PlanCandidate, RankedPlan] = {}
+        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds):
+            if one.score.seconds < CLOSE * self.best:
+                shapes.setdefault(candidate, one)
+        for candidate, one in shapes.items():
+            left, most = min(most, MOVED_CUTS), most - MOVED_CUTS
+            while left > 0:
+                known = len(self._found)
                 for plan in itertools.islice(moved_cuts(one.plan), left):
                     left -= 1
-                    before = len(self._found)
-                    self._score(candidate, plan, one.score.schedule or None)
-                    if len(self._found) > before and self._found[-1][0].score.seconds < one.score.seconds:
-                        one, stands = self._found[-1][0], False
+                    if self._has_copies(plan):
+                        self._score(candidate, plan, one.score.schedule or None)
+                    faster = [found for found, _ in self._found[known:] if found.score.seconds < one.score.seconds]
+                    if faster:
+                        one = faster[0]
                         break
+                else:
+                    break
 
     def prove(self, found: Sequence[PlanCandidate], most: int) -> float:
         """Simulate up to `most` further candidates, lowest bound first, until none could be fastest.
@@ -161,11 +166,13 @@ class Finals:
             with suppress(PlanError):
                 shape = candidate.chains, self._layers, self._feeds, self._space.cluster, order
                 found[map_ranks(*shape, candidate.groups)] = None
+        return [plan for plan in found if self._has_copies(plan)]
+
+    def _has_copies(self, plan: Plan) -> bool:
+        """Return True if every layer is on as many nodes as asked for."""
         settings = self._space.settings
-        if settings.copies == 1:
-            return list(found)
         per_node = settings.ranks_per_node or self._space.cluster.gpus_per_node
-        return [plan for plan in found if min(copies_on_nodes(plan, per_node).values()) >= settings.copies]
+        return settings.copies == 1 or min(copies_on_nodes(plan, per_node).values()) >= settings.copies
 
     def _travel(self, plan: Plan) -> float:
         """Return seconds until the last rank has synced its gradients, which differ most between rank orders."""

@@ -161,7 +161,7 @@ class _Search:
         finals.reorder()
         share = SMALL_CLUSTER / max(SMALL_CLUSTER, devices)
         if self.only is None:
-            finals.move_cuts(max(FEWEST, int(MAX_MOVED_CUTS * share)))
+            finals.move_cuts(int(MAX_MOVED_CUTS * share))
         if settings.fills_idle:
             finals.fill_idle(found, max(FEWEST, int(MAX_EXTENDED_PLANS * share)))
         looked_at = list(dict.fromkeys([*found, *finals.seconds]))  # includes all that were simulated
