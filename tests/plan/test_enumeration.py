@@ -16,7 +16,7 @@ from cases.model_cases import cost_model
 from cases.search_cases import RULES, open_space, random_vlm, search
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.limits import SLOW, WORTH
+from dilatant.plan.limits import NEAR, SLOW
 from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.separate_units import JointLayout, UnitLayout, joined
 
@@ -74,7 +74,7 @@ def test_only_candidates_bounded_above_the_limit_are_skipped(cases):
         below = enumerate_candidates(space(), most_seconds=limit)
         known = {shape(one) for one in every}
         own = [one for one in kept if len(set(one.counts)) > 1]
-        assert all(one.estimate <= WORTH * best for one in own)
+        assert all(one.estimate <= NEAR * best for one in own)
         for found in (kept, below):
             shapes = {shape(one) for one in found}
             # Beside one that is left out others, dominated by it, may stay: they are as slow.

@@ -7,14 +7,14 @@ devices no candidate that may be the fastest is left out: more devices, or more 
 SMALL_CLUSTER = 16
 """Up to this many devices in all groups, no candidate is omitted."""
 LARGE_CLUSTER = 128
-"""Number of devices above which the search does less: it simulates fewer plans than requested, omits surely slow
-candidates, and cuts microbatches by tokens only where no number of samples divides the batch."""
+"""Number of devices above which the search does less: it simulates fewer plans than requested, and cuts microbatches by
+tokens only where no number of samples divides the batch."""
 
 FEWEST = 6
 """Minimum number of simulated candidates of each kind, however many devices there are."""
 SLOW = 1.5
-"""On more than LARGE_CLUSTER devices, candidates that surely take more than this multiple of the best estimate are not
-enumerated."""
+"""On more than SMALL_CLUSTER devices, candidates that surely take more than this multiple of the best estimate are not
+enumerated, except to find a plan that fits and, up to LARGE_CLUSTER, one that takes less than that."""
 NEAR, WORTH = 1.1, 0.98
 """Units get separate replicas only if the estimate is below this multiple of the best other step: NEAR on more than
 SMALL_CLUSTER devices, WORTH on more than LARGE_CLUSTER."""

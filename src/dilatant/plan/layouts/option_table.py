@@ -53,6 +53,7 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._fixed = fixed or {}
         self._options: dict[Hashable, Option | None] = {}
+        self._overflows: dict[ChainRequest, int] = {}  # the fewest stages behind with which no cut fits
         self._free_cuts: dict[ChainRequest, _ChainCosts] = {}
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
         self._joined: dict[ChainRequest, MeanCosts] = {}
@@ -93,6 +94,7 @@ class OptionTable:
         only if the unconstrained cut does not fit; if neither fits, as few layers as possible recompute."""
         if request.stages > self.units.model.unit(request.unit).most_stages:
             return None
+        behind = min(behind, request.microbatches - 1)  # with so many behind, every stage has all in flight
         found: list[Option] = []
         for level in self.units.levels([request.unit, *request.extra]):
             request = request._replace(level=level)
@@ -112,11 +114,15 @@ class OptionTable:
             self._options[request] = option
         if option.headroom >= behind or request.chunks > 1 or request.unit in self._fixed:
             return (option if option.headroom >= behind else None), True
+        if behind >= self._overflows.get(request, UNLIMITED):
+            return None, False
         bound = request, behind
         if bound not in self._options:
             layers = self.layers(request)
             tight = partition_layers_in_memory(layers.seconds, *self.memory(layers, request, behind))
             self._options[bound] = None if tight is None else self.cut(request, tight)
+            if tight is None:  # with more stages behind, more microbatches are in flight
+                self._overflows[request] = behind
         return self._options[bound], False
 
     def _free_cut(self, request: ChainRequest) -> _ChainCosts:

@@ -128,9 +128,11 @@ class _Search:
         Only the most promising candidates are simulated if none can be faster than `ceiling` seconds. Raises PlanError;
         NoneFasterError if nothing beats `self.ceiling`."""
         may_omit = self.only is None and self.settings.copies == 1 and not self.settings.all_devices
-        if may_omit and space.cluster.num_devices > LARGE_CLUSTER:
+        if may_omit and space.cluster.num_devices > SMALL_CLUSTER:
             try:
-                return self._within(SLOW, space, ceiling)
+                found, answer = self._within(SLOW, space, ceiling)
+                if space.cluster.num_devices > LARGE_CLUSTER or answer.seconds < SLOW * found[0].estimate:
+                    return found, answer
             except NoneFasterError:
                 raise
             except PlanError:
@@ -155,7 +157,8 @@ class _Search:
         if self.only is None:
             self._simulate_textbook(finals, space)
         if self.only is None and self.is_alone and devices <= LARGE_CLUSTER:
-            unseen = finals.prove(found, MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, devices))
+            proofs = MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, devices)
+            unseen = min(most, finals.prove(found, proofs))
         if not finals.ranked:
             raise self._refusal(found, finals, min(finals.skipped, unseen), space)
         finals.reorder()
