@@ -151,6 +151,22 @@ def test_skipped_candidates_do_not_enter_the_proven_bound():
     assert not found.proven
 
 
+@pytest.mark.parametrize("seconds", [1e-6, 1e6])
+def test_few_devices_are_searched_whole_if_steps_are_slow(seconds):
+    """If the best plan is slower than the limit above which candidates are skipped, skipped ones may be faster."""
+    spec, _ = random_vlm(random.Random(0))
+    costs = cost_model({"vision": 1.0, "language": 3.0}, output=0.0)
+    workload = Workload({"vision": np.full(160, 4.0), "language": np.full(160, 8.0)})
+    cluster = Cluster(5, 8, 1e6, Link(1e9, 1e-6), Link(1e8, 1e-5))
+
+    def scorer(plan, *_):
+        return PlanScore(seconds, 1.0, 0.0, {}, (0.0,) * len(plan.ranks))
+
+    found = search(spec, costs, cluster, workload, 160, scorer, rules=RULES)
+    every = enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES))
+    assert (found.candidates >= len(every)) == (seconds > 1.0)
+
+
 def test_a_limit_of_nothing_leaves_nothing_out():
     """For a model without costs, every estimate is 0, and so is the limit, a multiple of the best estimate."""
     spec, _ = random_vlm(random.Random(0))

@@ -54,6 +54,7 @@ class OptionTable:
         self._fixed = fixed or {}
         self._options: dict[Hashable, Option | None] = {}
         self._overflows: dict[ChainRequest, int] = {}  # the fewest stages behind with which no cut fits
+        self._laid_out: dict[ChainRequest, tuple[int, Option | None]] = {}  # with so many stages behind
         self._free_cuts: dict[ChainRequest, _ChainCosts] = {}
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
         self._joined: dict[ChainRequest, MeanCosts] = {}
@@ -94,7 +95,10 @@ class OptionTable:
         only if the unconstrained cut does not fit; if neither fits, as few layers as possible recompute."""
         if request.stages > self.units.model.unit(request.unit).most_stages:
             return None
-        behind = min(behind, request.microbatches - 1)  # with so many behind, every stage has all in flight
+        behind, asked = min(behind, request.microbatches - 1), request  # from there on, all are in flight everywhere
+        ahead, option = self._laid_out.get(asked, (UNLIMITED, None))
+        if ahead <= behind and (option is None or option.headroom >= behind):
+            return option  # more stages behind only forbid more
         found: list[Option] = []
         for level in self.units.levels([request.unit, *request.extra]):
             request = request._replace(level=level)
@@ -104,7 +108,9 @@ class OptionTable:
             found.append(option if level == "none" else self._relaxed(request, option, behind))
             if is_free:
                 break  # the fastest cut fits: more recomputation only takes longer
-        return min(found, key=lambda one: one.total + (request.microbatches - 1) * one.slowest, default=None)
+        best = min(found, key=lambda one: one.total + (request.microbatches - 1) * one.slowest, default=None)
+        self._laid_out[asked] = behind, best
+        return best
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""
