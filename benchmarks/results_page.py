@@ -64,7 +64,28 @@ def page(folder: Path = RESULTS) -> str:
             lines.pop()
         if key == "published.json":
             lines += _corpus(folder / key)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_planning(folder / "real_models.json")]) + "\n"
+
+
+def _planning(path: Path) -> list[str]:
+    """The seconds in which real models are planned, before and after the last change of the search."""
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    lines = ["", "## Planning times of real models", ""]
+    lines += [f"`python -m benchmarks.planning.real_models --json benchmarks/results/{path.name}`, CPU seconds", ""]
+    lines += ["| model | H100 | before | after | of it costs | candidates | plan | step before | after |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---|---:|---:|"]
+    for name, states in document["models"].items():
+        before, after = states["before"], states["after"]
+        cells = [
+            name, f"{after['devices']:,}", *(f"{one['seconds']:.1f} s" for one in (before, after)),
+            f"{after['costs']:.1f} s", f"{after['candidates']:,}", after["plan"],
+            *(f"{one['step_seconds']:.4g} s" for one in (before, after)),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    start = document["start"]
+    return [*lines, "", f"`dilatant plan --help` took {start['before']:.1f} s before and {start['after']:.1f} s after."]
 
 
 def _sections(folder: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:

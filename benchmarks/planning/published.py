@@ -1,7 +1,7 @@
 """Compare published step times with predictions for the very same layouts.
 
     python -m benchmarks.planning.published [--only NAME ..] [--json FILE]
-    python -m benchmarks.planning.published [--rows FILE [--in-turn]] [--memory FILE] [--every N]
+    python -m benchmarks.planning.published [--rows FILE [--in-turn | --table FILE]] [--memory FILE] [--every N]
 
 Files of rows are those of `benchmarks.papers.corpus.rows`. A prediction is the exact simulation of a step of the
 published layout, gradient sums included, with the shipped analytic costs of the GPU (its efficiencies are assumptions
@@ -17,6 +17,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="predict the measured runs of this file instead")
     parser.add_argument("--memory", type=Path, help="predict the bytes of the test cases of this file")
     parser.add_argument("--in-turn", action="store_true", help="fit constants on one source of --rows after another")
+    parser.add_argument("--table", type=Path, help="write the runs that plans name here, too")
     parser.add_argument("--every", type=int, default=1, help="of the runs of --rows, every so many")
     parser.add_argument("--json", type=Path, help="write the figures here as well; others of this file stay")
     options = parser.parse_args()
@@ -321,7 +323,7 @@ def main() -> None:
     if options.json and options.json.exists():
         document = json.loads(options.json.read_text(encoding="utf-8"))
     document |= machine()
-    of_rows = ("in_turn", in_turn) if options.in_turn else ("corpus", corpus)
+    of_rows = ("in_turn", in_turn) if options.in_turn else ("corpus", partial(corpus, table=options.table))
     for path, (name, report) in ((options.rows, of_rows), (options.memory, ("memory", memory))):
         if path:
             document[name] = report(path, options.every, console)

@@ -18,6 +18,7 @@ from benchmarks.papers.corpus.predictions import corpus_report, predicted_bytes,
 from benchmarks.papers.corpus.rows import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from benchmarks.papers.planner import cuts_by_work, even_chain
 from dilatant.cost.hardware import load_hardware
+from dilatant.cost.published_runs import published_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "data/published"
@@ -161,3 +162,18 @@ def test_steps_that_are_one_graph_exchange_beside_computation(runs):
     own = [run for run in runs if (run.model, run.gpus) == ("Qwen3_235B_a22B", "GB200") and run.runner.products]
     sent = {run.runner.operations == 0.0: run.parts[1].sent.b for run in own if run.pp == 8}
     assert sent[True] == pytest.approx(0.2 * sent[False])
+
+
+@needs_corpus
+def test_table_of_runs_in_the_package_is_that_of_the_corpus(runs):
+    by_id = {run.id: run for run in runs}
+    assert {one.source for one in published_runs()} <= {*by_id}
+    for one in published_runs()[::20]:
+        run = by_id[one.source]
+        assert (one.hardware, one.tp, one.pp, one.devices) == (
+            run.gpus,
+            run.tp,
+            run.pp,
+            run.tp * run.cp * run.pp * run.dp,
+        )
+        assert predicted_seconds(run) / run.seconds == pytest.approx(one.ratio, abs=0.01)  # two digits are written

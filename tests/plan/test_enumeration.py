@@ -16,7 +16,7 @@ from cases.model_cases import cost_model
 from cases.search_cases import RULES, open_space, random_vlm, search
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.limits import SLOW, WORTH
+from dilatant.plan.limits import NEAR, SLOW
 from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.separate_units import JointLayout, UnitLayout, joined
 
@@ -74,7 +74,7 @@ def test_only_candidates_bounded_above_the_limit_are_skipped(cases):
         below = enumerate_candidates(space(), most_seconds=limit)
         known = {shape(one) for one in every}
         own = [one for one in kept if len(set(one.counts)) > 1]
-        assert all(one.estimate <= WORTH * best for one in own)
+        assert all(one.estimate <= NEAR * best for one in own)
         for found in (kept, below):
             shapes = {shape(one) for one in found}
             # Beside one that is left out others, dominated by it, may stay: they are as slow.
@@ -149,6 +149,22 @@ def test_skipped_candidates_do_not_enter_the_proven_bound():
     assert found.candidates < len(every)
     assert found.lower_bound <= SLOW * every[0].estimate
     assert not found.proven
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e6])
+def test_few_devices_are_searched_whole_if_steps_are_slow(seconds):
+    """If the best plan is slower than the limit above which candidates are skipped, skipped ones may be faster."""
+    spec, _ = random_vlm(random.Random(0))
+    costs = cost_model({"vision": 1.0, "language": 3.0}, output=0.0)
+    workload = Workload({"vision": np.full(160, 4.0), "language": np.full(160, 8.0)})
+    cluster = Cluster(5, 8, 1e6, Link(1e9, 1e-6), Link(1e8, 1e-5))
+
+    def scorer(plan, *_):
+        return PlanScore(seconds, 1.0, 0.0, {}, (0.0,) * len(plan.ranks))
+
+    found = search(spec, costs, cluster, workload, 160, scorer, rules=RULES)
+    every = enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES))
+    assert (found.candidates >= len(every)) == (seconds > 1.0)
 
 
 def test_a_limit_of_nothing_leaves_nothing_out():

@@ -80,14 +80,6 @@ def kept_by_block(entry: LayerType) -> tuple[float, int]:
     return sum(storage.nbytes() for storage in held.values()), tokens
 
 
-REACHED = {
-    "qwen3_5": 0.65, "qwen3_5_moe": 0.7, "qwen3_vl_moe": 0.18, "qwen2_audio": 0.09, "gemma4": 0.6,
-}  # fmt: skip
-"""Family → largest distance of a kind of block, where 3 percent are not reached: in linear attention (transformers' own
-in torch), gated attention, blocks with experts, Qwen2-Audio's encoder, Gemma 4's towers and text. Too little is
-counted; why was not examined."""
-
-
 @pytest.mark.parametrize("family", often(WHOLES, "llava", "qwen2_5_vl"))
 def test_activations_of_a_listed_family_are_those_kept(family: str) -> None:
     whole_config(family)  # skips families that this version of transformers lacks
@@ -103,4 +95,4 @@ def test_activations_of_a_listed_family_are_those_kept(family: str) -> None:
             ratios[entry.kind] = round(2 * shapes[entry.kind].kept * tokens / kept, 3)
     print(family, ratios)
     assert len(ratios) > 0
-    assert all(abs(ratio - 1.0) <= REACHED.get(family, 0.03) for ratio in ratios.values()), ratios
+    assert all(abs(ratio - 1.0) <= 0.03 for ratio in ratios.values()), ratios

@@ -10,8 +10,9 @@ import pytest
 from cases.planning.drawn_hardware import SLOW, problem_on
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan.search.why_not import parse_asked_layout
-from dilatant.planning.planned_run import _compared, _data_parallel, plan_report
+from dilatant.planning.planned_run import _compared, _data_parallel, _nearest, plan_report
 from dilatant.planning.planning import plan_like, plan_run, planned_as
+from dilatant.report.plan_report import PlanReport
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +47,21 @@ def test_memory_of_data_parallelism_that_was_not_timed_is_said(pipeline, gib, be
 
 
 def test_how_right_predictions_were_is_said_by_source(pipeline):
-    (unknown,) = _compared(pipeline.problem)
+    (unknown,) = _compared(pipeline)
     assert unknown.startswith("No published run on drawn was compared") == (
         not pipeline.problem.target.hardware.compared
     )
     known = load_hardware("GB300")
-    (found,) = _compared(replace(pipeline.problem, target=replace(pipeline.problem.target, hardware=known)))
+    problem = replace(pipeline.problem, target=replace(pipeline.problem.target, hardware=known))
+    planned = replace(pipeline, problem=problem)
+    (found,) = _compared(planned)
     assert found.startswith("Mean errors of modelled steps of published runs on GB300: ")
     assert all(source in found for source in known.compared)
+    nearest = _nearest(planned)
+    assert len(nearest) == 3
+    assert all(str(run) in found for run in nearest)
+    report = replace(plan_report(pipeline, "test"), nearest=nearest)
+    assert PlanReport.from_json(report.to_json()).nearest == nearest
 
 
 def test_buffers_are_apart_from_what_activations_keep(pipeline):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import MEGATRON, analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes
+from dilatant.cost.published_runs import PublishedRun
 from dilatant.plan import Plan, PlanScore
 from dilatant.plan.cluster import cluster_of
 from dilatant.plan.costs.sync_time import sync_seconds
@@ -146,8 +148,27 @@ def choices(runs: Sequence[Measured], seconds: Sequence[float], console: Console
     return found
 
 
-def corpus(path: Path, every: int, console: Console) -> dict[str, Any]:
-    """Predict every `every`-th run of a corpus, in the order of their ids."""
+def write_table(runs: Sequence[Measured], seconds: Sequence[float], path: Path) -> None:
+    """Write the table of `dilatant.cost.published_runs`: of each model, GPU, tensor-parallel degree and sharding in a
+    source, the run on the median number of devices and of stages."""
+    alike: dict[tuple[Any, ...], list[PublishedRun]] = {}
+    for run, predicted in zip(runs, seconds, strict=True):
+        if run.group == "contradicted":
+            continue
+        sharded = "weights" if run.shard == "weights" else "nothing" if run.zero == "none" else "optimizer state"
+        billions = sum(part.count * part.shape.parameters for part in run.parts) / 1e9
+        of = run.model + run.label, run.gpus, run.tp * run.cp * run.pp * run.dp, round(billions, 1)
+        one = PublishedRun(run.id, *of, run.tp, run.pp, sharded, round(predicted / run.seconds, 2))
+        alike.setdefault((run.source, one.model, one.hardware, one.tp, one.sharded), []).append(one)
+    chosen = [sorted(own, key=lambda one: (one.devices, one.pp, one.source))[len(own) // 2] for own in alike.values()]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [one.name for one in fields(PublishedRun)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(one) for one in sorted(chosen, key=lambda one: one.source))
+
+
+def corpus(path: Path, every: int, console: Console, table: Path | None = None) -> dict[str, Any]:
+    """Predict every `every`-th run of a corpus, in the order of their ids. table: a file for `write_table`."""
     runs, refused = [], Counter[str]()
     for run in measured_runs(read_lines(path)):
         if isinstance(run, str):
@@ -159,6 +180,8 @@ def corpus(path: Path, every: int, console: Console) -> dict[str, Any]:
     report = corpus_report(runs, seconds, console)
     for why, count in refused.items():
         console.print(f"{count} rows are not predicted: {why}")
+    if table:
+        write_table(runs, seconds, table)
     found = {"groups": report, "choices": choices(runs, seconds, console), "not_predicted": dict(refused)}
     return {**found, "reasons": [*REASONS]}
 

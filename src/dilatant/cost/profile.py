@@ -291,7 +291,7 @@ def measure(
         def once() -> torch.Tensor:
             return forward(True, run=run)[0]
 
-        return *_saved_bytes(layer, once), _working_bytes(clock.device, once)
+        return *saved_bytes(layer, once), _working_bytes(clock.device, once)
 
     kept, weight, output, working = bytes_of(layer)
     before = None if probe.before_chunks is None else probe.before_chunks(layer)
@@ -391,33 +391,40 @@ def _first_tensor(result: Any, kind: str) -> torch.Tensor:
     raise UserError(f"layer type {kind!r} returns no floating-point tensor, so its backward cannot be measured")
 
 
-def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[int, int, int]:
+def saved_bytes(
+    layer: nn.Module, forward: Callable[[], torch.Tensor], blocks: Sequence[nn.Module] = ()
+) -> tuple[int, int, int]:
     """Return the bytes that autograd saves, the part that a split backward keeps for its weight half, and the output's.
 
-    Bytes are counted per storage, so that views are not counted twice, and without parameters. The weight half needs
-    the inputs of all linear layers and the gradients of their outputs; for experts with stacked weights, approximately
-    all that is saved inside them and the gradient of their output.
+    Bytes are counted per storage, so that views are not counted twice, and without parameters and what `blocks` get
+    besides hidden states. The weight half needs the inputs of all linear layers and the gradients of their outputs; for
+    experts with stacked weights, approximately all that is saved inside them and the gradient of their output.
     """
     import torch
+    from torch.utils._pytree import tree_leaves
 
-    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    storages: dict[int, int] = {}
+    own = {parameter.untyped_storage()._cdata for parameter in (*layer.parameters(), *layer.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def share(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        shared = args[1:], {name: value for name, value in given.items() if name != "hidden_states"}
+        own.update(one.untyped_storage()._cdata for one in tree_leaves(shared) if torch.is_tensor(one))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own:
+            storages[storage._cdata] = storage
         return tensor
 
     weight = 0
-    counted: set[int] = set()
+    counted: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is used twice
 
     def count(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal weight
         for value in (*inputs, output):
-            if torch.is_tensor(value) and value.untyped_storage().data_ptr() not in counted:
+            if torch.is_tensor(value) and (storage := value.untyped_storage())._cdata not in counted:
                 weight += value.numel() * value.element_size()
-                counted.add(value.untyped_storage().data_ptr())
+                counted[storage._cdata] = storage
 
     before: dict[nn.Module, set[int]] = {}
 
@@ -426,12 +433,14 @@ def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple
 
     def count_within(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal weight
-        kept_within = {key: size for key, size in storages.items() if key not in before[module] | counted}
-        weight += sum(kept_within.values())
+        kept_within = {key: one for key, one in storages.items() if key not in before[module] | counted.keys()}
+        weight += sum(one.nbytes() for one in kept_within.values())
         counted.update(kept_within)
         count(module, inputs, output)
 
     with ExitStack() as hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(share, with_kwargs=True))
         for module in layer.modules():
             if isinstance(module, torch.nn.Linear) and module.weight.requires_grad:
                 hooks.enter_context(module.register_forward_hook(count))
@@ -439,5 +448,5 @@ def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple
                 hooks.enter_context(module.register_forward_pre_hook(begin))
                 hooks.enter_context(module.register_forward_hook(count_within))
         output = forward()
-    kept = sum(storages.values())
+    kept = sum(one.nbytes() for one in storages.values())
     return kept, min(weight, kept), output.numel() * output.element_size()

@@ -7,14 +7,14 @@ devices no candidate that may be the fastest is left out: more devices, or more 
 SMALL_CLUSTER = 16
 """Up to this many devices in all groups, no candidate is omitted."""
 LARGE_CLUSTER = 128
-"""Number of devices above which the search does less: it simulates fewer plans than requested, omits surely slow
-candidates, and cuts microbatches by tokens only where no number of samples divides the batch."""
+"""Number of devices above which the search does less: it simulates fewer plans than requested, and cuts microbatches by
+tokens only where no number of samples divides the batch."""
 
 FEWEST = 6
 """Minimum number of simulated candidates of each kind, however many devices there are."""
 SLOW = 1.5
-"""On more than LARGE_CLUSTER devices, candidates that surely take more than this multiple of the best estimate are not
-enumerated."""
+"""On more than SMALL_CLUSTER devices, candidates that surely take more than this multiple of the best estimate are not
+enumerated, except to find a plan that fits and, up to LARGE_CLUSTER, one that takes less than that."""
 NEAR, WORTH = 1.1, 0.98
 """Units get separate replicas only if the estimate is below this multiple of the best other step: NEAR on more than
 SMALL_CLUSTER devices, WORTH on more than LARGE_CLUSTER."""
@@ -29,6 +29,10 @@ MAX_PROOF_CANDIDATES = 64
 MAX_EXTENDED_CANDIDATES, MAX_EXTENDED_PLANS = 4, 40
 """Most candidates whose idle devices get one more pipeline, the most promising first; and most of the resulting plans
 that are simulated, fewer on more than SMALL_CLUSTER devices."""
+
+MAX_MOVED_CUTS, MOVED_CUTS = 192, 32
+"""Most plans that are simulated with single layers moved to a neighbouring stage, fewer on more than SMALL_CLUSTER
+devices; and most of those that come from one plan, the fastest ones first."""
 
 CLOSE, FAR = 1.25, 2.0
 """Limits for candidates that span unlike groups of more than SMALL_CLUSTER devices, as multiples of the best step on

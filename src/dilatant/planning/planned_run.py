@@ -10,7 +10,9 @@ from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES, ONE
 from dilatant.config.files.own_files import require_plain
 from dilatant.config.memory_modes import Shard
+from dilatant.cost.analytic import FP8
 from dilatant.cost.memory import ZEROS, bytes_text
+from dilatant.cost.published_runs import PublishedRun, nearest_runs
 from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.model_spec import roles_of
 from dilatant.plan.plan import Plan
@@ -99,6 +101,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
         planning_seconds=result.wall_seconds,
         allocated_devices=cluster.num_devices,
         reasons=_reasons(planned) if result.groups else (),
+        nearest=_nearest(planned),
         advice=plan_advice(planned),
         warnings=(*planned.notes, *([stable] if stable else []), *_warnings(planned)),
         searched=_searched(planned),
@@ -126,7 +129,7 @@ def _reasons(planned: PlannedRun) -> tuple[str, ...]:
     """Return why the search chose its plan, from the plan's shape to how sure the search is."""
     first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
     limits = *device_reasons(planned), *link_reasons(planned), *_decoding(planned)
-    more = *planned.rows, *limits, *_compared(planned.problem)
+    more = *planned.rows, *limits, *_compared(planned)
     return (first, *_groups(planned), *_data_parallel(planned), *reasons, *more, last)
 
 
@@ -220,15 +223,38 @@ def _attention_text(problem: PlanningProblem) -> str:
     return f"; attention by {chosen}" if kinds else ""
 
 
-def _compared(problem: PlanningProblem) -> list[str]:
+def _compared(planned: PlannedRun) -> list[str]:
     """Say how far modelled steps are from published ones on these devices."""
+    problem = planned.problem
     hardware = problem.target.hardware
     if problem.measured.origin != "analytic" or problem.target.groups or problem.target.is_local:
         return []
     found = [f"{name} {percent_text(off)}" for name, off in hardware.compared.items()]
     if not found:
         return [f"No published run on {hardware.name} was compared with its modelled step."]
-    return [f"Mean errors of modelled steps of published runs on {hardware.name}: {listed(found)}."]
+    nearest = "; ".join(map(str, _nearest(planned)))
+    return [
+        f"Mean errors of modelled steps of published runs on {hardware.name}: {listed(found)}. Modelled over measured "
+        f"seconds of those most like this plan: {nearest or 'none is known'}."
+    ]
+
+
+def _nearest(planned: PlannedRun) -> tuple[PublishedRun, ...]:
+    """Return the published runs most like the language model of the plan."""
+    problem, winner = planned.problem, planned.result.winner
+    if problem.measured.origin != "analytic" or problem.target.groups or problem.target.is_local:
+        return ()
+    unit = winner.plan.unit(roles_of(problem.model.spec).language)
+    stages = unit.replicas[0].stages
+    sharded = "nothing" if winner.zero == "none" or len(unit.replicas) == 1 else "optimizer state"
+    if _sharded(problem, winner.plan).get(unit.name) == "weights":
+        sharded = "weights"
+    of_unit = problem.model.spec.unit(unit.name)
+    kinds = {"experts": any(layer.experts for layer in of_unit.layers), "FP8": problem.target.dtype == FP8}
+    name = ", ".join([unit.name, *(kind for kind, is_so in kinds.items() if is_so)])
+    size = len(winner.plan.ranks), problem.model.parameters[unit.name][0] / 1e9
+    degrees = stages[0].tp, len({stage.ranks for stage in stages})
+    return nearest_runs(PublishedRun("", name, problem.target.hardware.name, *size, *degrees, sharded, 1.0))
 
 
 def _data_parallel(planned: PlannedRun) -> list[str]:
@@ -269,7 +295,7 @@ def _searched(planned: PlannedRun) -> str:
     known = {result.winner.zero, *(group.zero for group in result.groups)}
     zeros = [zero for zero in ZEROS if zero in known]
     return (
-        f"equal pipelines cut where work is most even, {', '.join(degrees)}, {cut}, "
+        f"equal pipelines cut where work is most even, and single layers from there, {', '.join(degrees)}, {cut}, "
         f"schedule {either(tried_schedules(problem))}, zero {either(zeros)}"
     )
 

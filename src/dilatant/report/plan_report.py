@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 
 import msgspec
 
+from dilatant.cost.published_runs import PublishedRun
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
 
@@ -163,6 +164,7 @@ class PlanReport:
     searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
     counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state, `shard`: unit →
     what else is sharded. `fewest`: the smallest cluster that was asked for. `framework`: the plan for another one.
+    `nearest`: published runs most like it, whose steps were modelled, too.
     `limits`: why the model cannot be cut or packed like others, a line each. `reasons` for this plan, `advice` and
     `warnings` are sentences from the planner, shown unchanged.
     """
@@ -187,6 +189,7 @@ class PlanReport:
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    nearest: tuple[PublishedRun, ...] = ()
     searched: str = ""
     groups: tuple[SearchedPlans, ...] = ()
     why_not: tuple[WhyNotFacts, ...] = ()

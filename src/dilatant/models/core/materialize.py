@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from dilatant.models.adapters.lora import reset_adapters
 from dilatant.models.core.dtype import drop_four_bit
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
+
+AnyUnit = TypeVar("AnyUnit", bound=Unit)
 
 
 @torch.no_grad()
@@ -195,6 +197,18 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
         drawn |= {id(parameter) for parameter in own}
+
+
+def hollow_copy(unit: AnyUnit) -> AnyUnit:
+    """Return a copy of the unit on the meta device."""
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        empty = torch.empty_like(tensor, device="meta")
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+    held = {id(tensor): tensor for tensor in (*unit.parameters(), *unit.buffers())}
+    memo: dict[int, Any] = {key: on_meta(tensor) for key, tensor in held.items()}
+    return copy.deepcopy(unit, memo)
 
 
 class _WithConstants(TorchFunctionMode):

@@ -53,6 +53,8 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._fixed = fixed or {}
         self._options: dict[Hashable, Option | None] = {}
+        self._overflows: dict[ChainRequest, int] = {}  # the fewest stages behind with which no cut fits
+        self._laid_out: dict[ChainRequest, tuple[int, Option | None]] = {}  # with so many stages behind
         self._free_cuts: dict[ChainRequest, _ChainCosts] = {}
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
         self._joined: dict[ChainRequest, MeanCosts] = {}
@@ -93,6 +95,10 @@ class OptionTable:
         only if the unconstrained cut does not fit; if neither fits, as few layers as possible recompute."""
         if request.stages > self.units.model.unit(request.unit).most_stages:
             return None
+        behind, asked = min(behind, request.microbatches - 1), request  # from there on, all are in flight everywhere
+        ahead, option = self._laid_out.get(asked, (UNLIMITED, None))
+        if ahead <= behind and (option is None or option.headroom >= behind):
+            return option  # more stages behind only forbid more
         found: list[Option] = []
         for level in self.units.levels([request.unit, *request.extra]):
             request = request._replace(level=level)
@@ -102,7 +108,9 @@ class OptionTable:
             found.append(option if level == "none" else self._relaxed(request, option, behind))
             if is_free:
                 break  # the fastest cut fits: more recomputation only takes longer
-        return min(found, key=lambda one: one.total + (request.microbatches - 1) * one.slowest, default=None)
+        best = min(found, key=lambda one: one.total + (request.microbatches - 1) * one.slowest, default=None)
+        self._laid_out[asked] = behind, best
+        return best
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""
@@ -112,11 +120,15 @@ class OptionTable:
             self._options[request] = option
         if option.headroom >= behind or request.chunks > 1 or request.unit in self._fixed:
             return (option if option.headroom >= behind else None), True
+        if behind >= self._overflows.get(request, UNLIMITED):
+            return None, False
         bound = request, behind
         if bound not in self._options:
             layers = self.layers(request)
             tight = partition_layers_in_memory(layers.seconds, *self.memory(layers, request, behind))
             self._options[bound] = None if tight is None else self.cut(request, tight)
+            if tight is None:  # with more stages behind, more microbatches are in flight
+                self._overflows[request] = behind
         return self._options[bound], False
 
     def _free_cut(self, request: ChainRequest) -> _ChainCosts:

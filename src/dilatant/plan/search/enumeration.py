@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.space import Space, are_few
-from dilatant.plan.limits import FEWEST, MOST_KINDS, NEAR, SMALL_CLUSTER, WORTH
+from dilatant.plan.limits import FEWEST, LARGE_CLUSTER, MOST_KINDS, NEAR, SMALL_CLUSTER, WORTH
 from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.search.separate_units import placed_candidates, separate_replica_candidates
 from dilatant.plan.search.shapes import exposed_seconds, shapes
@@ -41,7 +41,7 @@ def _enumerated(space: Space, most_seconds: float = math.inf, most_times: float 
                 most_seconds = min(most_seconds, most_times * one.estimate)
     if most_times < math.inf or space.cluster.num_devices > SMALL_CLUSTER:
         best = min((candidate.estimate for candidate in found), default=math.inf)
-        most_seconds = min(most_seconds, (WORTH if most_times < math.inf else NEAR) * best)
+        most_seconds = min(most_seconds, (WORTH if space.cluster.num_devices > LARGE_CLUSTER else NEAR) * best)
     return [*found, *separate_replica_candidates(space, most_seconds)]
 
 

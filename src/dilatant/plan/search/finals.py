@@ -21,9 +21,9 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.limits import MAX_EXTENDED_CANDIDATES
+from dilatant.plan.limits import CLOSE, MAX_EXTENDED_CANDIDATES, MOVED_CUTS
 from dilatant.plan.model_spec import EncoderPosition
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.rank_mapping import RankOrder, map_ranks, replicas_of
 from dilatant.plan.search.refusals import rejection
 from dilatant.plan.templates.copies import copies_on_nodes
@@ -115,6 +115,28 @@ class Finals:
                 again = {unit.name: unit.recompute for unit in one.plan.units}
                 self._score(candidate, _recomputing(plan, again), one.score.schedule or None)
 
+    def move_cuts(self, most: int) -> None:
+        """Move single layers of the best plans to a neighbouring stage, as long as that makes them faster. At most
+        `most` plans are simulated, MOVED_CUTS from one plan, under the schedule that suited it best."""
+        shapes: dict[PlanCandidate, RankedPlan] = {}
+        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds):
+            if one.score.seconds < CLOSE * self.best:
+                shapes.setdefault(candidate, one)
+        for candidate, one in shapes.items():
+            left, most = min(most, MOVED_CUTS), most - MOVED_CUTS
+            while left > 0:
+                known = len(self._found)
+                for plan in itertools.islice(moved_cuts(one.plan), left):
+                    left -= 1
+                    if self._has_copies(plan):
+                        self._score(candidate, plan, one.score.schedule or None)
+                    faster = [found for found, _ in self._found[known:] if found.score.seconds < one.score.seconds]
+                    if faster:
+                        one = faster[0]
+                        break
+                else:
+                    break
+
     def prove(self, found: Sequence[PlanCandidate], most: int) -> float:
         """Simulate up to `most` further candidates, lowest bound first, until none could be fastest.
         Returns the least bound of the candidates that were not simulated."""
@@ -144,11 +166,13 @@ class Finals:
             with suppress(PlanError):
                 shape = candidate.chains, self._layers, self._feeds, self._space.cluster, order
                 found[map_ranks(*shape, candidate.groups)] = None
+        return [plan for plan in found if self._has_copies(plan)]
+
+    def _has_copies(self, plan: Plan) -> bool:
+        """Return True if every layer is on as many nodes as asked for."""
         settings = self._space.settings
-        if settings.copies == 1:
-            return list(found)
         per_node = settings.ranks_per_node or self._space.cluster.gpus_per_node
-        return [plan for plan in found if min(copies_on_nodes(plan, per_node).values()) >= settings.copies]
+        return settings.copies == 1 or min(copies_on_nodes(plan, per_node).values()) >= settings.copies
 
     def _travel(self, plan: Plan) -> float:
         """Return seconds until the last rank has synced its gradients, which differ most between rank orders."""
@@ -238,6 +262,26 @@ def _more_recomputed(plan: Plan, score: PlanScore, units: UnitLayers, capacity_b
         if tuple(layers) != (unit.recompute or nothing):
             changed[unit.name] = tuple(layers)
     return _recomputing(plan, changed) if changed else None
+
+
+def moved_cuts(plan: Plan) -> Iterator[Plan]:
+    """Yield the plans in which one stage of a unit has one layer less and a neighbour one more, in all replicas with
+    these cuts."""
+    for unit in plan.units:
+        for shape in dict.fromkeys(replica.shape for replica in unit.replicas):
+            for border, step in itertools.product(range(1, len(shape)), (1, -1)):
+                at = shape[border][0] + step
+                if not shape[border - 1][0] < at < shape[border][1]:
+                    continue
+                replicas = []
+                for replica in unit.replicas:
+                    stages = list(replica.stages)
+                    if replica.shape == shape:
+                        stages[border - 1] = replace(stages[border - 1], end=at)
+                        stages[border] = replace(stages[border], first=at)
+                    replicas.append(Replica(tuple(stages)))
+                units = {unit.name: replace(unit, replicas=tuple(replicas))}
+                yield Plan(tuple(units.get(other.name, other) for other in plan.units))
 
 
 def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list[PlanCandidate]:

@@ -27,6 +27,7 @@ from dilatant.plan.limits import (
     HOPELESS_FACTOR,
     LARGE_CLUSTER,
     MAX_EXTENDED_PLANS,
+    MAX_MOVED_CUTS,
     MAX_PROOF_CANDIDATES,
     SLOW,
     SMALL_CLUSTER,
@@ -127,9 +128,11 @@ class _Search:
         Only the most promising candidates are simulated if none can be faster than `ceiling` seconds. Raises PlanError;
         NoneFasterError if nothing beats `self.ceiling`."""
         may_omit = self.only is None and self.settings.copies == 1 and not self.settings.all_devices
-        if may_omit and space.cluster.num_devices > LARGE_CLUSTER:
+        if may_omit and space.cluster.num_devices > SMALL_CLUSTER:
             try:
-                return self._within(SLOW, space, ceiling)
+                found, answer = self._within(SLOW, space, ceiling)
+                if space.cluster.num_devices > LARGE_CLUSTER or answer.seconds < SLOW * found[0].estimate:
+                    return found, answer
             except NoneFasterError:
                 raise
             except PlanError:
@@ -154,13 +157,16 @@ class _Search:
         if self.only is None:
             self._simulate_textbook(finals, space)
         if self.only is None and self.is_alone and devices <= LARGE_CLUSTER:
-            unseen = finals.prove(found, MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, devices))
+            proofs = MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, devices)
+            unseen = min(most, finals.prove(found, proofs))
         if not finals.ranked:
             raise self._refusal(found, finals, min(finals.skipped, unseen), space)
         finals.reorder()
+        share = SMALL_CLUSTER / max(SMALL_CLUSTER, devices)
+        if self.only is None:
+            finals.move_cuts(int(MAX_MOVED_CUTS * share))
         if settings.fills_idle:
-            extended = MAX_EXTENDED_PLANS * SMALL_CLUSTER // max(SMALL_CLUSTER, devices)
-            finals.fill_idle(found, max(FEWEST, extended))
+            finals.fill_idle(found, max(FEWEST, int(MAX_EXTENDED_PLANS * share)))
         looked_at = list(dict.fromkeys([*found, *finals.seconds]))  # includes all that were simulated
         return found, answer_of(looked_at, finals, min(finals.skipped, unseen), settings.all_devices)
 

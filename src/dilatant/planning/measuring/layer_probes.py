@@ -14,7 +14,7 @@ from dilatant.attention.recompute_cache import attention_cache_contexts
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.core.dtype import cast_weights, quantize
-from dilatant.models.core.materialize import materialize
+from dilatant.models.core.materialize import hollow_copy, materialize
 from dilatant.models.core.slicing import held_blocks
 from dilatant.models.core.stage import Stage
 from dilatant.models.core.unit import Unit
@@ -94,8 +94,9 @@ def _blocks(layer: nn.Module) -> Sequence[nn.Module]:
 
 
 def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLayer:
-    unit: Unit = copy.deepcopy(entry.unit)
-    materialize(unit, entry.index, entry.index + 1, seed=0)
+    unit: Unit = hollow_copy(entry.unit) if device.type == "meta" else copy.deepcopy(entry.unit)
+    if device.type != "meta":
+        materialize(unit, entry.index, entry.index + 1, seed=0)
     cast_weights(unit, dtype)
     unit.recompute("none")  # costs with it, and with loss chunks, are derived
     if isinstance(unit, LanguageUnit):

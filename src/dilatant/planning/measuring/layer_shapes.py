@@ -3,7 +3,6 @@ device. Their work grows with the picture, not with the rows of the language mod
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,15 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import activations
 
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.adapters.lora import is_adapter
+from dilatant.models.core.materialize import hollow_copy
 from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.parallel.experts import fused_experts
+from dilatant.planning.measuring.kept_by_block import kept_by_block
 from dilatant.planning.problem.describe_model import (
     CONNECTOR,
     EMBEDDING,
@@ -42,6 +41,8 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
 
     guess: count a layer whose config says too little as one product with its matrices, instead of raising.
     """
+    if guess in model.shapes:
+        return model.shapes[guess]
     shapes = {}
     for entry in model.types:
         try:
@@ -53,6 +54,7 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
         shapes[entry.kind] = replace(
             shapes[entry.kind], trained_share=_trained_share(entry), divided=entry.unit.structure is not None
         )
+    model.shapes[guess] = shapes
     return shapes
 
 
@@ -105,8 +107,9 @@ def _shape(entry: LayerType) -> LayerShape:
         head_size=size,
         gated=any("gate" in name for module in modules for name, _ in module.named_parameters()),
         causal=causal,
-        norms=_norms(modules, heads * size, key_value_heads * size, inner),
+        norms=_moved_by_norms(modules, heads * size, key_value_heads * size),
     )
+    shape = replace(shape, **kept_by_block(entry))
     pairs = not any(word in entry.variant for word in _WITHOUT_PAIRS)
     return replace(
         shape,
@@ -158,52 +161,21 @@ def _heads(entry: LayerType) -> tuple[int, int, int]:
     )
 
 
-def _norms(modules: list[nn.Module], query: int, key: int, inner: int) -> tuple[float, float] | None:
-    """Return the elements per token that a block's norms keep for the backward besides their outputs, and that they
-    read and write. Kept are also what scales of whole rows multiply, and what activations of `inner` elements keep
-    besides their input. None: no norm was found."""
-    kept, moved, more = 0.0, 0.0, 0.0
+def _moved_by_norms(modules: list[nn.Module], query: int, key: int) -> tuple[float, float] | None:
+    """Return the elements per token that a block's norms keep if operation by operation in fp32, and that they read and
+    write; None: no norm was found."""
+    kept = moved = 0.0
     for module in modules:
         for path, part in module.named_modules():
             weight = getattr(part, "weight", None)
             if "norm" not in type(part).__name__.lower() or weight is None or weight.dim() != 1:
-                own = part.named_parameters(recurse=False)
-                more += sum(one.numel() for name, one in own if one.dim() == 1 and name != "bias")
-                if type(part).__module__ == activations.__name__:
-                    more += inner * (_kept_by(part, inner) - 1.0)
-                if path.endswith(("qkv", "qkv_proj")):  # values keep the whole result, of which the rest is rotated
-                    more += query + key
                 continue
-            name, elements = path.rpartition(".")[2], weight.numel()
+            name, elements, fused = path.rpartition(".")[2], weight.numel(), isinstance(part, nn.LayerNorm | nn.RMSNorm)
             if name.startswith(("q_", "k_", "query_", "key_")):  # of every head
                 elements = query if name.startswith("q") else key
-            kept += elements * _kept_by(part, weight.numel())
-            moved += elements * (2 if isinstance(part, nn.LayerNorm | nn.RMSNorm) else 18)
-    return (kept + more, moved) if kept else None
-
-
-def _kept_by(norm: nn.Module, size: int) -> float:
-    """Return the elements that a norm or activation in bf16 keeps for its backward, per element of its input."""
-    weights = {
-        name: torch.empty_like(one, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        for name, one in norm.named_parameters()
-    }
-    known = {one.untyped_storage()._cdata for one in weights.values()}
-    rows = torch.empty(1, 64, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    held: dict[int, torch.UntypedStorage] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            held[storage._cdata] = storage
-        return tensor
-
-    try:
-        with saved_tensors_hooks(note, lambda tensor: tensor), torch.enable_grad():
-            functional_call(norm, weights, (rows,))
-    except (RuntimeError, TypeError):  # it takes more than its input
-        return 3.0
-    return sum(storage.nbytes() for storage in held.values()) / rows.numel() / 2
+            kept += elements * (1 if fused else 3)
+            moved += elements * (2 if fused else 18)
+    return (kept, moved) if kept else None
 
 
 def _experts_visited(entry: LayerType) -> float:
@@ -239,7 +211,7 @@ def _products(module: nn.Module, visited: float) -> Iterator[int]:
 def denoiser_layer_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
     """Return the shape of a layer of a generator's net, or of the whole net if it is one layer. It is per row of the
     language model: a picture's work over its rows. The autoencoder's work has no backward."""
-    hollow = _hollow(unit)
+    hollow = hollow_copy(unit)
     model: Any = hollow.model
     assert isinstance(model, Diffusion)
     items, last = hollow.tokens_per_item, len(hollow.layers) - 1
@@ -271,7 +243,7 @@ def denoiser_layer_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
 
 def connector_shape(unit: GeneratorUnit) -> LayerShape:
     """Return the shape, per row, of a connector in which the rows of an item see each other."""
-    connector = _hollow(unit).connector
+    connector = hollow_copy(unit).connector
     rows = torch.randn(unit.tokens_per_item, unit.width_in, device="meta", requires_grad=True)
     counted = _counted(lambda: connector(rows), connector)
     return replace(_shape_of_item(unit, 0, *counted), output_width=unit.width)
@@ -292,18 +264,6 @@ def _shape_of_item(unit: GeneratorUnit, layer: int, products: int, kept: int, ca
         output_width=0,
         launches=calls,
     )
-
-
-def _hollow(unit: GeneratorUnit) -> GeneratorUnit:
-    """Return a copy of the unit on the meta device."""
-    held = {id(tensor): tensor for tensor in (*unit.parameters(), *unit.buffers())}
-    memo: dict[int, Any] = {key: _on_meta(tensor) for key, tensor in held.items()}
-    return copy.deepcopy(unit, memo)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _counted(call: Callable[[], Tensor], module: nn.Module) -> tuple[int, int, int]:

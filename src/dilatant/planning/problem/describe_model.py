@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from dilatant.config import Config
 from dilatant.config.memory_modes import Recompute
+from dilatant.cost.analytic import LayerShape
 from dilatant.models.build import build_model
 from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.core.freeze import audit, choose_orthogonal, thaw
@@ -75,7 +76,7 @@ class ModelDescription:
     A tied weight counts in each layer of `spec` that holds it, since each needs it, and once in `parameters`, which are
     (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → factor on the square of a row of several samples
     if none was measured, where attention does not skip pairs of different samples. `media_pairs`: of media masks.
-    `limits`: see `limits_of`.
+    `limits`: see `limits_of`. `shapes`: cache of `layer_shapes`.
     """
 
     spec: ModelSpec
@@ -87,6 +88,7 @@ class ModelDescription:
     dense: dict[str, float]
     media_pairs: MediaPairs
     limits: tuple[str, ...] = ()
+    shapes: dict[bool, dict[str, LayerShape]] = field(default_factory=dict, compare=False, repr=False)
 
     def kinds(self, role: str) -> tuple[str, ...]:
         """Return the layer types with this role."""

@@ -1,0 +1,79 @@
+"""Bytes that autograd keeps of a block, counted in its own forward on tensors that have shapes but no values."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dilatant.attention.kernels.packed_attention import without_values
+from dilatant.cost.profile import saved_bytes
+from dilatant.models.core.slicing import held_blocks
+from dilatant.planning.measuring.layer_probes import OneLayer, layer_probe
+from dilatant.planning.problem.describe_model import LayerType
+
+_TOKENS = 256
+_HOST, _META = torch.device("cpu"), torch.device("meta")
+
+
+def kept_by_block(entry: LayerType) -> dict[str, float]:
+    """Return `kept`, `weight_kept` and `weight_only` of the shape of a block in bf16 (see `LayerShape`), in elements of
+    two bytes per token; nothing if its forward needs values, as with flash-linear-attention, whose kernels read memory.
+
+    Attention keeps what a fused kernel does. Experts are visited evenly. Everything else is what the family's forward
+    runs without further packages: linear attention, for one, in torch, with chunks in fp32.
+    """
+    assert entry.unit.structure is not None
+    probe = layer_probe(entry, _META, torch.bfloat16)
+    try:
+        with ShapesOnly():
+            layer = cast(OneLayer, probe.build())
+            (value,), keywords = probe.inputs(min(probe.tokens or (_TOKENS,)))
+            value.requires_grad_()
+            blocks = held_blocks(cast(Any, layer.stage).model.get_submodule(entry.unit.structure.blocks))
+            kept, weight, _ = saved_bytes(layer, lambda: layer(value, **keywords), blocks)
+            for parameter in layer.parameters():
+                parameter.requires_grad_(False)
+            frozen, _, _ = saved_bytes(layer, lambda: layer(value, **keywords), blocks)
+    except Exception:  # whatever a family's forward, or a kernel that it calls, raises without values
+        return {}
+    each = 2 * value.shape[:-1].numel()
+    return {"kept": kept / each, "weight_kept": weight / each, "weight_only": (kept - frozen) / each}
+
+
+class ShapesOnly(TorchFunctionMode):
+    """Keep new floating-point tensors on the meta device, and integers, whose values forwards read, in host memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__name__", "") == functional.scaled_dot_product_attention.__name__:
+            return _attention(*args, **{"attn_mask": None, **named} if len(args) < 4 else named)
+        tensors = [one for one in tree_leaves((args, named)) if isinstance(one, Tensor)]
+        on_host = not any(one.is_meta for one in tensors)
+        if func is torch.bincount and not on_host:
+            experts = named["minlength"]
+            return (torch.arange(experts) + len(args[0])) // experts  # sums to the number of rows
+        if not on_host:
+            args, named = tree_map(_on_meta, (args, named))
+        result = func(*args, **named)
+        # What has values keeps them, wherever it is moved; new integers have values.
+        if on_host and isinstance(result, Tensor) and result.is_meta and (tensors or not result.is_floating_point()):
+            args, named = tree_map(lambda one: _HOST if isinstance(one, torch.device) else one, (args, named))
+            result = func(*args, **named)
+        return result
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *_: Any, **named: Any) -> Tensor:
+    """Attend as torch does, which makes and keeps a mask in the query's dtype of each mask of booleans."""
+    mask = attn_mask.to(_META, query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+    return without_values(query, key, value, mask)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.to(_META)
+    return _META if isinstance(value, torch.device) else value
