@@ -410,14 +410,14 @@ def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple
         return tensor
 
     weight = 0
-    counted: set[int] = set()
+    counted: dict[int, torch.Tensor | None] = {}  # holds what was counted, or another tensor might get its address
 
     def count(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal weight
         for value in (*inputs, output):
             if torch.is_tensor(value) and value.untyped_storage().data_ptr() not in counted:
                 weight += value.numel() * value.element_size()
-                counted.add(value.untyped_storage().data_ptr())
+                counted[value.untyped_storage().data_ptr()] = value
 
     before: dict[nn.Module, set[int]] = {}
 
@@ -426,9 +426,9 @@ def _saved_bytes(layer: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple
 
     def count_within(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal weight
-        kept_within = {key: size for key, size in storages.items() if key not in before[module] | counted}
+        kept_within = {key: size for key, size in storages.items() if key not in before[module] | counted.keys()}
         weight += sum(kept_within.values())
-        counted.update(kept_within)
+        counted.update(dict.fromkeys(kept_within))
         count(module, inputs, output)
 
     with ExitStack() as hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
