@@ -167,7 +167,7 @@ def drawn_run(microbatches: int) -> tuple[Plan, StepCosts, list[Drawn]]:
     each = np.zeros((4, len(placed)))
     late, items = np.zeros((len(placed), 2, 3)), np.ones(len(placed))
     table = StageCosts(
-        seconds, none, none, none, none, *each, late_bytes=late, items_per_token=items, host_seconds=0 * seconds[..., 0]
+        seconds, none, none, none, none, none, *each, late, items, 0 * seconds[..., 0], np.zeros((len(seconds), 2))
     )  # fmt: skip
     rng = np.random.default_rng(0)
     samples = []

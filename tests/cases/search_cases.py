@@ -61,7 +61,8 @@ def closed_form(spec, costs, tokens, batch, rules=RULES):
             samples = [tokens[placed.unit]] * (share * batch // (replicas * microbatches))
             seconds = polynomial(table.seconds[placed.index], samples)
             kept = polynomial(table.kept_bytes[placed.index], samples)
-            transient = polynomial(table.transient_bytes[placed.index], samples)
+            running = table.transient_bytes, table.forward_bytes
+            transient = max(polynomial(one[placed.index], samples) for one in running)
             for rank in placed.stage.ranks:
                 busy[rank] = busy.get(rank, 0.0) + seconds[0] + seconds[1]
                 held[rank] = held.get(rank, 0.0) + table.static_bytes[placed.index] + transient

@@ -445,3 +445,15 @@ def test_files_of_costs_and_hardware_are_replaced_whole(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{link}{name}.yaml" for link in ("", "link-") for name in ("costs", "hardware")
     }
+
+
+def test_a_backward_does_not_hold_what_only_forwards_hold() -> None:
+    cost = replace(
+        COST, activation_bytes=Quadratic(b=10.0), working_bytes=Quadratic(b=4.0), forward_bytes=Quadratic(b=6.0)
+    )
+    alone = frozen_work(cost, trainable=False, before=False)
+    assert (alone.forward_bytes, alone.transient_bytes) == (cost.forward_bytes, ZERO)
+    again = frozen_work(cost, trainable=True, before=True, recompute="block")
+    assert (again.forward_bytes, again.transient_bytes) == (cost.forward_bytes, Quadratic(b=14.0))
+    kept = frozen_work(cost, trainable=True, before=True)
+    assert (kept.forward_bytes, kept.transient_bytes) == (cost.working_bytes, cost.working_bytes)

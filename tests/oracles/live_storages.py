@@ -6,6 +6,7 @@ Knows nothing of models, plans or schedules. It sees what operations return, not
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,29 +19,37 @@ class LiveStorages(TorchDispatchMode):
     """While entered: `now`, the bytes of storages made inside that still live, and `peak`, the most there were.
 
     given: tensors from before, which do not count; all weights and buffers, or their views would. resizing: storages
-    may be resized, which is seen at the next operation.
+    may be resized, which is seen at the next operation. Other threads may free storages at any moment, as those that
+    run collectives do: they only leave word in `_freed`, which is taken into account before the next number is read.
     """
 
     def __init__(self, given: Iterable[torch.Tensor] = (), resizing: bool = False) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self._now = self.peak = 0
         self._storages: dict[int, weakref.ref] | None = {} if resizing else None
         self._known: dict[int, int] = {}
+        self._freed: deque[int] = deque()
         for tensor in given:
             self._watch(tensor, counted=False)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        self._take_off()
         for key, reference in list((self._storages or {}).items()):
             storage = reference()
             if storage is not None and key in self._known:
-                self.now += storage.nbytes() - self._known[key]
+                self._now += storage.nbytes() - self._known[key]
                 self._known[key] = storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self._now)
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 self._watch(value, counted=True)
         return result
+
+    @property
+    def now(self) -> int:
+        self._take_off()
+        return self._now
 
     def reset_peak(self) -> None:
         """Forget higher moments before this one."""
@@ -49,17 +58,21 @@ class LiveStorages(TorchDispatchMode):
     def _watch(self, tensor: torch.Tensor, counted: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
+        self._take_off()  # a new storage may have the address of a freed one
         if key in self._known:
             return
         size = storage.nbytes() if counted else 0
         self._known[key] = size
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._now += size
+        self.peak = max(self.peak, self._now)
         if counted and self._storages is not None:
             self._storages[key] = weakref.ref(storage)
-        weakref.finalize(storage, self._gone, key)
+        weakref.finalize(storage, self._freed.append, key)
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._known.pop(key, 0)
-        if self._storages is not None:
-            self._storages.pop(key, None)
+    def _take_off(self) -> None:
+        """Take freed storages off the count; by the thread alone that runs the operations."""
+        while self._freed:
+            key = self._freed.popleft()
+            self._now -= self._known.pop(key)
+            if self._storages is not None:
+                self._storages.pop(key, None)

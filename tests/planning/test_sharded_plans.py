@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases.planning.planned_project import text_config
+from cases.planning.planned_project import VISION, config, model_section, text_config, write_samples
+from dilatant.config.memory_modes import SHARDS, Shard
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.assemble import assemble_samples
@@ -93,3 +95,76 @@ def test_whole_weights_stay_where_they_are_as_fast(tmp_path: Path, gib: float, t
     """Sharding saves no time where memory is ample, and is not tried where the config forbids it."""
     found = with_best_memory(plan_run(few_long_rows(tmp_path, gib, **train)))
     assert found.problem.target.rules.shard_of("language") == "none"
+
+
+def tower_and_model(folder: Path, gib: float, layers: tuple[int, int], text: int, dtype: str) -> PlanningProblem:
+    """A vision tower and a language model that both train, on four GPUs with one equal sample each."""
+    write_samples(folder, 1)
+    user = {"role": "user", "content": [{"type": "image", "image": "one.png"}, {"type": "text", "text": "a" * text}]}
+    line = json.dumps({"messages": [user, {"role": "assistant", "content": "b" * 100}]})
+    (folder / "train.jsonl").write_text((line + "\n") * 2 * BATCH, encoding="utf-8")
+    wide = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    tower = {**VISION, **wide, "num_hidden_layers": layers[0], "image_size": 128}
+    language = {**LLAMA, "num_hidden_layers": layers[1]}
+    asked = config(
+        folder,
+        model=model_section(config=language)
+        | {"encoders": {"vision": {"kind": "image", "projector": "linear", "config": tower}}, "freeze": []},
+        data={"train": [{"path": "train.jsonl"}], "max_length": 8192, "workers": 0},
+        train={"steps": 2, "global_batch_size": BATCH, "report_to": [], "precision": dtype},
+        cluster={"hardware": "H100", "gpus_per_node": GPUS, "memory_gib": gib},
+        plan={"microbatch_sizes": [1, 2], "measure_seconds": 0},
+        debug={"planned_steps": 1},
+    )
+    return planning_problem(asked, assemble_samples(asked))
+
+
+def fastest_of_all_choices(problem: PlanningProblem) -> tuple[float, dict[str, Shard]]:
+    """Seconds of the fastest plan with both units on all devices, in any cut into equal stages, and what it shards."""
+    layers = {unit.name: len(unit.layers) for unit in problem.model.spec.units}
+    best: tuple[float, dict[str, Shard]] = float("inf"), {}
+    for words in itertools.product(SHARDS, repeat=2):
+        choice = dict(zip(layers, words))
+        own = problem.sharing("node", choice)
+        score = scorer_of(own)
+        for replicas, level in itertools.product((1, 2, 4), itertools.product(("none", "block"), repeat=2)):
+            pp = GPUS // replicas
+            specs = {"vision": ParallelSpec(replicas, pp=1), "language": ParallelSpec(replicas, pp=pp)}
+            plan = plan_from_specs(layers, specs, {"vision": ("language",), "language": ()}, {"vision": "language"})
+            units = []
+            for unit, how in zip(plan.units, level):
+                again = tuple(
+                    how if "layers." in layer.name else "none" for layer in own.model.spec.unit(unit.name).layers
+                )
+                units.append(replace(unit, recompute=again if how != "none" else ()))
+            plan = Plan(tuple(units))
+            for count in {BATCH // replicas, max(1, BATCH // replicas // 2)}:
+                found = score(plan, count)
+                fits = problem.target.cluster.overflow(plan.ranks, found.peak_bytes) <= 0.0
+                if fits and found.seconds < best[0]:
+                    best = found.seconds, choice
+    return best
+
+
+@pytest.mark.parametrize(
+    ("gib", "layers", "text", "dtype"),
+    [
+        pytest.param(2.6, (2, 8), 3000, "bf16"),
+        pytest.param(2.0, (8, 2), 1000, "bf16", marks=pytest.mark.slow),
+        pytest.param(1.6, (4, 4), 2000, "bf16", marks=pytest.mark.slow),
+        pytest.param(2.6, (6, 6), 500, "fp32", marks=pytest.mark.slow),
+        pytest.param(6.0, (4, 4), 500, "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_no_choice_of_shards_by_unit_beats_the_plan(
+    tmp_path: Path, gib: float, layers: tuple[int, int], text: int, dtype: str
+) -> None:
+    problem = tower_and_model(tmp_path, gib, layers, text, dtype)
+    searched = plan_run(problem)
+    found = with_best_memory(searched)
+    assert found.result.seconds <= searched.result.seconds
+    best, choice = fastest_of_all_choices(problem)
+    shard = training_plan(found.problem, found.result.winner).shard
+    print(f"{searched.result.seconds:.5f} s, {found.result.seconds:.5f} s with {shard}, {best:.5f} s with {choice}")
+    is_notable = best < (1 - NOTABLE) * searched.result.seconds or searched.problem.target.rules.shard
+    assert found.result.seconds <= (best if is_notable else best / (1 - NOTABLE)) * (1 + 1e-9)

@@ -39,9 +39,9 @@ def origin(said: str = "measured on a test") -> StepCosts:
     seconds[:, 0] = [1e-6, 3e-5, 1e-3]
     seconds[:, 1] = [2e-6, 6e-5, 1e-3]
     seconds[:, 2:] = seconds[:, 1:2] / 2
-    none, late = np.zeros((4, 3)), np.zeros((3, 2, 3))
+    none, late, host, gathers = np.zeros((4, 3)), np.zeros((3, 2, 3)), np.zeros((3, 4)), np.zeros((3, 2))
     return StepCosts(
-        StageCosts(seconds, none, none, none, none, *np.zeros((4, 3)), late, np.ones(3), host_seconds=np.zeros((3, 4))),
+        StageCosts(seconds, none, none, none, none, none, *np.zeros((4, 3)), late, np.ones(3), host, gathers),
         origin=said,
     )
 

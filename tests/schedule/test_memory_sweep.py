@@ -82,12 +82,14 @@ def unit_costs(stages: int) -> StageCosts:
         per_token,
         per_token / 2,
         none,
+        none,
         none.copy(),
         always,
         *np.zeros((3, stages)),
         late_bytes=late,
         items_per_token=np.ones(stages),
         host_seconds=np.zeros((stages, 4)),
+        gather_seconds=np.zeros((stages, 2)),
     )
 
 

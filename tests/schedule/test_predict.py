@@ -255,7 +255,7 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
     """Whole, or in halves of which the second frees what weight gradients kept."""
     rng, step = np.random.default_rng(seed), random_step(seed)
     count = len(step.plan.stages())
-    shapes = (4, 3), (3,), (3,), (3,), (3,), (), ()
+    shapes = (4, 3), (3,), (3,), (3,), (3,), (3,), (), ()
     late = np.zeros((count, 2, 3))
     costs = StageCosts(
         *(rng.random((count, *shape)) for shape in shapes[:-1]),
@@ -263,6 +263,7 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
         late_bytes=late,
         items_per_token=np.ones(count),
         host_seconds=np.zeros((count, 4)),
+        gather_seconds=np.zeros((count, 2)),
     )
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))
     samples = Workload({unit.name: rng.integers(1, 30, 16) for unit in step.plan.units})

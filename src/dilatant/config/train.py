@@ -190,7 +190,8 @@ class TrainConfig(Section):
     """What the ranks that share optimizer state (`zero`) shard besides it, for all units that can be sharded or by unit
     (`{language: weights}`; others `none`). `gradients` (ZeRO stage 2): a rank accumulates only its part of the
     gradients. `weights` (ZeRO stage 3, FSDP; with `zero: node` HSDP): it also holds only its part of the weights, and
-    gathers those of each block before use, in every microbatch. Default: `none`, or `weights` in a plan if nothing else
+    gathers those of each block before use, in every microbatch. `weights_by_step`: it gathers them in the first
+    microbatch and keeps them until the step ends. Default: `none`, or what a plan chooses for each unit if nothing else
     fits memory or its steps are 5 % faster. Not with `deterministic`; with `resilience.enabled`, ranks of a node share,
     and other nodes hold the same ([parallel.md](parallel.md#sharded-weights-and-gradients))."""
     loss: str | None = Field(None, pattern=OWN_NAME)

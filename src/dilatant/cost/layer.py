@@ -96,8 +96,8 @@ def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """The work of one layer after the frozen rule. `transient_bytes` exist only while the layer runs: working memory of
-    its backward, and all its activations if they are not kept (no backward, or recomputed in it).
+    """The work of one layer after the frozen rule. `transient_bytes` exist only while its backward runs: working
+    memory, and all activations if these are recomputed; `forward_bytes` only while its forward runs, besides kept ones.
     `common_bytes`: the part of `kept_bytes` that the blocks of a stage share. `host`: seconds of the host for the
     forward, the input-gradient and the weight-gradient half, which take no less."""
 
@@ -107,6 +107,7 @@ class LayerWork:
     kept_bytes: Quadratic
     weight_bytes: Quadratic
     transient_bytes: Quadratic
+    forward_bytes: Quadratic = ZERO
     common_bytes: Quadratic = ZERO
     host: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -141,7 +142,7 @@ def frozen_work(
     """
     if not trainable and not before:
         held = cost.activation_bytes if cost.forward_bytes == ZERO else cost.forward_bytes
-        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, held, host=(cost.host, 0.0, 0.0))
+        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, ZERO, held, host=(cost.host, 0.0, 0.0))
     if before:
         input_gradient = cost.input_gradient
         weight_gradient = cost.weight_gradient if trainable else ZERO
@@ -169,13 +170,16 @@ def frozen_work(
         kept = kept + cost.attention_bytes
     if not cost.splits:
         input_gradient, weight_gradient = input_gradient + weight_gradient, ZERO
+    transient = working + whole if recomputed else working
+    forward_only = recomputed and cost.forward_bytes != ZERO
     return LayerWork(
         forward,
         input_gradient,
         weight_gradient,
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
-        transient_bytes=working + whole if recomputed else working,
+        transient_bytes=transient,
+        forward_bytes=cost.forward_bytes if forward_only else transient,
         common_bytes=cost.common_bytes,
         host=(cost.host, cost.host * (0.5 + recomputed), 0.5 * cost.host * trainable),
     )

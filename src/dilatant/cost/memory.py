@@ -42,6 +42,11 @@ class ParameterBytes:
         return words.get(unit, words.get("", "none"))
 
     @property
+    def has_masters(self) -> bool:
+        """True if the optimizer updates fp32 copies of low-precision weights."""
+        return self.weight < 4.0 <= self.optimizer
+
+    @property
     def own_gradient(self) -> float:
         """Additional bytes from the last backward to the update, for a weight that other ranks hold as well."""
         return self.summed if self.keeps_gradients else 0.0
@@ -78,8 +83,10 @@ class ParameterBytes:
         return parameters * (self.optimizer + besides + (self.weight if shard == "weights" else 0.0))
 
     def spared_by_masters(self, unit: str) -> float:
-        """Return the bytes of a parameter's own shard that its master replaces while its weight is not gathered."""
-        return self.weight if self.shard_of(unit) == "weights" and self.weight < 4.0 <= self.optimizer else 0.0
+        """Return the bytes of a parameter's own shard that its master replaces while its weight is not gathered;
+        negative if there is no master and the shard exists beside the whole weight."""
+        spared = {"weights": self.weight * self.has_masters, "weights_by_step": self.weight * (self.has_masters - 1)}
+        return spared.get(self.shard_of(unit), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

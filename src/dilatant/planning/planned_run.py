@@ -66,9 +66,11 @@ def training_plan(problem: PlanningProblem, ranked: RankedPlan, chain: ChainCost
 
 def _sharded(problem: PlanningProblem, plan: Plan) -> dict[str, Shard]:
     """Return what is sharded of each unit of a plan, as its simulation counted."""
-    words = dict(problem.target.rules.shard)
     trains = {unit.name: any(unit.trainable) for unit in problem.model.spec.units}
-    return shard_by_unit(plan, trains, words.get("", words))
+    if problem.config.train.shard is not None:
+        return shard_by_unit(plan, trains, problem.config.train.shard)
+    words = {unit.name: problem.target.rules.shard_of(unit.name) for unit in plan.units}
+    return {unit: how for unit, how in words.items() if unit in shard_by_unit(plan, trains, how)}
 
 
 def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout] | None = None) -> PlanReport:

@@ -267,15 +267,20 @@ def _alone(problem: PlanningProblem, plans: Sequence[RankedPlan]) -> PlannedRun:
 
 
 def search_run(
-    problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0, only: Enumerate | None = None
+    problem: PlanningProblem,
+    all_devices: bool,
+    fault_tolerance: int = 0,
+    only: Enumerate | None = None,
+    finalists: int | None = None,
 ) -> SearchResult:
-    """Search under the ZeRO variants that the config leaves open. only: as in `search`."""
+    """Search under the ZeRO variants that the config leaves open. only, finalists: as in `search`; default: those of
+    the config."""
     (first, *others), rescored = zero_variants(problem.config, problem.target, fault_tolerance)
     problem = problem.sharing(first)
     return search(
         search_problem(problem, all_devices, fault_tolerance),
         scorer_of(problem),
-        problem.config.debug.finalists,
+        finalists or problem.config.debug.finalists,
         others={zero: scorer_of(problem.sharing(zero)) for zero in others},
         rescored={zero: scorer_of(problem.sharing(zero)) for zero in rescored},
         only=only,
@@ -295,8 +300,8 @@ def search_problem(problem: PlanningProblem, all_devices: bool = False, fault_to
         all_devices=all_devices,
         copies=fault_tolerance + 1,
         ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
-        # Recovery keeps no pipeline whose units have unlike shares of their replicas.
-        fills_idle=not (config.resilience.enabled or fault_tolerance),
+        # Recovery keeps no pipeline whose units have unlike shares of their replicas, nor do those have shards.
+        fills_idle=not (config.resilience.enabled or fault_tolerance or target.rules.shard),
         fills_microbatches=problem.policy in QUICK,
     )
     known = problem.costs, target.cluster, problem.simulated(), problem.global_batch, target.rules

@@ -161,9 +161,8 @@ def _parameter_bytes(
         shard, by = rules.shard_of(placed.unit), shared_by[placed.index]
         trained = np.array([layer.held_trained(degrees) for layer in layers])
         weights += rules.weight * sum(layer.held(degrees) for layer in layers)
-        if shard == "weights":
-            left = (rules.weight - rules.spared_by_masters(placed.unit)) / by
-            weights -= float((trained * (rules.weight - left))[by > 1].sum())
+        gone = rules.weight * (shard == "weights") * (1.0 - 1.0 / by) + rules.spared_by_masters(placed.unit) / by
+        weights -= float((trained * gone)[by > 1].sum())
         weights -= sum(rules.spared(layer.held_in_four_bits(degrees)) for layer in layers)
         gradients += rules.gradients * float((trained if shard == "none" else trained / by).sum())
         orthogonal = np.array([layer.orthogonal for layer in layers])

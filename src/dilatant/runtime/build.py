@@ -213,7 +213,7 @@ def shard_stages(
             continue
         blocks = blocks_of(model.units[unit], local.module) if local.module.runs_blocks_once else []
         local.sharded = shared.stages[index] = ShardedStage(
-            shared.owned.comm, shared.owned, blocks, own, layout.shard[unit] == "weights", shared.sync.duplicates
+            shared.owned.comm, shared.owned, blocks, own, layout.shard[unit], shared.sync.duplicates
         )
         local.sharded.release_all()
 

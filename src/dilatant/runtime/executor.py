@@ -118,9 +118,9 @@ class Executor:
         }
         if not data.predicts:
             self._sync.begin(last)
-            for stage in self._stages.values():
-                if stage.sharded is not None:
-                    stage.sharded.begin()
+        for stage in self._stages.values():
+            if stage.sharded is not None:
+                stage.sharded.begin()
         split = {action.stage for action in actions if action.kind == ActionKind.I}
         for number, stage in self._stages.items():
             # Exact sums must not depend on the schedule, either: always use the same functions for the same products.

@@ -24,7 +24,7 @@ Joins = Mapping[int, tuple[tuple[int, ActionKind], ...]]
 
 def exchanges(kind: ActionKind, shard: Shard) -> bool:
     """Return True if actions of this kind exchange weights or gradients of a unit sharded like this."""
-    return shard == "weights" or (shard == "gradients" and kind in (ActionKind.B, ActionKind.W))
+    return shard.startswith("weights") or (shard == "gradients" and kind in (ActionKind.B, ActionKind.W))
 
 
 def shard_rounds(graph: ScheduleGraph, shard: Mapping[str, Shard]) -> dict[int, Joins]:

@@ -77,7 +77,8 @@ def test_a_stage_without_backward_keeps_no_activation_memory() -> None:
     found = _stages((False, False, True, True))
     assert found.kept_bytes[0].tolist() == [0.0, 0.0, 0.0]
     held = max(_of(1, ACTIVATION), _of(0, ACTIVATION))
-    assert found.transient_bytes[0].tolist() == [0.0, held, 0.0]
+    assert found.forward_bytes[0].tolist() == [0.0, held, 0.0]
+    assert found.transient_bytes[0].tolist() == [0.0, 0.0, 0.0]
     kept = _of(2, ACTIVATION) + _of(3, ACTIVATION) - _of(2, COMMON) + _of(3, OUTPUT)
     assert found.kept_bytes[1].tolist() == [0.0, kept, 0.0]
     frozen = _stages((True, False, False, False))  # but frozen ones behind what trains do

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from dilatant import Encoder, MultimodalModel
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
 from dilatant.config.degrees import Degrees
-from dilatant.config.memory_modes import Recompute
+from dilatant.config.memory_modes import SHARDS, Recompute, Shard
 from dilatant.cost.memory import BF16, FP32
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
@@ -27,6 +28,7 @@ from dilatant.models.sources import parse_config
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.sharding import shard_by_unit
 from dilatant.planning.measuring.layer_costs import costs_in_use
 from dilatant.planning.measuring.layer_probes import layer_probe
 from dilatant.planning.problem.describe_model import describe_model
@@ -51,7 +53,8 @@ CASES = 14
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random step. images: of each sample. colocated: the encoder is on the language model's first ranks."""
+    """A random step. images: of each sample. colocated: the encoder is on the language model's first ranks. word: what
+    units are sharded that can be."""
 
     dtype: torch.dtype
     width: int
@@ -67,6 +70,7 @@ class Drawn:
     family: str
     microbatches: int
     loss_chunk: int | None
+    word: Shard = "none"
 
     def model(self) -> MultimodalModel:
         heads = {"num_attention_heads": 4, "hidden_size": self.width, "intermediate_size": 3 * self.width}
@@ -100,6 +104,10 @@ class Drawn:
             model.graph.feeds,
             {"vision": "language"} if self.colocated else {},
         )
+
+    def shard(self) -> dict[str, Shard]:
+        trains = {name: any(flags) for name, flags in trainable_layers(self.model().units).items()}
+        return shard_by_unit(self.plan(), trains, self.word)
 
     def samples(self) -> list[EncodedSample]:
         found = []
@@ -156,6 +164,7 @@ def drawn(seed: int) -> Drawn:
         family=draw.choice(families),
         microbatches=microbatches,
         loss_chunk=draw.choice([None, None, 128]),
+        word=draw.choice(SHARDS) if replicas > 1 else "none",
     )
 
 
@@ -164,12 +173,12 @@ def _held(worker: Worker, case: Drawn) -> int:
     torch.set_num_threads(1)
     comm = Comm(worker.store, worker.rank, worker.size)
     samples, (assignment, schedule) = case.samples(), case.step()
-    with LiveStorages() as live:
+    with LiveStorages(resizing=bool(case.shard())) as live:
         runtime = Runtime(
             case.model(),
             case.plan(),
             comm,
-            layout=StateLayout("node", bucket_bytes=1 << 16),
+            layout=StateLayout("node", bucket_bytes=1 << 16, shard=case.shard()),
             execution=Execution(precision=case.dtype),
         )
         optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
@@ -208,7 +217,8 @@ def predicted(case: Drawn) -> np.ndarray:
     targets = sum((one.labels >= 0).sum() for one in samples) / sum(tokens["language"])
     costs = costs_in_use(measured, found, targets, max(tokens["language"]) * 4, case.loss_chunk)
     assignment, schedule = case.step()
-    stages = stage_costs(plan, found.spec, costs, replace(RULES[case.dtype], zero="node", host_link=1e30))
+    rules = replace(RULES[case.dtype], zero="node", host_link=1e30, shard=tuple(case.shard().items()))
+    stages = stage_costs(plan, found.spec, costs, rules)
     squares = {"vision": np.array(tokens["vision"]) * float(IMAGE_TOKENS)}
     timeline = predict(plan, assignment, schedule, stages, tokens, squares=squares)
     assert timeline.peak_bytes is not None
@@ -222,11 +232,10 @@ def uncounted(case: Drawn) -> int:
     return numbers * (case.dtype.itemsize + (4 if case.dtype == torch.bfloat16 else 0))
 
 
-def check(workers: WorkerPool, seed: int, how: Recompute | None = None) -> np.ndarray:
-    """Check that predicted peaks are within 5 % of measured ones, apart from `uncounted`; return relative errors. how:
-    recomputation, instead of the drawn one."""
-    case = drawn(seed)
-    case = case if how is None else replace(case, recompute=how)
+def check(workers: WorkerPool, seed: int, **instead: Any) -> np.ndarray:
+    """Check that predicted peaks are within 5 % of measured ones, apart from `uncounted`; return relative errors.
+    instead: of what was drawn."""
+    case = replace(drawn(seed), **instead)
     said = predicted(case)
     held = np.array(workers.run(_held, len(case.plan().ranks), case))
     print(f"seed {seed}: {np.round(said / held - 1, 3).tolist()} of {held.tolist()} bytes, {case}")
@@ -235,11 +244,20 @@ def check(workers: WorkerPool, seed: int, how: Recompute | None = None) -> np.nd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "how"), [(7, None), (7, "block_offload"), (5, "block_offload")])
+@pytest.mark.parametrize(
+    ("seed", "instead"),
+    [
+        (7, {}),
+        (7, {"recompute": "block_offload"}),
+        (5, {"recompute": "block_offload"}),
+        (5, {"word": "weights"}),
+        (6, {"word": "weights"}),
+    ],
+)
 def test_peak_memory_of_random_step_matches_planner_on_each_rank(
-    workers: WorkerPool, seed: int, how: Recompute | None
+    workers: WorkerPool, seed: int, instead: dict[str, Any]
 ) -> None:
-    check(workers, seed, how)
+    check(workers, seed, **instead)
 
 
 @pytest.mark.slow

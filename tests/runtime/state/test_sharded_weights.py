@@ -20,7 +20,7 @@ from harness.checked_generic_steps import check_generic_case
 from harness.checked_steps import COMMON, check_case
 from harness.worker_pool import WorkerPool
 
-HOW: Any = st.sampled_from(["weights", "weights", "gradients"])
+HOW: Any = st.sampled_from(["weights", "weights_by_step", "gradients"])
 
 
 def shards(case: Case, how: Shard) -> dict[str, Shard]:

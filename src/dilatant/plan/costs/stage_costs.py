@@ -27,9 +27,10 @@ KIND_ORDER = ("F", "B", "I", "W")
 class StageCosts:
     """Costs of stages as coefficient triples (per token², per token, per call) of the tokens of the stage's unit.
 
-    `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
-    `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
-    backward keeps for W, memory held only while the stage runs, and the output to the next stage. The following are
+    `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes`,
+    `forward_bytes` and `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part
+    of them that a split backward keeps for W, memory held only while the stage runs a backward, and only while it runs
+    a forward, and the output to the next stage. The following are
     bytes per rank, `[stages]`: `static_bytes` is held for the whole step and includes the rank's part of sharded
     optimizer state; its part `gradient_bytes` exists only from the stage's first weight gradients on; `sum_bytes` is
     used after the stage's last backward, to sum its largest gradient; `own_gradient_bytes` is held from then to the
@@ -37,13 +38,15 @@ class StageCosts:
     has reached the stage's beginning, in addition to kept bytes: row 0 by a whole backward that makes the first weight
     gradients, including those of later layers; row 1 by an input-gradient half, including the activations that later
     layers keep for W. `items_per_token` `[stages]`: as in `UnitSpec`. `host_seconds` `[stages, kinds]`: those in which
-    the host issues an action's operations; it takes no less.
+    the host issues an action's operations; it takes no less. `gather_seconds` `[stages, 2]`: by how much the first
+    forward of a step takes longer to gather weights that then stay, and how long it takes at least.
     """
 
     seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
     weight_bytes: NDArray[np.float64]
     transient_bytes: NDArray[np.float64]
+    forward_bytes: NDArray[np.float64]
     output_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
     gradient_bytes: NDArray[np.float64]
@@ -52,6 +55,7 @@ class StageCosts:
     late_bytes: NDArray[np.float64]
     items_per_token: NDArray[np.float64]
     host_seconds: NDArray[np.float64]
+    gather_seconds: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +70,7 @@ class LayerTable:
     kept_bytes: NDArray[np.float64]
     weight_bytes: NDArray[np.float64]
     transient_bytes: NDArray[np.float64]
+    forward_bytes: NDArray[np.float64]
     output_bytes: NDArray[np.float64]
     common_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
@@ -112,6 +117,7 @@ def layer_table(
             "kept_bytes": _triple(work.kept_bytes),
             "weight_bytes": _triple(work.weight_bytes),
             "transient_bytes": _triple(work.transient_bytes),
+            "forward_bytes": _triple(work.forward_bytes),
             "output_bytes": _triple(cost.output_bytes),
             "common_bytes": _triple(work.common_bytes),
             "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(degrees)) - saved,
@@ -148,10 +154,11 @@ def stage_costs(
             replicas = len(plan.unit(entry.unit).replicas)
             known[same] = _sum_stage(entry, unit, tables[key], shared_by, rules, replicas)
         if entry.index in exchanged:  # no action takes less than its collectives, and they delay it
-            *least, delay = exchanged[entry.index]
-            seconds, *rest, host = known[same]
+            *least, once, delay = exchanged[entry.index]
+            seconds, *rest, host, _ = known[same]
             runs = np.asarray(seconds).any(axis=1) * np.array(least)
-            rows.append((seconds + np.outer(delay * runs, [0, 0, 1]), *rest, np.maximum(host, runs)))
+            first = np.array([delay * once, once])
+            rows.append((seconds + np.outer(delay * runs, [0, 0, 1]), *rest, np.maximum(host, runs), first))
             continue
         rows.append(known[same])
     return StageCosts(*(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)))
@@ -168,7 +175,9 @@ def _sum_stage(
     """Sum the layers of one stage: the columns of `StageCosts`, in order."""
     degrees, layers = entry.stage.degrees, slice(entry.stage.first, entry.stage.end)
     kept, common, output = (table.kept_bytes[layers], table.common_bytes[layers], table.output_bytes[layers][-1])
-    transient, weight = table.transient_bytes[layers], table.weight_bytes[layers]
+    transient, forward, weight = (
+        bytes_[layers] for bytes_ in (table.transient_bytes, table.forward_bytes, table.weight_bytes)
+    )
     held = kept.sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
     if table.backward[layers][-1]:  # the output stays, as root of the backward
         held = held + output
@@ -179,7 +188,9 @@ def _sum_stage(
         static -= table.twice(shared_by, layers).sum()
     shards = rules.shard_of(unit.name) != "none" and bool((shared_by > 1).any())
     if shards:
-        transient = transient + _gathered(entry, unit, shared_by, rules)
+        forward, transient = (
+            own + more for own, more in zip((forward, transient), _gathered(entry, unit, shared_by, rules))
+        )
         trained = np.array([layer.held_trained(degrees) for layer in unit.layers[layers]])
         static -= rules.spared_by_masters(unit.name) * float((trained / shared_by)[shared_by > 1].sum())
     gradients = rules.gradients * np.array(
@@ -201,34 +212,41 @@ def _sum_stage(
         table.seconds[layers].sum(axis=0),
         held,
         weight.sum(axis=0),
-        np.maximum(stage_peaks(transient, kept, [0])[0], 0.0),
+        *(np.maximum(stage_peaks(own, kept, [0])[0], 0.0) for own in (transient, forward)),
         output,
         static,
         gradients.sum(),
         largest + second,
         kept_gradients if rules.keeps_gradients else 0.0,
-        _late(transient, kept, weight, 0.0 * gradients if shards else gradients),
+        _late(transient, kept, weight, gradients),
         unit.items_per_token,
         table.host_seconds[layers].sum(axis=0),
+        np.zeros(2),
     )
 
 
 def _gathered(
     entry: PlacedStage, unit: UnitSpec, shared_by: NDArray[np.float64], rules: ParameterBytes
-) -> NDArray[np.float64]:
-    """Return [layers, 3]: bytes that a sharded stage holds while a layer runs, besides its own parts. They are the
-    weights of the layer's block and of the next one, gradients of the block and, in two flat copies, those of the
-    previous one; and all weights outside blocks with their gradients, which are summed after the first layer's
-    backward."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return [layers, 3] for the forward and for the backward: bytes that a sharded stage holds while a layer runs,
+    besides its parts. These are the weights of the layer's block and of the one to run next, with their parts in a
+    message, and in a backward the gradients of the block and, in two flat copies and a part, those of the block before;
+    and all weights outside blocks with the gradients of those that ran, which are summed at the end."""
     layers = unit.layers[entry.stage.first : entry.stage.end]
     held = np.array([layer.held_trained(entry.stage.degrees) for layer in layers]) * (shared_by > 1)
     is_block = np.array(["layers." in layer.name for layer in layers])
-    block, outside, part = (held * is_block).max(), (held * ~is_block).sum(), 1.0 / shared_by.max()
-    weight, gradient = rules.weight if rules.shard_of(unit.name) == "weights" else 0.0, rules.gradient
-    always = outside * (weight + gradient)
-    running = always + block * np.where(is_block, (2 + part) * weight + 3 * gradient, (1 + part) * weight)
-    running[0] = max(running[0], outside * (weight + 3 * gradient))
-    return np.outer(running, [0.0, 0.0, 1.0])
+    block, outside, part = held * is_block, held * ~is_block, 1.0 / shared_by.max()
+    ahead, behind = np.append(0.0, block[:-1]), np.append(block[1:], 0.0)  # of earlier and of later layers
+    shard, gradient = rules.shard_of(unit.name), rules.gradient
+    weight = rules.weight if shard == "weights" else 0.0
+    here = weight * (outside.sum() + block)
+    coming = rules.weight * (1.0 + part) * shard.startswith("weights")
+    forward = here + coming * behind + weight * ahead * ~is_block
+    backward = here + weight * ((1.0 + part) * ahead + behind * ~is_block)
+    backward += gradient * (np.cumsum(outside[::-1])[::-1] + block + (2.0 + part) * behind)
+    backward[0] = max(backward[0], outside.sum() * (weight + (3.0 + part) * gradient))
+    constant = np.array([0.0, 0.0, 1.0])
+    return np.outer(forward, constant), np.outer(backward, constant)
 
 
 def stage_peaks(transient: NDArray[np.float64], kept: NDArray[np.float64], cuts: Sequence[int]) -> NDArray[np.float64]:

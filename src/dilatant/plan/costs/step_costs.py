@@ -56,8 +56,9 @@ class StepCosts:
         """Read the output of `to_document` for `plan`. Raises ValueError for other content or another plan."""
         alike = token_costs(plan, (True,) * len(plan.stages())).stages
         try:
-            # Documents of older versions have no seconds of the host.
-            stages = {"host_seconds": alike.host_seconds, **document["stages"]}
+            # Documents of older versions have no seconds of the host or of gathers, and no bytes of forwards.
+            later = {name: getattr(alike, name) for name in ("host_seconds", "gather_seconds")}
+            stages = {**later, "forward_bytes": document["stages"]["transient_bytes"], **document["stages"]}
             arrays = {one.name: np.asarray(stages[one.name], dtype=np.float64) for one in fields(StageCosts)}
             others = {name: msgspec.convert(document[name], kind, str_keys=True) for name, kind in _READ.items()}
             costs = cls(StageCosts(**arrays), **others)
@@ -109,9 +110,9 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
     none, late = np.zeros(count), np.zeros((count, 2, 3))
-    bytes_ = (nothing, nothing, nothing, nothing, none, none, none, none, late)
-    host = np.zeros((count, len(KIND_ORDER)))
-    stages = StageCosts(seconds, *bytes_, items_per_token=np.ones(count), host_seconds=host)
+    bytes_ = (*[nothing] * 5, none, none, none, none, late)
+    host, gathers = np.zeros((count, len(KIND_ORDER))), np.zeros((count, 2))
+    stages = StageCosts(seconds, *bytes_, np.ones(count), host, gathers)
     return StepCosts(stages, origin=TOKENS)
 
 

@@ -100,7 +100,7 @@ def _add_rings(
         sums.append(_Ring(size_bytes, 2, ranks))
         return
     weights = size_bytes / rules.summed * rules.weight if rules.summed else 0.0
-    if shard != "weights":  # those are gathered in actions
+    if not shard.startswith("weights"):  # those are gathered in actions
         gathers += [_Ring(weights, 1, own) for own in sharing.values()]
     if len({*map(len, sharing.values())}) > 1:  # unequal parts: no sum part by part
         sums.append(_Ring(size_bytes, 2, ranks))
@@ -170,8 +170,9 @@ def shard_seconds(
     plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes
 ) -> dict[int, tuple[float, ...]]:
     """Return stage number → seconds of the collectives of a stage whose gradients or weights are sharded (see
-    `runtime.state.sharded_stage`). The first four are those of its actions F, B, I and W. The last is the share of them
-    by which actions take longer: the first and the last are exposed, others slow what runs beside them."""
+    `runtime.state.sharded_stage`). The first four are those of its actions F, B, I and W, the fifth that of the first F
+    of a step alone, besides. The last is the share of them by which actions take longer: the first and the last are
+    exposed, others slow what runs beside them."""
     found: dict[int, tuple[float, ...]] = {}
     for unit in plan.units:
         shard = rules.shard_of(unit.name)
@@ -194,10 +195,11 @@ def shard_seconds(
                 max(_ring_seconds([_Ring(size, 1, *one) for one in rings], plan.ranks, cluster).values())
                 if size
                 else 0.0
-                for size in (sum(held) * rules.weight * (shard == "weights"), sum(held) * rules.gradient)
+                for size in (sum(held) * rules.weight * shard.startswith("weights"), sum(held) * rules.gradient)
             )
+            once, gather = (gather, 0.0) if shard == "weights_by_step" else (0.0, gather)
             if max(map(len, domains.values())) > 1:
-                seconds = (gather, gather + total, gather, total, exposed + BESIDE * (1.0 - exposed))
+                seconds = (gather, gather + total, gather, total, once, exposed + BESIDE * (1.0 - exposed))
                 found |= {entry.index: seconds for entry in peers}
     return found
 

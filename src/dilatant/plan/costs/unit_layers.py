@@ -233,7 +233,7 @@ class UnitLayers:
                 static=table.static_bytes,
                 twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,
-                transient=table.transient_bytes @ row,
+                transient=np.maximum(table.transient_bytes @ row, table.forward_bytes @ row),
                 gradient=np.array([self.rules.summed * layer.held_trained(degrees) for layer in spec.layers]),
             )
         return self._unshared[key]

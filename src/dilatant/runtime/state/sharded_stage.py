@@ -2,8 +2,9 @@
 
 The rows are the boxes whose optimizer state the rank owns, so an update needs no exchange. Under `shard: weights` an
 action gathers a block before its forward and before its backward, while the previous block computes, and releases it
-afterwards. Weights outside blocks (embedding, head, projector) are whole during the action. Gradients are
-reduce-scattered block by block in every backward, and accumulated in the boxes.
+afterwards; under `weights_by_step` the first action that uses it gathers it, and the end of the step releases it.
+Weights outside blocks (embedding, head, projector) are whole during the action. Gradients are reduce-scattered block by
+block in every backward, and accumulated in the boxes.
 
 Members of a group must run the same collectives in the same order. So an action always runs all collectives of its kind
 in one fixed order, whatever its forward uses, and replicas without an action take part in those of others
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Pending
+from dilatant.config.memory_modes import Shard
 from dilatant.plan.buckets import BucketShard
 from dilatant.runtime.state.gradient_sync import pack_gradients
 from dilatant.runtime.state.owned_weights import OwnedWeights
@@ -37,8 +39,8 @@ class ShardedStage:
     """The sharded buckets of one stage on this rank. Run every action of the stage in `running`, and those of other
     replicas in `take_part`; call `begin` and `finish` in each step.
 
-    blocks: modules that run one after the other. shares: this rank's parts of the stage's sharded buckets. gathers:
-    weights are sharded, not gradients alone. duplicates: see `GradientSync`.
+    blocks: modules that run one after the other. shares: this rank's parts of the stage's sharded buckets. shard: what
+    is sharded. duplicates: see `GradientSync`.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class ShardedStage:
         owned: OwnedWeights,
         blocks: Sequence[nn.Module],
         shares: Sequence[BucketShard],
-        gathers: bool,
+        shard: Shard,
         duplicates: Set[str],
     ) -> None:
         self._comm = comm
         self._owned = owned
-        self._gathers = gathers
+        self._shard = shard
+        self._gathers = shard.startswith("weights")
+        self._here: set[int] = set()  # groups whose weights stay until the step ends
         self._duplicates = duplicates
         place: dict[nn.Parameter, int] = {}
         for number, block in enumerate(blocks, 1):
@@ -78,21 +82,22 @@ class ShardedStage:
                 block.register_forward_pre_hook(partial(self._before_block, number)),
                 block.register_forward_hook(partial(self._behind_block, number)),
             ]
-        if gathers:
+        if self._gathers:
             for weight in self._group_of_weight:
                 storage = weight.untyped_storage()
                 if storage.nbytes() not in (0, weight.nbytes) or not storage.resizable():
                     weight.data = weight.data.clone()
 
     def begin(self) -> None:
-        """Start a step without gradients."""
+        """Start a step or an evaluation without gradients, and without weights of before."""
         self._sums = {}
+        self.release_all()
 
     @contextmanager
     def running(self, kind: ActionKind) -> Iterator[None]:
         """Context of an action: blocks that run inside have their weights, and their gradients are summed. After an
         error the runtime can only be closed."""
-        if not exchanges(kind, "weights" if self._gathers else "gradients"):
+        if not exchanges(kind, self._shard):
             yield
             return
         self._open(kind)
@@ -114,6 +119,7 @@ class ShardedStage:
         """Wait for all gradient sums of the step and store them in `grad` of the owned parameters. Weights that no rank
         used get no gradient."""
         self._settle()
+        self.release_all()
         shares = [share for group in self._groups for share in group if id(share) in self._sums]
         crossing = [
             group_of(self._comm, share.alike, SHARDS).sum_(self._sums[id(share)], _what("gradients", share))
@@ -135,12 +141,14 @@ class ShardedStage:
     @torch.no_grad()
     def gather_all(self) -> None:
         """Gather all weights of the stage; called by all replicas. `release_all` undoes it."""
+        self.release_all()
         for number in range(len(self._groups)) if self._gathers else ():
             self._launch(number)
             self._arrive(number)
 
     def release_all(self) -> None:
         """Release all weights of the stage; their boxes are in the owned parameters."""
+        self._here.clear()
         for number in range(len(self._groups)):
             self._release(number)
 
@@ -202,10 +210,12 @@ class ShardedStage:
             self._launch(self._order[self._at + 1])
 
     def _launch(self, number: int) -> None:
-        if self._gathers and self._kind != ActionKind.W:
+        if self._gathers and self._kind != ActionKind.W and number not in self._here:
             self._gathering[number] = [self._owned.start_gather(share, SHARDS) for share in self._groups[number]]
 
     def _arrive(self, number: int) -> None:
+        if self._shard == "weights_by_step" and self._gathering.get(number):
+            self._here.add(number)
         for share, flat, pending in self._gathering.pop(number, ()):
             for weight in self._weights_of(share):
                 weight.untyped_storage().resize_(weight.nbytes)
@@ -214,7 +224,8 @@ class ShardedStage:
     def _leave(self, number: int) -> None:
         if self._kind in (ActionKind.B, ActionKind.W):
             self._scatter(number)
-        self._release(number)
+        if number not in self._here:
+            self._release(number)
 
     def _release(self, number: int) -> None:
         for share in self._groups[number] if self._gathers else ():

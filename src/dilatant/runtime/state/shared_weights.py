@@ -139,7 +139,7 @@ def bucket_weights(
     in_step = tuple(share for share in shares if apart.get(share.bucket.names[0]) not in layers)
     open_groups(comm, shares)
     open_groups(comm, sharded, SHARDS)
-    gathered = {unit for unit, how in layout.shard.items() if how == "weights"}
+    gathered = {unit for unit, how in layout.shard.items() if how.startswith("weights")}
     names = {name for share in sharded for name in share.bucket.names if name.partition(".")[0] in gathered}
     owned = OwnedWeights(comm, weights, holdings, shares, exact, layout.keeps_masters, before, names)
     duplicates = frozenset(name for name in weights if comm.rank in holdings[name].duplicates)

@@ -154,7 +154,12 @@ def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.flo
     """Return the seconds of every op, `[ops]`: the device's, or the host's if it takes longer. `sums` is as in
     `op_sums`."""
     device = np.einsum("ij,ij->i", costs.seconds[graph.stage, graph.kind], sums)
-    return np.maximum(device, costs.host_seconds[graph.stage, graph.kind] * sums[:, 2])
+    seconds = np.maximum(device, costs.host_seconds[graph.stage, graph.kind] * sums[:, 2])
+    if costs.gather_seconds.any():
+        first = ends_of(graph, FORWARD)[0]
+        more, least = costs.gather_seconds[graph.stage[first]].T
+        seconds[first] = np.maximum(seconds[first] + more, least)
+    return seconds
 
 
 def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -171,8 +176,9 @@ def step_bytes(
     """Return the input of the memory sweep. `sums` and `message` are as returned by `op_sums` and `message_bytes`."""
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums)
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums)
-    transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums)
-    first, last = ends_of_backward(graph)
+    running = np.stack([costs.transient_bytes, costs.forward_bytes])[(graph.kind == FORWARD) * 1, graph.stage]
+    transient = np.einsum("ij,ij->i", running, sums)
+    first, last = ends_of(graph, BACKWARD, WEIGHT_GRADIENT)
     transient[graph.kind == WEIGHT_GRADIENT] = 0.0
     for place, ops in enumerate((first[graph.kind[first] == BACKWARD], np.flatnonzero(graph.kind == INPUT_GRADIENT))):
         late = np.einsum("ij,ij->i", costs.late_bytes[graph.stage[ops], place], sums[ops])
@@ -211,9 +217,9 @@ def _sums(
     return np.stack([np.bincount(group, square, count), total, (total > 0).astype(np.float64)], axis=1)
 
 
-def ends_of_backward(graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and the last op with weight gradients of each stage that has any."""
-    ops = np.flatnonzero(np.isin(graph.kind, (BACKWARD, WEIGHT_GRADIENT)))
+def ends_of(graph: ScheduleGraph, *kinds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first and the last op of these kinds of each stage that has any."""
+    ops = np.flatnonzero(np.isin(graph.kind, kinds))
     place = np.empty(graph.num_ops, dtype=np.int64)
     place[graph.row_op] = np.arange(len(graph.row_op))
     ops = ops[np.argsort(place[ops])]
@@ -240,7 +246,7 @@ def synced_seconds(
     after it if it is split. The last bucket is sent when the backward is over. A rank's sync seconds are divided among
     its stages in proportion to their gradients.
     """
-    last = ends_of_backward(graph)[1]
+    last = ends_of(graph, BACKWARD, WEIGHT_GRADIENT)[1]
     if not len(last):
         return 0.0
     stage_of = graph.stage[last]
