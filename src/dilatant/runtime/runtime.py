@@ -57,7 +57,7 @@ from dilatant.runtime.step.step_result import SamplePredictions, ShareCounter, S
 from dilatant.runtime.step.unfinished_step import UnfinishedStep
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.assignment.step_assignment import Microbatching
-from dilatant.schedule.schedule import Assignment, MeasuredAction, MeasuredStep, Schedule
+from dilatant.schedule.schedule import Action, Assignment, MeasuredAction, MeasuredStep, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 
@@ -210,8 +210,7 @@ class Runtime:
         self._end = StepEnd(
             comm, ShareCounter(plan), model.graph, self.costs, self._shared, self._recorder, execution.num_sources
         )
-        self.last_step: PreparedStep | None = None
-        """The last executed step."""
+        self.last_step: PreparedStep | None = None  # the last executed one
         self._next_step = 0
         self._on_host: HostCopies | None = None
 
@@ -342,17 +341,15 @@ class Runtime:
         own = self.predict(samples)
         for number, module in self.modules.items():
             module.train(modes[number])
-        first: dict[int, int] = {}  # several ranks may predict a sample
-        for rank, numbers in enumerate(all_gather_object(self.comm, list(own))):
-            first = {**dict.fromkeys(numbers, rank), **first}
-        counts = [sample.target_tokens for sample in samples]
-        found = torch.zeros(sum(counts))
-        parts = list(found.split(counts))
+        everywhere = all_gather_object(self.comm, list(own))
+        elsewhere = {number for numbers in everywhere[: self.comm.rank] for number in numbers}
+        found = torch.zeros(sum(counts := [sample.target_tokens for sample in samples]))
+        parts = found.split(counts)
         for number, predicted in own.items():
-            if first[number] == self.comm.rank:
+            if number not in elsewhere:  # several ranks may predict a sample
                 parts[number].copy_(-torch.tensor(predicted.losses))
         self.comm.world.sum_(found, "log-probabilities").wait()
-        return parts
+        return list(parts)
 
     def named_weights(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, gathered one by one on the host of rank 0 or `everywhere`, under Hugging Face keys (see
@@ -412,6 +409,10 @@ class Runtime:
         """Return the last executed step as measured on all ranks; None before the first; called by all ranks."""
         last = self.last_step
         return None if last is None else MeasuredStep(last.assignment, last.schedule, last.tokens, self.measured())
+
+    def arrows(self) -> list[tuple[Action, Action]]:
+        """Return (producer, consumer) action pairs of the last step's messages, for `write_timeline`."""
+        return [] if self.last_step is None else self.last_step.arrows(self.plan)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and persistent buffer held here by logical name, without copying, tied weights once.

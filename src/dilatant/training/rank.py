@@ -36,7 +36,6 @@ from dilatant.report.step_comparison import Prediction
 from dilatant.report.text.gantt_summary import by_lane
 from dilatant.report.text.wording import counted
 from dilatant.report.trackers import Tracker, open_trackers
-from dilatant.schedule.dependencies import messages
 from dilatant.training.callbacks import CallbackList, RunControl
 from dilatant.training.checkpoints.starting_point import StartingPoint, agreed_checkpoint
 from dilatant.training.evaluation.evaluation import Evaluation
@@ -211,10 +210,8 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     if trainer.rank != 0 or step is None or not step.actions:
         return ""
     plan, step = trainer.runtime.plan, replace(step, waits=waits)
+    write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows(), waits)
     planned = trainer.runtime.last_step
-    edges = () if planned is None else messages(plan, planned.assignment, planned.schedule).values()
-    arrows = [(message.producer, message.consumer) for edge in edges for message in edge]
-    write_timeline(folder.path / "timeline.json", step.actions, plan, arrows, waits)
     predicted = None if planned is None else planned.prediction.timeline()
     prediction = None
     if planned is not None and predicted is not None:

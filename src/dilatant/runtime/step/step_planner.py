@@ -23,6 +23,7 @@ from dilatant.runtime.step.cost_correction import CostCorrection, RankWork
 from dilatant.runtime.step.partial_step import LayerWeights, PartialStep, ReusePlan, patterns_of
 from dilatant.schedule.assignment.assign import split_by_pattern
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
+from dilatant.schedule.dependencies import messages
 from dilatant.schedule.families.families import gpipe
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.shard_rounds import Joins, shard_rounds
@@ -73,6 +74,11 @@ class PreparedStep:
     forwards: bool = False
     salvaged: PartialStep | None = None
     joins: Joins = field(default_factory=dict)
+
+    def arrows(self, plan: Plan) -> list[tuple[Action, Action]]:
+        """Return (producer, consumer) action pairs of the step's messages."""
+        edges = messages(plan, self.assignment, self.schedule).values()
+        return [(message.producer, message.consumer) for edge in edges for message in edge]
 
     def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
         """Return name → digest of everything that must be equal on all ranks before data is exchanged. samples: those
