@@ -27,7 +27,7 @@ class _Book:
 
     def __init__(self, limit: float | None = 0.5, on_nonfinite: str = "skip") -> None:
         self.calls: list[Any] = []
-        train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite, preferences=None)
+        train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite, learns_from="single answers")
         runtime = SimpleNamespace(
             clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
             execute=self.execute,

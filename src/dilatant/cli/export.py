@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,11 @@ from dilatant.cli.options import AsJson, RunPath, Trust, read_run, say_loading
 from dilatant.config.errors import UserError
 from dilatant.config.files.own_files import require_plain
 from dilatant.report.say import open_console, say, warn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dilatant.config import Config
 
 
 class ExportFormat(StrEnum):
@@ -61,16 +66,32 @@ def export(
 
     from dilatant.hf.export import check_target
     from dilatant.hf.hub_upload import check_push, push
+
+    check_target(target, folder)
+    if push_to_hub is not None:
+        check_push(push_to_hub)
+    step = _export_newest(folder, config, target, layout, licence, console)
+    say(console, f"step {step} exported to {target}")
+    result = {"export": str(target), "step": step}
+    if push_to_hub is not None:
+        result["hub"] = push(target, push_to_hub, step)
+        say(console, f"pushed to {result['hub']}")
+    if as_json:
+        print(json.dumps(result))
+
+
+def _export_newest(
+    folder: Path, config: Config, target: Path, layout: ExportFormat, licence: str | None, console: Console
+) -> int:
+    """Export the newest valid checkpoint, or the best one, and return its step. A run that goes on may delete it
+    meanwhile; then the next one is taken. Raises UserError."""
     from dilatant.planning.assemble import assemble_encoding, assemble_model
     from dilatant.training.checkpoints.checkpoint import best_of, damage, newest_valid
     from dilatant.training.checkpoints.files import DamagedError
     from dilatant.training.export_checkpoint import export_checkpoint
 
-    check_target(target, folder)
-    if push_to_hub is not None:
-        check_push(push_to_hub)
     tokenizer, encoding = assemble_encoding(config)
-    for is_last in (False, False, True):
+    for _ in range(3):
         checkpoint, warnings = newest_valid(folder / "checkpoints")
         for warning in warnings:
             warn(console, warning)
@@ -81,19 +102,11 @@ def export(
         model = assemble_model(config, tokenizer, encoding, hollow=True)
         try:
             export_checkpoint(checkpoint.path, model, config, encoding, target, folder, layout.value, licence)
-            break
+            return checkpoint.step
         except (UserError, DamagedError):
             if damage(checkpoint.path) is None:
                 raise
-        if is_last:  # the run goes on, and saves more often than it can be read
-            raise UserError(
-                f"{str(folder)!r} deletes its checkpoints while they are exported; raise train.keep_checkpoints, or "
-                "wait until the run has ended"
-            )
-    say(console, f"step {checkpoint.step} exported to {target}")
-    result = {"export": str(target), "step": checkpoint.step}
-    if push_to_hub is not None:
-        result["hub"] = push(target, push_to_hub, checkpoint.step)
-        say(console, f"pushed to {result['hub']}")
-    if as_json:
-        print(json.dumps(result))
+    raise UserError(
+        f"{str(folder)!r} deletes its checkpoints while they are exported; raise train.keep_checkpoints, or wait until "
+        "the run has ended"
+    )

@@ -157,11 +157,6 @@ class PreferencesConfig(Section):
         return self
 
     @property
-    def learns_from(self) -> str:
-        """The kind of answers in the data."""
-        return "marked answers" if self.method == "kto" else "pairs of answers"
-
-    @property
     def has_reference(self) -> bool:
         """Return True if the loss needs log-probabilities by the model that the run starts from."""
         return self.method in ("dpo", "ipo", "kto")
@@ -257,6 +252,12 @@ class TrainConfig(Section):
         if value in (None, "none", ["none"]):
             return ()
         return (value,) if isinstance(value, str) else value
+
+    @property
+    def learns_from(self) -> str:
+        """The kind of answers that the run learns from, which checkpoints hold."""
+        method = None if self.preferences is None else self.preferences.method
+        return {None: "single answers", "kto": "marked answers"}.get(method, "pairs of answers")
 
     @property
     def shards(self) -> bool:

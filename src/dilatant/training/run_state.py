@@ -22,7 +22,6 @@ from dilatant.plan.boxes import Box, parse_key
 from dilatant.planning.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.checkpoints.checkpoint import Tensors, load, stored_shapes
-from dilatant.training.checkpoints.starting_point import learns_from
 from dilatant.training.feeding.step_data import count_steps
 from dilatant.training.optimizers.master_weights import AVERAGE, Averages, WithMasters
 from dilatant.training.optimizers.optimizer import allocate_moments, optimizer_tensors
@@ -174,7 +173,7 @@ class RunState:
             "rate_factor": self.rate_factor,
             "stopped": self.stopped,
             "template_date": self._config.data.template_date,
-            "learns_from": learns_from(self._config),
+            "learns_from": self._config.train.learns_from,
         }
 
     def restore(self, checkpoint: Path) -> None:

@@ -31,19 +31,13 @@ def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Cons
     """Choose the starting point of a run. Raises UserError rather than lose an existing run."""
     start = _found_start(config, folder, overwrite, console)
     if start.checkpoint is not None:
-        before, now = read_manifest(start.checkpoint).values.get("learns_from"), learns_from(config)
+        before, now = read_manifest(start.checkpoint).values.get("learns_from"), config.train.learns_from
         if before is not None and before != now:  # the moments of AdamW and the position are those of another loss
             raise UserError(
                 f"train.preferences: {str(start.checkpoint)!r} learned from {before}, and this run would learn from "
                 f"{now}; set it as it was, or begin a new run with that run's export as its model"
             )
     return start
-
-
-def learns_from(config: Config) -> str:
-    """Return the kind of answers that a run learns from, which checkpoints hold."""
-    preferences = config.train.preferences
-    return "single answers" if preferences is None else preferences.learns_from
 
 
 def _found_start(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> StartingPoint:
