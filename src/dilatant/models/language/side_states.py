@@ -26,6 +26,7 @@ from dilatant.models.core.structure import on_meta
 from dilatant.models.language.extension import Extension, LanguageForward
 from dilatant.models.language.merge import without_placeholders
 from dilatant.models.parallel.tensor_regions import SplitPart
+from dilatant.models.sources import errors_alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,12 +202,12 @@ def _record(kind: type[PreTrainedModel], config: Any, blocks: str) -> list[dict[
         except (RuntimeError, NotImplementedError):  # experts read the values of their inputs
             return hidden
 
-    with on_meta():
+    with errors_alone(), on_meta():
         model: Any = kind(copy.deepcopy(config))
         model.set_attn_implementation("eager")  # kernels may not support the meta device
     for block in model.get_submodule(blocks).children():
         block.forward = partial(record, block.forward)
-    with torch.device("meta"), torch.enable_grad():
+    with errors_alone(), torch.device("meta"), torch.enable_grad():
         mask = torch.zeros(1, 1, _TOKENS, _TOKENS)  # masks are not made without values
         model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), attention_mask=mask, use_cache=False)
     return seen
