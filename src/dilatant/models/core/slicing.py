@@ -131,15 +131,14 @@ def capturing_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 class SkippedBlock(Placeholder):
     """Placeholder for a block of another stage. where: before this stage, the last block before it, or behind it.
-    width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor. passes: the
-    forward goes on behind the stage, up to this block and further."""
+    width: number of elements of the tuple that the family's blocks return; 0 if they return a tensor."""
 
     def __init__(self, original: nn.Module, number: int, where: Literal["before", "last before", "behind"]) -> None:
         super().__init__(original)
         self.number = number
         self.where = where
         self.width = 0
-        self.passes = False
+        self.passes = False  # True: the forward goes on through it, though it is behind the stage
         self._forward_hooks.update(capturing_hooks(original))
         self.passage: _Passage | None = None
 

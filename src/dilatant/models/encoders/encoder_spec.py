@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from dilatant.config.errors import UserError, list_problems, one_line
 from dilatant.config.signatures import require_call
 from dilatant.models.core.geometry import PATCH_MERGER_ENCODERS, EncoderGeometry, Features, encoder_geometry
+from dilatant.models.core.materialize import seeded
 from dilatant.models.core.stage import StageInputs
 from dilatant.models.core.structure import Structure, find_structure
 from dilatant.models.encoders.encoder import Callbacks, EncoderUnit
@@ -107,7 +107,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
 
 
 @torch.no_grad()
-@torch.random.fork_rng(devices=[])
+@seeded(0, "own module")
 def _own_structure(make: Callable[..., EncoderUnit], model: nn.Module, where: str, is_plain: bool) -> Structure | None:
     """Find the blocks of a user's own module. Return None, which makes it one layer, if it has no list of blocks, or if
     in a copy with random weights its layers one by one give other hidden states than its own forward. is_plain: nothing
@@ -116,8 +116,7 @@ def _own_structure(make: Callable[..., EncoderUnit], model: nn.Module, where: st
         structure = find_structure(model)
         unit = make(_random_copy(model), structure=structure)
         drawn = tuple(f"{path.removeprefix('model.')}." for _, path in unit.pieces())
-        held = chain(model.named_parameters(), model.named_buffers())
-        if any(tensor.is_meta and not name.startswith(drawn) for name, tensor in held):
+        if any(t.is_meta and not n.startswith(drawn) for n, t in (*model.named_parameters(), *model.named_buffers())):
             return None
         value, inputs = unit.example(0, 1, torch.device("cpu"))
         fed, end = {unit.geometry.input_name: value, **inputs}, len(unit.layers) - 1
@@ -139,7 +138,7 @@ def _random_copy(model: nn.Module) -> nn.Module:
     """Copy a module to the CPU with random weights: initial scales near 0 would hide what blocks do."""
     copied = copy.deepcopy(model).to_empty(device="cpu")
     for parameter in copied.parameters():
-        parameter.normal_(std=0.1)
+        parameter.normal_(std=min(0.1, (parameter.shape or (1,))[-1] ** -0.5))
     for buffer in copied.buffers():
         buffer.fill_(1)
     return copied

@@ -26,6 +26,7 @@ from dilatant.models.core.structure import on_meta
 from dilatant.models.language.extension import Extension, LanguageForward
 from dilatant.models.language.merge import without_placeholders
 from dilatant.models.parallel.tensor_regions import SplitPart
+from dilatant.models.sources import errors_alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class BlockInputs(Extension):
         try:
             seen = _record(type(text), text.config, blocks)
             places = [key for given in seen for key, each in given.items() if isinstance(each, Tensor)]
-            handed = [given.get(next(iter(places), None)) for given in seen]
+            handed: list[Any] = [given.get(next(iter(places), None)) for given in seen]
             is_one = len({id(each) for each in handed}) < len(handed)  # one tensor for several blocks, or none
             widths = tuple(0 if is_one else each[0, 0].numel() for each in handed)
             mapping = next((key for given in seen for key, each in given.items() if isinstance(each, UserDict)), None)
@@ -129,7 +130,8 @@ class BlockInputs(Extension):
 
     def enter(self, forward: LanguageForward) -> None:
         first, decoder, ids = forward.span.first, forward.decoder, forward.ids
-        handed = forward.state[self] = {None: {}}  # the mapping, and block → its tensor
+        handed: dict[Any, Any] = {None: {}}  # the mapping, and block → its tensor
+        forward.state[self] = handed
         if not forward.span.is_first:
             forward.hidden, states = _split_off(forward, self.width(first))
             *tensors, shared = states.split([*self.widths[first:], states.shape[-1] - sum(self.widths[first:])], -1)
@@ -160,8 +162,8 @@ class BlockInputs(Extension):
             handed[None] = given[self.mapping]
         if self.place is not None:
             own = handed.setdefault(number, given[self.place])
-            is_split = forward.shards is not None and number < forward.span.end
-            given[self.place] = forward.shards.split_beside(own) if is_split else own
+            shards = forward.shards if number < forward.span.end else None
+            given[self.place] = own if shards is None else shards.split_beside(own)
         return tuple(given.pop(place) for place in range(len(args))), given
 
     def leave(self, forward: LanguageForward, hidden: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ def _record(kind: type[PreTrainedModel], config: Any, blocks: str) -> list[dict[
     seen: list[dict[Any, Any]] = []
 
     def record(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(enumerate(args, 1)), **kwargs}
+        given: dict[Any, Any] = {**dict(enumerate(args, 1)), **kwargs}
         found = {key: UserDict(each) for key, each in given.items() if isinstance(each, UserDict)}
         tensors = {key: each for key, each in given.items() if isinstance(each, Tensor) and each.requires_grad}
         seen.append(found | {key: each for key, each in tensors.items() if each.shape[:2] == (1, _TOKENS)})
@@ -201,12 +203,12 @@ def _record(kind: type[PreTrainedModel], config: Any, blocks: str) -> list[dict[
         except (RuntimeError, NotImplementedError):  # experts read the values of their inputs
             return hidden
 
-    with on_meta():
+    with errors_alone(), on_meta():
         model: Any = kind(copy.deepcopy(config))
         model.set_attn_implementation("eager")  # kernels may not support the meta device
     for block in model.get_submodule(blocks).children():
         block.forward = partial(record, block.forward)
-    with torch.device("meta"), torch.enable_grad():
+    with errors_alone(), torch.device("meta"), torch.enable_grad():
         mask = torch.zeros(1, 1, _TOKENS, _TOKENS)  # masks are not made without values
         model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), attention_mask=mask, use_cache=False)
     return seen
