@@ -49,7 +49,7 @@ def _in_their_precision(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def run(tensor: torch.Tensor, *rest: Any) -> Any:
-        with torch.autocast(tensor.device.type, enabled=False):
+        with torch.autocast("cpu" if tensor.is_meta else tensor.device.type, enabled=False):
             return kernel(tensor, *rest)
 
     return run
