@@ -77,11 +77,11 @@ def _planning(path: Path) -> list[str]:
     lines += ["| model | H100 | before | after | of it costs | candidates | plan | step before | after |"]
     lines += ["|---|---:|---:|---:|---:|---:|---|---:|---:|"]
     for name, states in document["models"].items():
-        before, after = states["before"], states["after"]
+        both, after = [states.get(one) for one in ("before", "after")], states["after"]
         cells = [
-            name, f"{after['devices']:,}", *(f"{one['seconds']:.1f} s" for one in (before, after)),
+            name, f"{after['devices']:,}", *(f"{one['seconds']:.1f} s" if one else "not run" for one in both),
             f"{after['costs']:.1f} s", f"{after['candidates']:,}", after["plan"],
-            *(f"{one['step_seconds']:.4g} s" for one in (before, after)),
+            *(f"{one['step_seconds']:.4g} s" if one else "not run" for one in both),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     start = document["start"]

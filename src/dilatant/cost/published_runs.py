@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
     rows = csv.DictReader(
         files("dilatant.cost").joinpath("published_runs.csv").read_text(encoding="utf-8").splitlines()
     )
-    kinds = {"devices": int, "tp": int, "pp": int, "billions": float, "ratio": float}
+    kinds: dict[str, Callable[[str], Any]] = {"devices": int, "tp": int, "pp": int, "billions": float, "ratio": float}
     return tuple(PublishedRun(**{name: kinds.get(name, str)(own) for name, own in row.items()}) for row in rows)
 
 

@@ -258,6 +258,8 @@ def _blockwise(request: AttentionCall, installed: MachineCapabilities) -> str | 
 
 
 def _sdpa(request: AttentionCall, installed: MachineCapabilities) -> str | None:
+    if request.device == "meta":
+        return "without values it would store all scores"
     if request.row.not_plain is not None:
         return f"SDPA knows only whole and causal samples, and {request.row.not_plain}"
     return _no_options("SDPA", request)

@@ -49,7 +49,7 @@ def _in_their_precision(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def run(tensor: torch.Tensor, *rest: Any) -> Any:
-        with torch.autocast(tensor.device.type, enabled=False):
+        with torch.autocast("cpu" if tensor.is_meta else tensor.device.type, enabled=False):
             return kernel(tensor, *rest)
 
     return run
@@ -69,7 +69,9 @@ def forward(
     tokens, query_heads, _ = query.shape
     kv_heads = key.shape[1]
     dtype = accumulation_dtype(query)
-    output = torch.zeros((tokens, query_heads, value.shape[2]), dtype=query.dtype, device=query.device)
+    output = query.new_zeros(tokens, query_heads, value.shape[2])
+    if output.shape == query.shape:
+        output = torch.zeros_like(query)  # in memory as queries, like PyTorch's
     logsumexp = torch.full((query_heads, tokens), -math.inf, dtype=dtype, device=query.device)
     for block in _blocks(plan, query.device):
         rows = _rows(query, block.queries, kv_heads, dtype) * scores.scale

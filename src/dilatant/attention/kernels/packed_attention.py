@@ -36,8 +36,6 @@ def attention(
     name in `dilatant.attention.kernels.backends`. Raises AttentionError, with the reason, if the tensors do not fit
     together or the backend does not support the request.
     """
-    if query.is_meta:
-        return without_values(query, key, value, sinks)
     plan = mask if isinstance(mask, AttentionPlan) else AttentionPlan(mask)
     alike = tuple((part.shape, part.dtype, part.device, part.requires_grad) for part in (query, key, value))
     call = "backend", backend, alike, torch.is_grad_enabled(), softcap is None, None if sinks is None else sinks.shape
@@ -97,17 +95,3 @@ class KernelFunction(torch.autograd.Function):
         query, key, value, sinks, output, logsumexp = ctx.saved_tensors
         gradients = ctx.kernel.backward(grad_output, query, key, value, sinks, output, logsumexp, ctx.plan, ctx.scores)
         return *gradients, None, None, None
-
-
-def without_values(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return an output without values, [..., value_dim], that keeps for its backward what a fused kernel keeps, and
-    `more`."""
-
-    def forward(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, alike = query.shape[:-1], query.shape[-1] == value.shape[-1]
-        output = torch.empty_like(query) if alike else query.new_empty(*shape, value.shape[-1])  # in memory as queries
-        return output, query.new_empty(shape, dtype=torch.float32)
-
-    return KernelFunction.apply(query, key, value, more, None, None, Kernel(forward, forward))[0]

@@ -10,7 +10,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dilatant.attention.kernels.packed_attention import without_values
 from dilatant.cost.profile import saved_bytes
 from dilatant.models.core.slicing import held_blocks
 from dilatant.planning.measuring.layer_probes import OneLayer, layer_probe
@@ -20,7 +19,7 @@ _TOKENS = 256
 _HOST, _META = torch.device("cpu"), torch.device("meta")
 
 
-def kept_by_block(entry: LayerType) -> dict[str, float]:
+def kept_by_block(entry: LayerType) -> dict[str, Any]:
     """Return `kept`, `weight_kept` and `weight_only` of the shape of a block in bf16 (see `LayerShape`), in elements of
     two bytes per token; nothing if its forward needs values, as with flash-linear-attention, whose kernels read memory.
 
@@ -67,10 +66,21 @@ class ShapesOnly(TorchFunctionMode):
         return result
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *_: Any, **named: Any) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *_: Any, **named: Any) -> Any:
     """Attend as torch does, which makes and keeps a mask in the query's dtype of each mask of booleans."""
     mask = attn_mask.to(_META, query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-    return without_values(query, key, value, mask)
+    return _FusedAttention.apply(query, key, value, mask)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Attention without values that keeps what a fused kernel keeps: its inputs, output and a number for each query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        shape, alike = query.shape[:-1], query.shape[-1] == value.shape[-1]
+        output = torch.empty_like(query) if alike else query.new_empty(*shape, value.shape[-1])  # in memory as queries
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(shape, dtype=torch.float32))
+        return output
 
 
 def _on_meta(value: Any) -> Any:

@@ -162,8 +162,7 @@ def _heads(entry: LayerType) -> tuple[int, int, int]:
 
 
 def _moved_by_norms(modules: list[nn.Module], query: int, key: int) -> tuple[float, float] | None:
-    """Return the elements per token that a block's norms keep if operation by operation in fp32, and that they read and
-    write; None: no norm was found."""
+    """Return the elements per token that norms keep, roughly, and that they read and write; None: there are none."""
     kept = moved = 0.0
     for module in modules:
         for path, part in module.named_modules():
