@@ -6,6 +6,7 @@ Knows nothing of models, plans or schedules. It sees what operations return, not
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -20,9 +21,11 @@ class LiveStorages(TorchDispatchMode):
     """While entered: `now`, the bytes of storages made inside that still live, and `peak`, the most there were.
 
     given: tensors from before, which do not count; all weights and buffers, or their views would. resizing: storages
-    may be resized, which is seen at the next operation. Other threads may free storages at any moment, as those that
-    run collectives do: they only leave word in `_freed`, which is taken into account before the next number is read.
-    Storages are known by a mark of their own, since an address may be that of another one by then.
+    may be resized, which is seen at the next operation.
+
+    Threads that run collectives have this mode, too, and operate and free at any moment. Hence the lock, and what is
+    freed is only noted in `_freed`, which is taken into account before the next number is read. Storages are known by a
+    mark of their own, since an address may be that of another one by then.
     """
 
     def __init__(self, given: Iterable[torch.Tensor] = (), resizing: bool = False) -> None:
@@ -32,11 +35,17 @@ class LiveStorages(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref] | None = {} if resizing else None
         self._freed: deque[int] = deque()
+        self._lock = threading.RLock()
         for tensor in given:
             self._watch(tensor, counted=False)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        with self._lock:
+            self._see(result)
+        return result
+
+    def _see(self, result: Any) -> None:
         self._take_off()
         for number, reference in list((self._storages or {}).items()):
             storage = reference()
@@ -47,12 +56,12 @@ class LiveStorages(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 self._watch(value, counted=True)
-        return result
 
     @property
     def now(self) -> int:
-        self._take_off()
-        return self._now
+        with self._lock:
+            self._take_off()
+            return self._now
 
     def reset_peak(self) -> None:
         """Forget higher moments before this one."""
@@ -73,7 +82,7 @@ class LiveStorages(TorchDispatchMode):
         weakref.finalize(storage, self._freed.append, number)
 
     def _take_off(self) -> None:
-        """Take freed storages off the count; by the thread alone that runs the operations."""
+        """Take freed storages off the count."""
         while self._freed:
             number = self._freed.popleft()
             self._now -= self._sizes.pop(number)

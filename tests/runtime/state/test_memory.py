@@ -320,13 +320,14 @@ def test_the_oracle_counts_what_the_allocator_gives(attention: str) -> None:
     assert live.peak == pytest.approx(steps.max(), abs=8192 if attention == "sdpa" else 64)
 
 
-def test_the_oracle_counts_what_other_threads_free() -> None:
-    """Threads of collectives drop the last reference to a buffer while the main thread allocates others."""
+def test_the_oracle_counts_what_other_threads_do() -> None:
+    """Threads of collectives allocate, and drop the last reference to a buffer, while the main thread allocates."""
     waiting: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
 
     def drop() -> None:
-        while waiting.get() is not None:
-            pass
+        with live:
+            while waiting.get() is not None:
+                torch.ones(7)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
