@@ -178,9 +178,8 @@ def _sum_stage(
     """Sum the layers of one stage: the columns of `StageCosts`, in order."""
     degrees, layers = entry.stage.degrees, slice(entry.stage.first, entry.stage.end)
     kept, common, output = (table.kept_bytes[layers], table.common_bytes[layers], table.output_bytes[layers][-1])
-    transient, forward, weight = (
-        bytes_[layers] for bytes_ in (table.transient_bytes, table.forward_bytes, table.weight_bytes)
-    )
+    transient, forward = table.transient_bytes[layers], table.forward_bytes[layers]
+    weight = table.weight_bytes[layers]
     held = kept.sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
     if table.backward[layers][-1]:  # the output stays, as root of the backward
         held = held + output
