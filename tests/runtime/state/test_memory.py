@@ -182,7 +182,7 @@ def test_a_sharded_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, d
     # In bf16 the master is the only shard of the weight: gradient, moments and master.
     each = (4 + 12) / 2
     for held, _, parameters in workers.run(_held, 4, run):
-        assert held == pytest.approx(each * parameters, rel=0.02)  # shards end at rows
+        assert held == pytest.approx(each * parameters, rel=0.005)  # shards end at rows
 
 
 def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
