@@ -166,9 +166,8 @@ def drawn_run(microbatches: int) -> tuple[Plan, StepCosts, list[Drawn]]:
     none = np.zeros((len(placed), 3))
     each = np.zeros((4, len(placed)))
     late, items = np.zeros((len(placed), 2, 3)), np.ones(len(placed))
-    table = StageCosts(
-        seconds, none, none, none, none, none, *each, late, items, 0 * seconds[..., 0], np.zeros((len(seconds), 2))
-    )  # fmt: skip
+    host, gathers = 0 * seconds[..., 0], np.zeros((len(seconds), 2))
+    table = StageCosts(seconds, none, none, none, none, none, *each, late, items, host, late, gathers)
     rng = np.random.default_rng(0)
     samples = []
     for draw in range(8 * 16 * microbatches):

@@ -97,12 +97,14 @@ def test_whole_weights_stay_where_they_are_as_fast(tmp_path: Path, gib: float, t
     assert found.problem.target.rules.shard_of("language") == "none"
 
 
-def tower_and_model(folder: Path, gib: float, layers: tuple[int, int], text: int, dtype: str) -> PlanningProblem:
-    """A vision tower and a language model that both train, on four GPUs with one equal sample each."""
+def tower_and_model(
+    folder: Path, gib: float, layers: tuple[int, int], text: int, dtype: str, hardware: str = "H100", batch: int = BATCH
+) -> PlanningProblem:
+    """A vision tower and a language model that both train on equal samples, on four GPUs."""
     write_samples(folder, 1)
     user = {"role": "user", "content": [{"type": "image", "image": "one.png"}, {"type": "text", "text": "a" * text}]}
     line = json.dumps({"messages": [user, {"role": "assistant", "content": "b" * 100}]})
-    (folder / "train.jsonl").write_text((line + "\n") * 2 * BATCH, encoding="utf-8")
+    (folder / "train.jsonl").write_text((line + "\n") * 2 * batch, encoding="utf-8")
     wide = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     tower = {**VISION, **wide, "num_hidden_layers": layers[0], "image_size": 128}
     language = {**LLAMA, "num_hidden_layers": layers[1]}
@@ -111,8 +113,8 @@ def tower_and_model(folder: Path, gib: float, layers: tuple[int, int], text: int
         model=model_section(config=language)
         | {"encoders": {"vision": {"kind": "image", "projector": "linear", "config": tower}}, "freeze": []},
         data={"train": [{"path": "train.jsonl"}], "max_length": 8192, "workers": 0},
-        train={"steps": 2, "global_batch_size": BATCH, "report_to": [], "precision": dtype},
-        cluster={"hardware": "H100", "gpus_per_node": GPUS, "memory_gib": gib},
+        train={"steps": 2, "global_batch_size": batch, "report_to": [], "precision": dtype},
+        cluster={"hardware": hardware, "gpus_per_node": GPUS, "memory_gib": gib},
         plan={"microbatch_sizes": [1, 2], "measure_seconds": 0},
         debug={"planned_steps": 1},
     )
@@ -146,10 +148,26 @@ def fastest_of_all_choices(problem: PlanningProblem) -> tuple[float, dict[str, S
     return best
 
 
+def test_units_are_sharded_as_suits_each(tmp_path: Path) -> None:
+    """Over slow links, whole weights of the smaller unit save more than their memory costs."""
+    problem = tower_and_model(tmp_path, 1.8, (8, 8), 3000, "bf16", "L40S", 8)
+    searched = plan_run(problem)
+    found = with_best_memory(searched)
+    own = training_plan(found.problem, found.result.winner).shard
+    assert len({own.get(unit, "none") for unit in ("vision", "language")}) == 2
+    assert found.result.seconds < (1 - NOTABLE) * searched.result.seconds
+    winner = found.result.winner
+    for word in ("weights", "weights_by_step"):
+        sharded = found.problem.sharing("node", {"": word})
+        score = scorer_of(sharded)(winner.plan, winner.num_microbatches, winner.row_tokens)
+        fits = problem.target.cluster.overflow(winner.plan.ranks, score.peak_bytes) <= 0.0
+        assert not fits or score.seconds > found.result.seconds
+
+
 @pytest.mark.parametrize(
     ("gib", "layers", "text", "dtype"),
     [
-        pytest.param(2.6, (2, 8), 3000, "bf16"),
+        pytest.param(2.6, (2, 8), 3000, "bf16", marks=pytest.mark.slow),
         pytest.param(2.0, (8, 2), 1000, "bf16", marks=pytest.mark.slow),
         pytest.param(1.6, (4, 4), 2000, "bf16", marks=pytest.mark.slow),
         pytest.param(2.6, (6, 6), 500, "fp32", marks=pytest.mark.slow),

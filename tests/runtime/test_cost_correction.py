@@ -41,7 +41,7 @@ def origin(said: str = "measured on a test") -> StepCosts:
     seconds[:, 2:] = seconds[:, 1:2] / 2
     none, late, host, gathers = np.zeros((4, 3)), np.zeros((3, 2, 3)), np.zeros((3, 4)), np.zeros((3, 2))
     return StepCosts(
-        StageCosts(seconds, none, none, none, none, none, *np.zeros((4, 3)), late, np.ones(3), host, gathers),
+        StageCosts(seconds, none, none, none, none, none, *np.zeros((4, 3)), late, np.ones(3), host, late, gathers),
         origin=said,
     )
 

@@ -89,6 +89,7 @@ def unit_costs(stages: int) -> StageCosts:
         late_bytes=late,
         items_per_token=np.ones(stages),
         host_seconds=np.zeros((stages, 4)),
+        shard_bytes=late,
         gather_seconds=np.zeros((stages, 2)),
     )
 

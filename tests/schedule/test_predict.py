@@ -263,6 +263,7 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
         late_bytes=late,
         items_per_token=np.ones(count),
         host_seconds=np.zeros((count, 4)),
+        shard_bytes=late,
         gather_seconds=np.zeros((count, 2)),
     )
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))

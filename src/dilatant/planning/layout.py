@@ -261,19 +261,13 @@ def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
     return Plan(tuple(unit if asked[unit.name] is None else replace(unit, recompute=()) for unit in plan.units))
 
 
-_SHARED = {
-    "gradients": "gradients",
-    "weights": "gradients and weights",
-    "weights_by_step": "gradients and, between steps, weights",
-}
-
-
 def zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
     """Describe in one line which ranks keep optimizer state, and what else they share."""
     words: dict[str, list[str]] = {}
     for name, how in planned.shard.items():
         words.setdefault(how, []).append(name)
-    shared = [f"; of {' and '.join(names)} they also share {_SHARED[how]}" for how, names in words.items()]
+    what = {"weights": "gradients and weights", "weights_by_step": "gradients and, between steps, weights"}
+    shared = [f"; of {' and '.join(names)} they also share {what.get(how, how)}" for how, names in words.items()]
     return _zero_text(planned, model) + "".join(shared)
 
 

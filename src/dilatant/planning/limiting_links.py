@@ -75,7 +75,7 @@ def peaks_without_buffers(planned: PlannedRun) -> list[float]:
     if memory is not simulated."""
     problem, winner = planned.problem, planned.result.winner
     own = step_costs(winner.plan, problem.model.spec, problem.costs, problem.target.cluster, problem.target.rules)
-    names = ("transient_bytes", "forward_bytes", "late_bytes", "sum_bytes")
+    names = ("transient_bytes", "forward_bytes", "late_bytes", "shard_bytes", "sum_bytes")
     kept = replace(own.stages, **{name: np.zeros_like(getattr(own.stages, name)) for name in names})
     steps = scorer_of(problem, winner.score.schedule or None).steps(
         winner.plan, winner.num_microbatches, winner.row_tokens, costs=replace(own, stages=kept)

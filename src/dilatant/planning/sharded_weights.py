@@ -38,7 +38,7 @@ def with_best_memory(searched: PlannedRun, all_devices: bool = False) -> Planned
     shards = bool(problem.target.rules.shard)  # no plan with whole weights fits
     before, best, least = planned.result, planned, math.inf
     most = (1.0 if shards else 1.0 - NOTABLE) * before.seconds
-    zero = DEFAULT_ZERO if problem.target.rules.zero == "none" else problem.target.rules.zero
+    zero = problem.config.train.zero or DEFAULT_ZERO
     (space,) = search_problem(problem.sharing(zero, {"": "weights"}), all_devices).spaces()
     others = _promising(space, searched.result.seconds)
     for choice in shard_choices(problem) if least_seconds([space]) < most else ():

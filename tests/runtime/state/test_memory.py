@@ -182,7 +182,7 @@ def test_a_sharded_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, d
     # In bf16 the master is the only shard of the weight: gradient, moments and master.
     each = (4 + 12) / 2
     for held, _, parameters in workers.run(_held, 4, run):
-        assert held == pytest.approx(each * parameters, rel=0.02)  # shards end at rows
+        assert held == pytest.approx(each * parameters, rel=0.005)  # shards end at rows
 
 
 def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
@@ -320,13 +320,14 @@ def test_the_oracle_counts_what_the_allocator_gives(attention: str) -> None:
     assert live.peak == pytest.approx(steps.max(), abs=8192 if attention == "sdpa" else 64)
 
 
-def test_the_oracle_counts_what_other_threads_free() -> None:
-    """Threads of collectives drop the last reference to a buffer while the main thread allocates others."""
+def test_the_oracle_counts_what_other_threads_do() -> None:
+    """Threads of collectives allocate, and drop the last reference to a buffer, while the main thread allocates."""
     waiting: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
 
     def drop() -> None:
-        while waiting.get() is not None:
-            pass
+        with live:
+            while waiting.get() is not None:
+                torch.ones(7)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -39,7 +39,9 @@ class StageCosts:
     gradients, including those of later layers; row 1 by an input-gradient half, including the activations that later
     layers keep for W. `items_per_token` `[stages]`: as in `UnitSpec`. `host_seconds` `[stages, kinds]`: those in which
     the host issues an action's operations; it takes no less. `gather_seconds` `[stages, 2]`: by how much the first
-    forward of a step takes longer to gather weights that then stay, and how long it takes at least.
+    forward of a step takes longer to gather weights that then stay, and how long it takes at least. `shard_bytes`
+    `[stages, 3, 3]`: as `late_bytes`, for a sharded stage: row 0 by a whole backward while a block runs and gradients
+    of the block behind are summed, row 1 when it has run, row 2 by W when it has run.
     """
 
     seconds: NDArray[np.float64]
@@ -55,6 +57,7 @@ class StageCosts:
     late_bytes: NDArray[np.float64]
     items_per_token: NDArray[np.float64]
     host_seconds: NDArray[np.float64]
+    shard_bytes: NDArray[np.float64]
     gather_seconds: NDArray[np.float64]
 
 
@@ -155,10 +158,10 @@ def stage_costs(
             known[same] = _sum_stage(entry, unit, tables[key], shared_by, rules, replicas)
         if entry.index in exchanged:  # no action takes less than its collectives, and they delay it
             *least, once, delay = exchanged[entry.index]
-            seconds, *rest, host, _ = known[same]
+            seconds, *rest, host, summing, _ = known[same]
             runs = np.asarray(seconds).any(axis=1) * np.array(least)
             first = np.array([delay * once, once])
-            rows.append((seconds + np.outer(delay * runs, [0, 0, 1]), *rest, np.maximum(host, runs), first))
+            rows.append((seconds + np.outer(delay * runs, [0, 0, 1]), *rest, np.maximum(host, runs), summing, first))
             continue
         rows.append(known[same])
     return StageCosts(*(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)))
@@ -175,9 +178,8 @@ def _sum_stage(
     """Sum the layers of one stage: the columns of `StageCosts`, in order."""
     degrees, layers = entry.stage.degrees, slice(entry.stage.first, entry.stage.end)
     kept, common, output = (table.kept_bytes[layers], table.common_bytes[layers], table.output_bytes[layers][-1])
-    transient, forward, weight = (
-        bytes_[layers] for bytes_ in (table.transient_bytes, table.forward_bytes, table.weight_bytes)
-    )
+    transient, forward = table.transient_bytes[layers], table.forward_bytes[layers]
+    weight = table.weight_bytes[layers]
     held = kept.sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
     if table.backward[layers][-1]:  # the output stays, as root of the backward
         held = held + output
@@ -187,10 +189,9 @@ def _sum_stage(
     if entry.is_first:
         static -= table.twice(shared_by, layers).sum()
     shards = rules.shard_of(unit.name) != "none" and bool((shared_by > 1).any())
+    summing = np.zeros((3, 3))
     if shards:
-        forward, transient = (
-            own + more for own, more in zip((forward, transient), _gathered(entry, unit, shared_by, rules))
-        )
+        transient, forward, summing = _sharded(entry, unit, table, shared_by, rules)
         trained = np.array([layer.held_trained(degrees) for layer in unit.layers[layers]])
         static -= rules.spared_by_masters(unit.name) * float((trained / shared_by)[shared_by > 1].sum())
     gradients = rules.gradients * np.array(
@@ -221,32 +222,52 @@ def _sum_stage(
         _late(transient, kept, weight, gradients),
         unit.items_per_token,
         table.host_seconds[layers].sum(axis=0),
+        summing,
         np.zeros(2),
     )
 
 
-def _gathered(
-    entry: PlacedStage, unit: UnitSpec, shared_by: NDArray[np.float64], rules: ParameterBytes
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return [layers, 3] for the forward and for the backward: bytes that a sharded stage holds while a layer runs,
-    besides its parts. These are the weights of the layer's block and of the one to run next, with their parts in a
-    message, and in a backward the gradients of the block and, in two flat copies and a part, those of the block before;
-    and all weights outside blocks with the gradients of those that ran, which are summed at the end."""
-    layers = unit.layers[entry.stage.first : entry.stage.end]
-    held = np.array([layer.held_trained(entry.stage.degrees) for layer in layers]) * (shared_by > 1)
-    is_block = np.array(["layers." in layer.name for layer in layers])
+EARLY = 1 / 3
+"""Share of a block's gradients that exist when its backward holds most: those of the last products of the MLP."""
+
+
+def _sharded(
+    entry: PlacedStage, unit: UnitSpec, table: LayerTable, shared_by: NDArray[np.float64], rules: ParameterBytes
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the `transient_bytes` and `forward_bytes` [layers, 3] of a sharded stage, and its `shard_bytes`.
+
+    Besides its parts it holds all weights outside blocks, those of the running block, and those of the block to run
+    next with their parts in a message. Gradients of a block are summed in two flat copies and a part, while the block
+    before runs its backward; those of weights outside blocks at the end, until the first block of the next backward has
+    run.
+    """
+    layers = slice(entry.stage.first, entry.stage.end)
+    own = unit.layers[layers]
+    held = np.array([layer.held_trained(entry.stage.degrees) for layer in own]) * (shared_by > 1)
+    is_block = np.array(["layers." in layer.name for layer in own])
     block, outside, part = held * is_block, held * ~is_block, 1.0 / shared_by.max()
     ahead, behind = np.append(0.0, block[:-1]), np.append(block[1:], 0.0)  # of earlier and of later layers
-    shard, gradient = rules.shard_of(unit.name), rules.gradient
+    shard, gradient, always = rules.shard_of(unit.name), rules.gradient, np.array([0.0, 0.0, 1.0])
     weight = rules.weight if shard == "weights" else 0.0
-    here = weight * (outside.sum() + block)
     coming = rules.weight * (1.0 + part) * shard.startswith("weights")
-    forward = here + coming * behind + weight * ahead * ~is_block
-    backward = here + weight * ((1.0 + part) * ahead + behind * ~is_block)
-    backward += gradient * (np.cumsum(outside[::-1])[::-1] + block + (2.0 + part) * behind)
-    backward[0] = max(backward[0], outside.sum() * (weight + (3.0 + part) * gradient))
-    constant = np.array([0.0, 0.0, 1.0])
-    return np.outer(forward, constant), np.outer(backward, constant)
+    here = weight * (outside.sum() + block)
+    summed = gradient * (2.0 + part) * np.where(behind > 0.0, behind, outside.sum())
+    forward = here + coming * behind + weight * ahead * ~is_block + gradient * (2.0 + part) * outside.sum()
+    gathered = here + weight * ((1.0 + part) * ahead + behind * ~is_block)
+    backward = gathered + gradient * np.cumsum(outside[::-1])[::-1]
+    end = backward + gradient * (3.0 + part) * block
+    end[0] = max(end[0], outside.sum() * (weight + gradient * (3.0 + part)))
+    transient, kept, summing = table.transient_bytes[layers], table.kept_bytes[layers], np.zeros((3, 3))
+    running, flies = backward + gradient * EARLY * block + summed, behind > 0.0
+    if flies.any():
+        beside = transient + np.outer(running, always)
+        beside[~flies] = -np.inf
+        summing[0] = stage_peaks(beside, kept, [0])[0]
+    transient = transient + np.outer(np.where(flies, gathered, running), always)
+    last = len(end) - 1 - int(end[::-1].argmax())
+    summing[1] = end[last] * always + table.output_bytes[layers][last] - kept[last:].sum(axis=0)
+    summing[2] = (end - gathered)[last] * always - table.weight_bytes[layers][last:].sum(axis=0)
+    return transient, table.forward_bytes[layers] + np.outer(forward, always), summing
 
 
 def stage_peaks(transient: NDArray[np.float64], kept: NDArray[np.float64], cuts: Sequence[int]) -> NDArray[np.float64]:

@@ -57,7 +57,7 @@ class StepCosts:
         alike = token_costs(plan, (True,) * len(plan.stages())).stages
         try:
             # Documents of older versions have no seconds of the host or of gathers, and no bytes of forwards.
-            later = {name: getattr(alike, name) for name in ("host_seconds", "gather_seconds")}
+            later = {name: getattr(alike, name) for name in ("host_seconds", "shard_bytes", "gather_seconds")}
             stages = {**later, "forward_bytes": document["stages"]["transient_bytes"], **document["stages"]}
             arrays = {one.name: np.asarray(stages[one.name], dtype=np.float64) for one in fields(StageCosts)}
             others = {name: msgspec.convert(document[name], kind, str_keys=True) for name, kind in _READ.items()}
@@ -72,7 +72,7 @@ class StepCosts:
             if values.shape != (shape := getattr(alike, name).shape):
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
             # Late bytes are negative where kept activations are already freed.
-            least = -np.inf if name == "late_bytes" else 0.0
+            least = -np.inf if name in ("late_bytes", "shard_bytes") else 0.0
             if not (np.isfinite(values).all() and values.min(initial=0.0) >= least):
                 raise ValueError(f"{name} must be finite and not negative")
         return costs
@@ -112,7 +112,7 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     none, late = np.zeros(count), np.zeros((count, 2, 3))
     bytes_ = (*[nothing] * 5, none, none, none, none, late)
     host, gathers = np.zeros((count, len(KIND_ORDER))), np.zeros((count, 2))
-    stages = StageCosts(seconds, *bytes_, np.ones(count), host, gathers)
+    stages = StageCosts(seconds, *bytes_, np.ones(count), host, np.zeros((count, 3, 3)), gathers)
     return StepCosts(stages, origin=TOKENS)
 
 

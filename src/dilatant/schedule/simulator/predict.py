@@ -180,9 +180,13 @@ def step_bytes(
     transient = np.einsum("ij,ij->i", running, sums)
     first, last = ends_of(graph, BACKWARD, WEIGHT_GRADIENT)
     transient[graph.kind == WEIGHT_GRADIENT] = 0.0
-    for place, ops in enumerate((first[graph.kind[first] == BACKWARD], np.flatnonzero(graph.kind == INPUT_GRADIENT))):
-        late = np.einsum("ij,ij->i", costs.late_bytes[graph.stage[ops], place], sums[ops])
-        transient[ops] = np.maximum(transient[ops], late)
+    rows = [(costs.late_bytes[:, 0], first[graph.kind[first] == BACKWARD])]
+    rows.append((costs.late_bytes[:, 1], np.flatnonzero(graph.kind == INPUT_GRADIENT)))
+    if costs.shard_bytes.any():
+        for row, kind in enumerate((BACKWARD, BACKWARD, WEIGHT_GRADIENT)):
+            rows.append((costs.shard_bytes[:, row], np.flatnonzero(graph.kind == kind)))
+    for late, ops in rows:
+        transient[ops] = np.maximum(transient[ops], np.einsum("ij,ij->i", late[graph.stage[ops]], sums[ops]))
     transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
     split = _has(graph, WEIGHT_GRADIENT)
