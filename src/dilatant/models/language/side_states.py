@@ -130,12 +130,12 @@ class BlockInputs(Extension):
 
     def enter(self, forward: LanguageForward) -> None:
         first, decoder, ids = forward.span.first, forward.decoder, forward.ids
-        handed: dict[Any, Any] = {None: {}}  # the mapping, and block → its tensor
-        forward.state[self] = handed
+        handed = forward.state[self] = dict[Any, Any]({None: {}})  # the mapping, and block → its tensor
         if not forward.span.is_first:
             forward.hidden, states = _split_off(forward, self.width(first))
             *tensors, shared = states.split([*self.widths[first:], states.shape[-1] - sum(self.widths[first:])], -1)
-            handed |= {None: self._stored(shared, first, forward.shards), **dict(enumerate(tensors, first))}
+            handed.update(enumerate(tensors, first))
+            handed[None] = self._stored(shared, first, forward.shards)
             ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
         assert ids is not None
         ids = without_placeholders(ids, forward.text.unembedded, cast(Any, decoder.config).pad_token_id or 0)
