@@ -252,7 +252,7 @@ def _sharded(
     coming = rules.weight * (1.0 + part) * shard.startswith("weights")
     here = weight * (outside.sum() + block)
     summed = gradient * (2.0 + part) * np.where(behind > 0.0, behind, outside.sum())
-    forward = here + coming * behind + weight * ahead * ~is_block + gradient * (2.0 + part) * outside.sum()
+    forward = here + coming * behind + weight * ahead * ~is_block
     gathered = here + weight * ((1.0 + part) * ahead + behind * ~is_block)
     backward = gathered + gradient * np.cumsum(outside[::-1])[::-1]
     end = backward + gradient * (3.0 + part) * block
