@@ -110,7 +110,7 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
     none, late = np.zeros(count), np.zeros((count, 2, 3))
-    bytes_ = (*[nothing] * 5, none, none, none, none, late)
+    bytes_ = (nothing, nothing, nothing, nothing, nothing, none, none, none, none, late)
     host, gathers = np.zeros((count, len(KIND_ORDER))), np.zeros((count, 2))
     stages = StageCosts(seconds, *bytes_, np.ones(count), host, np.zeros((count, 3, 3)), gathers)
     return StepCosts(stages, origin=TOKENS)
