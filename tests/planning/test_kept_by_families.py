@@ -16,7 +16,7 @@ from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import choose_attention
 from dilatant.planning.measuring.layer_probes import layer_probe
-from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.measuring.layer_shapes import counted_shapes
 from dilatant.planning.problem.describe_model import BLOCK, LayerType, describe_model
 
 TIMES = 8
@@ -88,7 +88,7 @@ def test_activations_of_a_listed_family_are_those_kept(family: str) -> None:
     model = MultimodalModel({}, PretrainedModel.of(config, "model"), seed=0)
     choose_attention(model)
     described = describe_model(model)
-    shapes, ratios = layer_shapes(described), {}
+    shapes, ratios = counted_shapes(described), {}
     for entry in described.types:
         kept, tokens = kept_by_block(entry) if entry.role == BLOCK else (0.0, 0)
         if kept:  # blocks of cross-attention do not run without media

@@ -78,7 +78,7 @@ def test_undescribed_layer_costs_as_much_as_its_weights() -> None:
     described = describe_model(model)
     config_of = model.units["language"].config
     heads = config_of.num_attention_heads
-    known = layer_shapes(describe_model(model))
+    known = layer_shapes(described)
     config_of.__dict__["num_attention_heads"] = None
     try:
         with pytest.raises(TypeError):

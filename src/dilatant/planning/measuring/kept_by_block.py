@@ -26,7 +26,8 @@ def kept_by_block(entry: LayerType) -> dict[str, Any]:
     Attention keeps what a fused kernel does. Experts are visited evenly. Everything else is what the family's forward
     runs without further packages: linear attention, for one, in torch, with chunks in fp32.
     """
-    assert entry.unit.structure is not None
+    if entry.unit.structure is None:
+        return {}
     probe = layer_probe(entry, _META, torch.bfloat16)
     try:
         with ShapesOnly():

@@ -28,7 +28,7 @@ from dilatant.models.parallel.experts import is_fused
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.plan import Plan
 from dilatant.planning.measuring.layer_probes import LONG_ROW, layer_probe
-from dilatant.planning.measuring.layer_shapes import layer_shapes
+from dilatant.planning.measuring.layer_shapes import counted_shapes, layer_shapes
 from dilatant.planning.problem.dense_rows import dense_rows, dense_tokens
 from dilatant.planning.problem.describe_model import (
     BLOCK,
@@ -79,7 +79,7 @@ def modelled_costs(
     """Return the modelled costs of layers as `runner` computes them. joined: `cp` ranks are replicas that divide
     nothing but experts among each other, so no keys and values are sent."""
     degrees, per_node = planned_degrees(config.plan, model, target), target.cluster.reach
-    shapes = layer_shapes(model)
+    shapes = counted_shapes(model)
     if joined:
         shapes = {kind: replace(shape, key_value_width=0) for kind, shape in shapes.items()}
         widths = {1 << power for power in range(per_node.bit_length())}

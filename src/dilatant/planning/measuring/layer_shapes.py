@@ -21,6 +21,7 @@ from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.parallel.experts import fused_experts
 from dilatant.planning.measuring.kept_by_block import kept_by_block
 from dilatant.planning.problem.describe_model import (
+    BLOCK,
     CONNECTOR,
     EMBEDDING,
     ENCODER,
@@ -41,8 +42,6 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
 
     guess: count a layer whose config says too little as one product with its matrices, instead of raising.
     """
-    if guess in model.shapes:
-        return model.shapes[guess]
     shapes = {}
     for entry in model.types:
         try:
@@ -54,8 +53,16 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
         shapes[entry.kind] = replace(
             shapes[entry.kind], trained_share=_trained_share(entry), divided=entry.unit.structure is not None
         )
-    model.shapes[guess] = shapes
     return shapes
+
+
+def counted_shapes(model: ModelDescription) -> dict[str, LayerShape]:
+    """Return `layer_shapes` with what autograd keeps of blocks counted in their own forwards, for a plan's memory."""
+    if not model.shapes:
+        shapes = layer_shapes(model)
+        counted = {entry.kind: kept_by_block(entry) for entry in model.types if entry.role == BLOCK}
+        model.shapes.update({kind: replace(shape, **counted.get(kind, {})) for kind, shape in shapes.items()})
+    return model.shapes
 
 
 def _trained_share(entry: LayerType) -> float:
@@ -109,7 +116,6 @@ def _shape(entry: LayerType) -> LayerShape:
         causal=causal,
         norms=_moved_by_norms(modules, heads * size, key_value_heads * size),
     )
-    shape = replace(shape, **kept_by_block(entry))
     pairs = not any(word in entry.variant for word in _WITHOUT_PAIRS)
     return replace(
         shape,

@@ -76,7 +76,7 @@ class ModelDescription:
     A tied weight counts in each layer of `spec` that holds it, since each needs it, and once in `parameters`, which are
     (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → factor on the square of a row of several samples
     if none was measured, where attention does not skip pairs of different samples. `media_pairs`: of media masks.
-    `limits`: see `limits_of`. `shapes`: cache of `layer_shapes`.
+    `limits`: see `limits_of`. `shapes`: cache of `counted_shapes`.
     """
 
     spec: ModelSpec
@@ -88,7 +88,7 @@ class ModelDescription:
     dense: dict[str, float]
     media_pairs: MediaPairs
     limits: tuple[str, ...] = ()
-    shapes: dict[bool, dict[str, LayerShape]] = field(default_factory=dict, compare=False, repr=False)
+    shapes: dict[str, LayerShape] = field(default_factory=dict, compare=False, repr=False)
 
     def kinds(self, role: str) -> tuple[str, ...]:
         """Return the layer types with this role."""
