@@ -27,7 +27,8 @@ from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.training.prepare import prepare
 from dilatant.training.run import RunResult, train
 
-RECIPES = {path.stem: path for path in sorted((Path(package.__file__).parent / "recipes").glob("*.yaml"))}
+_FOLDER = Path(package.__file__).parent / "recipes"
+RECIPES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"), key=lambda path: path.stem)}
 CLUSTERS = ("cluster-64", "spot-nodes")
 """Recipes whose model and data are those of others, and whose layouts are what is tried."""
 LIKE_OTHERS = ("chart-qa", "preferences", "robot", "robot-actions", "sharded-8", "video", "vlm-lora")
