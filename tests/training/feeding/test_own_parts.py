@@ -255,8 +255,13 @@ def test_ctrl_c_inside_a_users_code_stays_one() -> None:
         def on_step(self, run: RunControl, metrics: StepMetrics) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        CallbackList([Long()]).call("on_step", None)
+    # Shells start background jobs with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            CallbackList([Long()]).call("on_step", None)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_was_reported_is_not_reported_again_when_steps_repeat() -> None:
