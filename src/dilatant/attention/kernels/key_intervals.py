@@ -58,10 +58,10 @@ def slices(table: BlockTable) -> Slices:
     one of them move on by one key a query, are one slice."""
     query, place = _places(table)
     order = np.argsort(place, kind="stable")
-    query, place, start = query[order], place[order], table.start[order]
+    query, start = query[order], table.start[order]
     end = start + table.length[order]
     starts, ends = np.diff(start), np.diff(end)
-    follows = (np.diff(query) == 1) & (np.diff(place) == 0)
+    follows = np.diff(query) == 1  # never from the last query of one place to the first of the next, which has fewer
     for moved in (starts, ends):
         follows &= (moved == 0) | (moved == 1)
     kind = np.where(follows, 2 * starts + ends, -1)
