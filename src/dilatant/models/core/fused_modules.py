@@ -102,7 +102,7 @@ def row_counts(processors: int, width: int) -> list[int]:
 def compile_ahead(norm: nn.Module, processors: int) -> None:
     """Run an RMS norm forward and backward on so many rows that Triton compiles it for all others, so that no later
     step, which has a short deadline, waits for the compiler."""
-    weight = norm.weight
+    weight = next(norm.parameters())
     for count in row_counts(processors, weight.numel()):
         rows = torch.zeros(count, weight.numel(), dtype=weight.dtype, device=weight.device, requires_grad=True)
         with torch.enable_grad():
