@@ -75,7 +75,13 @@ def _tests(*files: str) -> tuple[str, ...]:
 
 SECTIONS = {
     "machine": Section("copies and matrix products", 60, ("-m", "benchmarks.gpu_day", "--machine"), 16),
-    "kernels": Section("Triton kernels, varlen, FlexAttention against definitions", 400, _tests("tests/attention")),
+    "kernels": Section("attention kernels and libraries against definitions", 400, _tests("tests/attention")),
+    "libraries": Section(
+        "cuDNN's Flex and MagiAttention, if installed: differences to float32, and rates", 500,
+        ("-m", "benchmarks.attention.attention", "--sections", "rates", "backends", "--only", "cudnn_flex", "magi",
+         "--tokens", "8192", "32768", "--repeats", "5", "--out", "{out}/attention-libraries-gpu.json"),
+        40, capability=(9, 0),
+    ),
     "runtime": Section(
         "a step against a CPU's; NCCL where there are two GPUs", 200, _tests("tests/runtime", f"--ignore={STAGED}")
     ),

@@ -5,9 +5,10 @@
 
 On a GPU: rates over the visible area at 8k to 128k tokens for five kinds of mask, ours against FlexAttention (tuned
 over its kernel options), SDPA's flash and cuDNN kernels, SDPA with a dense mask (what transformers does for packed
-rows) and varlen flash attention; who cannot express a mask is listed by name with the reason, and what each derives
-from the mask is timed apart. Then context parallelism on 4, 8 and 32 ranks: every rank's share run in turn under every
-placement; communication is modelled, never measured, and labelled so. Then what cutting long rows gains.
+rows), varlen flash attention, cuDNN's Flex and MagiAttention; who cannot express a mask is listed by name with the
+reason, and what each derives from the mask is timed apart. Then context parallelism on 4, 8 and 32 ranks: every rank's
+share run in turn under every placement; communication is modelled, never measured, and labelled so. Then what cutting
+long rows gains.
 
 Without a GPU the same functions run on short rows with the blockwise kernels, and two checks of the GPU kernels are
 added: their results under Triton's interpreter, and their registers, spills and tensor-core instructions as compiled
@@ -37,6 +38,8 @@ from benchmarks.attention.kernels import Shape, measure_rates
 from benchmarks.attention.rows import KINDS
 from benchmarks.attention.shares import fit_block_cost, measure_shares, measure_splitting
 from benchmarks.machine import machine
+from dilatant.attention import AttentionPlan, RowLayout, document_causal
+from dilatant.attention.kernels.backends import PREFERENCE, AttentionCall, installed, unsupported_reason
 from dilatant.attention.kernels.mask_class import Kind
 from dilatant.planning.measuring.attention_seconds import Rows, measure_attention
 
@@ -68,6 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sections", nargs="+", choices=sorted(SECTIONS), help="default: all that the device has")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="who is timed beside ours; default: all")
     parser.add_argument("--tokens", nargs="+", type=int, help="row lengths of the rates")
     parser.add_argument("--share-tokens", type=int, help="row length of the shares")
     parser.add_argument("--ranks", nargs="+", type=int, help="context-parallel degrees")
@@ -92,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def rates(settings: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
-    found = measure_rates(settings.kinds, settings.tokens, settings.shape, device, settings.repeats)
+    found = measure_rates(settings.kinds, settings.tokens, settings.shape, device, settings.repeats, settings.only)
     report["rates"] = found
     print(f"{found['shape']}; TFLOP/s over visible pairs; x: how many times as fast ours is")
     columns = "".join(f"{name:>{width}}" for name, width in (("fwd ms", 9), ("bwd ms", 9), ("fwd", 8), ("bwd", 8)))
@@ -126,6 +130,13 @@ def backends(settings: argparse.Namespace, device: torch.device, report: dict[st
         times = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in sorted(row.seconds.items()))
         failed = "".join(f"; {name} failed: {why}" for name, why in row.failed.items())
         print(f"{row.mask:8}{row.tokens:8} tokens, ms forward and backward: {times or 'one backend only'}{failed}")
+    row_class = AttentionPlan(document_causal(RowLayout.of_lengths([2, 3]))).mask_class
+    call = AttentionCall(device.type, shape.dtype, shape.head_dim, shape.head_dim, row_class, group)
+    report["backends_not_run"] = {
+        name: reason for name in PREFERENCE["cuda"] if (reason := unsupported_reason(name, call, installed(device)))
+    }
+    for name, reason in report["backends_not_run"].items():
+        print(f"{name} not run: {reason}")
 
 
 def shares(settings: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:

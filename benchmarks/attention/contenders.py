@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dilatant.attention import attention
 from dilatant.attention.kernels import flex
 from dilatant.attention.kernels.attention_plan import AttentionPlan
+from dilatant.attention.kernels.backends import installed, request_of, unsupported_reason
 from dilatant.attention.kernels.blockwise import visible_pairs
 from dilatant.attention.masks.mask import AttentionMask
 
@@ -134,6 +135,10 @@ def contenders(tuning: FlexTuning) -> list[Contender]:
         Contender("sdpa_dense_mask", _why_not_dense, _dense),
         Contender("varlen_flash2", _why_not_varlen, _varlen),
         Contender("flash_attention_3", functools.partial(_why_not_package, "flash_attn_interface"), _flash3),
+        *(
+            Contender(name, functools.partial(_why_not_backend, name), functools.partial(_backend, name))
+            for name in ("cudnn_flex", "magi")
+        ),
     ]
 
 
@@ -258,6 +263,15 @@ def _flash3(problem: Problem) -> Attend:
         return output[0] if isinstance(output, tuple) else output
 
     return attend
+
+
+def _why_not_backend(name: str, problem: Problem) -> str | None:
+    request = request_of(problem.query, problem.key, problem.value, problem.plan)
+    return unsupported_reason(name, request, installed(problem.device))
+
+
+def _backend(name: str, problem: Problem) -> Attend:
+    return lambda q, k, v: attention(q, k, v, problem.plan, backend=name)
 
 
 def _borders(problem: Problem) -> tuple[Tensor, int]:

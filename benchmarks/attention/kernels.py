@@ -61,21 +61,27 @@ def forward_and_backward(attend: Attend, problem: Problem) -> tuple[Tensor, ...]
 
 
 def measure_rates(
-    kinds: Sequence[str], sizes: Sequence[int], shape: Shape, device: torch.device, repeats: int
+    kinds: Sequence[str],
+    sizes: Sequence[int],
+    shape: Shape,
+    device: torch.device,
+    repeats: int,
+    only: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Every kind at every size: seconds, TFLOP/s over visible pairs (4 products of a pair and channel forward, 10
-    backward), ratio to ours, and who could not, by name."""
+    """Every kind at every size, of all contenders or of ours and those in `only`: seconds, TFLOP/s over visible pairs
+    (4 products of a pair and channel forward, 10 backward), ratio to ours, and who could not, by name."""
     tuning = FlexTuning(
         lambda attend, problem: median_seconds({"flex": lambda: forward_and_backward(attend, problem)}, device, 3)[
             "flex"
         ]
     )
-    errors = [check(kind, shape, device, contenders(tuning)) for kind in kinds]
+    everyone = [each for each in contenders(tuning) if only is None or each.name in ("ours", *only)]
+    errors = [check(kind, shape, device, everyone) for kind in kinds]
     tuning.best.clear()  # tuned again on a row of a size that is measured
     tuning.tried.clear()
     middle = sizes[len(sizes) // 2]  # first, because FlexAttention is tuned on the first row of a kind
     rates = [
-        measure(make_problem(kind, tokens, shape, device), contenders(tuning), repeats)
+        measure(make_problem(kind, tokens, shape, device), everyone, repeats)
         for kind in kinds
         for tokens in (middle, *(tokens for tokens in sizes if tokens != middle))
     ]

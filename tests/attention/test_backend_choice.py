@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +19,14 @@ from cases.attention.attention_cases import make_case
 from dilatant.attention import attention
 from dilatant.attention.kernels import sdpa
 from dilatant.attention.kernels.attention_plan import AttentionPlan
-from dilatant.attention.kernels.backends import AttentionCall, MachineCapabilities, choose_backend, explain_here
+from dilatant.attention.kernels.backends import (
+    AttentionCall,
+    MachineCapabilities,
+    _is_here,
+    capable_backends,
+    choose_backend,
+    explain_here,
+)
 from dilatant.attention.kernels.mask_class import MaskClass, RaggedRow
 from dilatant.attention.kernels.scores import AttentionError
 from dilatant.attention.masks import packing
@@ -27,7 +35,20 @@ from dilatant.attention.masks.packing import RowLayout
 
 TRITON = frozenset({"triton"})
 HOPPER = MachineCapabilities(TRITON | {"torch.nn.attention.varlen"}, capability=(9, 0))
-BACKENDS = {"triton", "blockwise", "sdpa", "varlen", "flash3", "flex"}
+BACKENDS = {"triton", "blockwise", "sdpa", "flex"}
+LIBRARIES = {
+    "varlen": "torch.nn.attention.varlen",
+    "flash3": "flash_attn_interface",
+    "cudnn_flex": "cudnn.flex_attention",
+    "magi": "magi_attention.functional.flex_flash_attn",
+}
+EVERYTHING = MachineCapabilities(TRITON | set(LIBRARIES.values()), capability=(9, 0))
+
+
+def here(machine: MachineCapabilities) -> set[str]:
+    return BACKENDS | {name for name, package in LIBRARIES.items() if package in machine.packages}
+
+
 ROW = RaggedRow(np.array([0, 3, 5], np.int32), 3, -1, 0, np.zeros(0, np.int64))
 PACKED, EQUAL = MaskClass("causal", None, ROW), MaskClass("equal", None, ROW)
 CPU = MachineCapabilities()
@@ -61,12 +82,14 @@ def request(**changes) -> AttentionCall:
         (request(), MachineCapabilities(TRITON, capability=(7, 0)), "blockwise"),
         (request(device="cpu"), CPU, "blockwise"),
         (request(device="cpu", row=PACKED), CPU, "sdpa"),
+        (request(), EVERYTHING, "triton"),
+        (request(head_dim=192, value_dim=128), EVERYTHING, "blockwise"),
     ],
 )
 def test_the_automatic_choice(asked: AttentionCall, machine: MachineCapabilities, chosen: str) -> None:
     choice = choose_backend(asked, machine)
     assert choice.name == chosen
-    assert set(choice.others) == BACKENDS - {chosen}
+    assert set(choice.others) == here(machine) - {chosen}
     assert all(choice.others.values())
 
 
@@ -92,6 +115,17 @@ def test_the_automatic_choice(asked: AttentionCall, machine: MachineCapabilities
         ("varlen", request(row=PACKED, device="cpu"), HOPPER, "not on an NVIDIA GPU"),
         ("varlen", request(row=PACKED, head_dim=100, value_dim=100), HOPPER, "100 and 100 channels"),
         ("flash3", request(row=PACKED), HOPPER, "no flash_attn_interface here"),
+        ("magi", request(), HOPPER, "no magi_attention.functional.flex_flash_attn here .it comes with github"),
+        ("magi", request(), replace(EVERYTHING, capability=(10, 0)), "compute capability is 10.0, not 9.0"),
+        ("magi", request(device="cpu"), EVERYTHING, "not on an NVIDIA GPU"),
+        ("magi", request(dtype=torch.float32), EVERYTHING, "bfloat16 and float16, not torch.float32"),
+        ("magi", request(head_dim=192, value_dim=128), EVERYTHING, "192 and 128 channels, more than 128"),
+        ("cudnn_flex", request(), HOPPER, "no cudnn.flex_attention here .it comes with nvidia-cudnn-frontend on PyPI"),
+        ("cudnn_flex", request(), replace(EVERYTHING, capability=(12, 0)), "12.0, not 9.0, 10.0 or 10.3"),
+        ("cudnn_flex", request(head_dim=100, value_dim=100), EVERYTHING, "100 and 100 channels, not multiples of 8"),
+        ("cudnn_flex", request(head_dim=256, value_dim=128), EVERYTHING, "256 and 128 channels"),
+        ("cudnn_flex", request(sinks=True), EVERYTHING, "cuDNN's Flex has no attention sinks"),
+        ("cudnn_flex", request(softcap=True), EVERYTHING, "cuDNN's Flex cannot cap scores"),
         ("flex", request(device="cpu"), CPU, "no backward on CPUs"),
         ("flex", request(sinks=True), HOPPER, "no attention sinks"),
         ("flash", request(), HOPPER, "unknown attention backend 'flash'"),
@@ -102,6 +136,27 @@ def test_a_backend_asked_for_by_name_runs_or_says_why_not(
 ) -> None:
     with pytest.raises(AttentionError, match=reason):
         choose_backend(asked, machine, wanted)
+
+
+def test_libraries_take_every_mask_where_they_are_installed() -> None:
+    for capability, able in (((9, 0), {"magi", "cudnn_flex"}), ((10, 0), {"cudnn_flex"}), ((8, 0), set())):
+        machine = replace(EVERYTHING, capability=capability)
+        assert {"magi", "cudnn_flex"} & set(capable_backends(request(), machine)) == able
+    for channels in ((192, 128), (256, 256), (80, 80), (64, 128)):
+        asked = request(head_dim=channels[0], value_dim=channels[1])
+        assert "cudnn_flex" in capable_backends(asked, EVERYTHING)
+        assert ("magi" in capable_backends(asked, EVERYTHING)) == (max(channels) <= 128)
+    assert "magi" in capable_backends(request(softcap=True, sinks=True, head_dim=100, value_dim=36), EVERYTHING)
+
+
+def test_a_package_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "loads_a_library"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('no driver')")
+    (package / "module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [_is_here(f"loads_a_library{name}") for name in ("", ".inner", ".module", ".other")] == [True] * 3 + [False]
+    assert not _is_here("not_there.inner")
 
 
 def test_an_explanation_names_the_backend_and_the_others() -> None:

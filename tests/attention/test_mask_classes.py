@@ -16,7 +16,7 @@ from torch import Tensor
 from cases.attention import mask_kinds
 from cases.attention.attention_cases import Case, make_case, seen_by_oracle
 from dilatant.attention import AttentionPlan, attention
-from dilatant.attention.kernels import ragged
+from dilatant.attention.kernels import measured, ragged
 from dilatant.attention.kernels.backends import AttentionCall, MachineCapabilities, choose_backend, installed
 from dilatant.attention.kernels.mask_class import MaskClass, RaggedRow
 from dilatant.attention.kernels.measured import MeasuredRow, measured_rows, store_measured
@@ -161,7 +161,7 @@ ROW = AttentionPlan(packing.document_causal(RowLayout.of_lengths([3, 2]))).mask_
 
 
 def choice(rows: list[MeasuredRow], **changes: Any) -> str:
-    here = MachineCapabilities(HOPPER.packages, HOPPER.capability, measured=tuple(rows))
+    here = MachineCapabilities(changes.pop("packages", HOPPER.packages), HOPPER.capability, measured=tuple(rows))
     usual = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128, "row": ROW, "group": 4}
     return choose_backend(AttentionCall(**{**usual, **changes}), here).name
 
@@ -175,6 +175,11 @@ def test_the_fastest_measured_backend_runs_where_it_can() -> None:
     assert choice(rows, head_dim=64, value_dim=64) == choice(rows, group=1) == choice(rows, dtype=torch.float16)
     assert choice(rows, group=1) == "triton"
     assert choice(rows, row=MaskClass("media", "not plain")) == "triton"
+    media = [MeasuredRow("media", "bfloat16", 4, 128, 16384, {"triton": 2.0, "cudnn_flex": 1.5, "magi": 1.0})]
+    assert choice(media, row=MaskClass("media", "not plain")) == "triton"  # neither is installed
+    both = HOPPER.packages | {"cudnn.flex_attention", "magi_attention.functional.flex_flash_attn"}
+    assert choice(media, row=MaskClass("media", "not plain"), packages=both) == "magi"
+    assert choice(media, row=MaskClass("media", "not plain", key_runs=9999), packages=both) == "triton"
 
 
 @pytest.fixture
@@ -196,6 +201,16 @@ def test_measured_seconds_choose_in_later_calls(own_cache: Any) -> None:
         assert choose_backend(call, installed(CPU)).name == "sdpa"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_seconds_are_kept_by_versions_of_all_libraries(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = set()
+    for newer in ("none", "torch", "triton", "magi_attention", "nvidia-cudnn-frontend"):
+        measured._versions.cache_clear()
+        monkeypatch.setattr(measured, "_version", lambda package, newer=newer: "2" if package == newer else "1")
+        paths.add(measured._path("cpu", None))
+    measured._versions.cache_clear()
+    assert len(paths) == 5
 
 
 @pytest.mark.parametrize("content", ["", "{", '[{"mask": 3}]', "\xff"])

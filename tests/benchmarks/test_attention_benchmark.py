@@ -41,6 +41,18 @@ def test_one_command_measures_checks_and_says_who_could_not(tmp_path: Path) -> N
         assert {entry["policy"] for entry in row["policies"]} == set(shares.POLICIES)
 
 
+def test_optional_libraries_are_named_where_they_do_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--device cpu --sections rates backends --kinds EE --tokens 64 --repeats 1 --no-out --heads 2 1 8"
+    report = attention.main([*command.split(), "--only", "cudnn_flex", "magi"])
+    (row,) = report["rates"]["rates"]
+    assert (set(row["results"]), set(row["unavailable"])) == ({"ours"}, {"cudnn_flex", "magi"})
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("cudnn_flex", "magi"):
+        reason = report["backends_not_run"][name]
+        assert reason == row["unavailable"][name]
+        assert f"{name} not run: {reason}" in lines
+
+
 def test_costs_of_blocks_are_found_again() -> None:
     counts = [(10, 3, 4), (0, 9, 4), (50, 1, 8), (7, 7, 2), (100, 30, 20)]
     seconds = [2e-6 * full + 3e-6 * partial + 1e-6 * rows for full, partial, rows in counts]

@@ -1,13 +1,15 @@
 """Attention backends: choose the implementation that runs an attention call, and explain why.
 
-| backend   | devices           | what it is                                                       |
-|-----------|-------------------|------------------------------------------------------------------|
-| sdpa      | any               | PyTorch's scaled_dot_product_attention: plain rows only          |
-| varlen    | NVIDIA GPUs       | PyTorch's varlen_attn (flash attention 2): ragged rows, one call |
-| flash3    | NVIDIA Hopper     | the same of the package flash_attn_interface                     |
-| triton    | NVIDIA GPUs       | our kernels: every mask, deterministic gradients                 |
-| flex      | NVIDIA GPUs       | PyTorch's FlexAttention on our tables: every mask, not on ranks  |
-| blockwise | any               | the same tables in plain PyTorch: CPUs, float64, a reference     |
+| backend    | devices           | what it is                                                        |
+|------------|-------------------|-------------------------------------------------------------------|
+| sdpa       | any               | PyTorch's scaled_dot_product_attention: plain rows only           |
+| varlen     | NVIDIA GPUs       | PyTorch's varlen_attn (flash attention 2): ragged rows, one call  |
+| flash3     | NVIDIA Hopper     | the same of the package flash_attn_interface                      |
+| triton     | NVIDIA GPUs       | our kernels: every mask, deterministic gradients                  |
+| flex       | NVIDIA GPUs       | PyTorch's FlexAttention on our tables: every mask, not on ranks   |
+| cudnn_flex | Hopper, Blackwell | cuDNN's Flex (cudnn.flex_attention): intervals of keys of a query |
+| magi       | NVIDIA Hopper     | MagiAttention's kernels: slices of the mask, causal or full       |
+| blockwise  | any               | the same tables in plain PyTorch: CPUs, float64, a reference      |
 
 What `dilatant profile` measured on a device decides there (`measured.py`), else `PREFERENCE`.
 """
@@ -19,6 +21,8 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,14 +35,17 @@ from dilatant.attention.masks.packing import RowLayout, document_causal, media_m
 from dilatant.config.environment import interprets_triton
 
 PREFERENCE = {
-    "cpu": ("sdpa", "triton", "blockwise", "varlen", "flash3", "flex"),
-    "cuda": ("triton", "varlen", "sdpa", "blockwise", "flash3", "flex"),
+    "cpu": ("sdpa", "triton", "blockwise", "varlen", "flash3", "flex", "cudnn_flex", "magi"),
+    "cuda": ("triton", "varlen", "sdpa", "blockwise", "flash3", "flex", "cudnn_flex", "magi"),
 }
 """Order of the automatic choice by device where nothing was measured; as on a CPU for other devices and for rows that
 are one dense batch. On an H100 our kernels run packed causal rows in 0.74 to 1.0 of the time of flash attention 2
 (`benchmarks/attention/attention.py`)."""
 
 KERNELS = ("triton", "blockwise")
+
+MOST_KEY_RUNS = 512
+"""Runs of keys in a sample up to which intervals of keys are exact (see `block_table`) and their tables are small."""
 
 HEAD_DIM = 128
 SAFE_ASSEMBLER = (13, 1)
@@ -75,7 +82,7 @@ class MachineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The chosen backend, the reason, and why each of the others was not chosen."""
+    """The chosen backend, the reason, and why each of the others that are installed was not chosen."""
 
     name: str
     reason: str
@@ -97,8 +104,12 @@ def choose_backend(request: AttentionCall, installed: MachineCapabilities, wante
     seconds = {} if row is None else row.seconds
     preferred = PREFERENCE["cpu" if is_one else request.device]
     order = sorted(preferred, key=lambda name: seconds.get(name, math.inf))  # a stable sort
-    obstacles = {name: unsupported_reason(name, request, installed) for name in order}
-    able = [name for name in order if obstacles[name] is None]
+    obstacles = {
+        name: unsupported_reason(name, request, installed)
+        for name in order
+        if name == wanted or name not in _LIBRARIES or _LIBRARIES[name].package in installed.packages
+    }
+    able = [name for name, why in obstacles.items() if why is None]
     if wanted != "auto" and obstacles[wanted] is not None:
         raise AttentionError(
             f"attention backend {wanted!r} cannot run this: {obstacles[wanted]}. "
@@ -109,7 +120,7 @@ def choose_backend(request: AttentionCall, installed: MachineCapabilities, wante
             "no attention backend can run this: " + "; ".join(f"{name}: {why}" for name, why in obstacles.items())
         )
     chosen = able[0] if wanted == "auto" else wanted
-    others = {name: obstacles[name] or f"{chosen} is preferred" for name in order if name != chosen}
+    others = {name: why or f"{chosen} is preferred" for name, why in obstacles.items() if name != chosen}
     if wanted != "auto":
         return BackendChoice(chosen, "asked for", {name: why for name, why in others.items() if obstacles[name]})
     return BackendChoice(chosen, "the fastest here" if chosen in seconds else _REASONS[chosen], others)
@@ -193,8 +204,15 @@ def installed(device: torch.device) -> MachineCapabilities:
 
 @functools.cache
 def _packages() -> frozenset[str]:
-    names = ("triton", "torch.nn.attention.varlen", "flash_attn_interface")
-    return frozenset(name for name in names if importlib.util.find_spec(name) is not None)
+    return frozenset(filter(_is_here, ["triton", *(library.package for library in _LIBRARIES.values())]))
+
+
+def _is_here(module: str) -> bool:
+    """Return whether a module is installed. Its package is not imported, because some load a GPU's libraries."""
+    package, *inner = module.split(".")
+    found = importlib.util.find_spec(package)
+    places = [Path(place, *inner) for place in (found and found.submodule_search_locations) or ()]
+    return found is not None and (not inner or any(at.is_dir() or at.with_suffix(".py").is_file() for at in places))
 
 
 def explain_here(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -271,22 +289,44 @@ def _no_options(name: str, request: AttentionCall) -> str | None:
     return f"{name} has no attention sinks" if request.sinks else None
 
 
-def _ragged(module: str, name: str, request: AttentionCall, installed: MachineCapabilities) -> str | None:
-    """Return why flash attention of ragged rows in `module` cannot run the request; None if it can."""
-    lowest = (9, 0) if name == "flash3" else (8, 0)
-    if module not in installed.packages:
-        return f"there is no {module} here"
+def _library(name: str, request: AttentionCall, installed: MachineCapabilities) -> str | None:
+    """Return why the kernels of an optional library cannot run the request; None if they can."""
+    library = _LIBRARIES[name]
+    if library.package not in installed.packages:
+        return f"there is no {library.package} here (it comes with {library.source})"
     if request.device != "cuda" or installed.capability is None:
         return "the tensors are not on an NVIDIA GPU"
-    if installed.capability < lowest or (name == "flash3" and installed.capability >= (10, 0)):
-        return f"the GPU's compute capability is {'.'.join(map(str, installed.capability))}, not {lowest[0]}.x"
-    if request.row.row is None:
-        return f"it takes samples that all attend alike, and {request.row.not_plain or 'these do not'}"
+    if not library.runs_on(installed.capability):
+        return f"the GPU's compute capability is {'.'.join(map(str, installed.capability))}, not {library.capabilities}"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype}"
+    return library.obstacle(request)
+
+
+def _ragged(request: AttentionCall) -> str | None:
+    if request.row.row is None:
+        return f"it takes samples that all attend alike, and {request.row.not_plain or 'these do not'}"
     if request.head_dim % 8 or request.head_dim > 256 or request.value_dim != request.head_dim:
         return f"heads have {request.head_dim} and {request.value_dim} channels, not one multiple of 8 up to 256"
     return _no_options("flash attention", request)
+
+
+def _magi(request: AttentionCall) -> str | None:
+    if max(request.head_dim, request.value_dim) > 128:
+        return f"heads have {request.head_dim} and {request.value_dim} channels, more than 128"
+    return _many_runs(request)
+
+
+def _cudnn_flex(request: AttentionCall) -> str | None:
+    channels = request.head_dim, request.value_dim
+    if channels not in ((192, 128), (256, 256)) and (max(channels) > 128 or any(each % 8 for each in channels)):
+        return f"heads have {channels[0]} and {channels[1]} channels, not multiples of 8 up to 128"
+    return _no_options("cuDNN's Flex", request) or _many_runs(request)
+
+
+def _many_runs(request: AttentionCall) -> str | None:
+    runs = request.row.key_runs
+    return f"a sample has {runs} runs of keys, more than {MOST_KEY_RUNS}" if runs > MOST_KEY_RUNS else None
 
 
 def _flex(request: AttentionCall, installed: MachineCapabilities) -> str | None:
@@ -299,13 +339,35 @@ def _flex(request: AttentionCall, installed: MachineCapabilities) -> str | None:
     return "there are no attention sinks in it" if request.sinks else None
 
 
+class _Library(NamedTuple):
+    """Kernels of an optional package: where the package comes from, the GPUs that they run on by compute capability,
+    and what else is in their way."""
+
+    package: str
+    source: str
+    capabilities: str
+    runs_on: Callable[[tuple[int, int]], bool]
+    obstacle: Callable[[AttentionCall], str | None]
+
+
+_LIBRARIES = {
+    "varlen": _Library("torch.nn.attention.varlen", "torch", "8.0 or above", lambda gpu: gpu >= (8, 0), _ragged),
+    "flash3": _Library("flash_attn_interface", "flash attention 3", "9.x", lambda gpu: gpu[0] == 9, _ragged),
+    "cudnn_flex": _Library(
+        "cudnn.flex_attention", "nvidia-cudnn-frontend on PyPI",
+        "9.0, 10.0 or 10.3", lambda gpu: gpu in ((9, 0), (10, 0), (10, 3)), _cudnn_flex,
+    ),
+    "magi": _Library(
+        "magi_attention.functional.flex_flash_attn", "github.com/SandAI-org/MagiAttention",
+        "9.0", lambda gpu: gpu == (9, 0), _magi,
+    ),
+}  # fmt: skip
 _OBSTACLES: dict[str, Callable[[AttentionCall, MachineCapabilities], str | None]] = {
     "sdpa": _sdpa,
-    "varlen": functools.partial(_ragged, "torch.nn.attention.varlen", "varlen"),
-    "flash3": functools.partial(_ragged, "flash_attn_interface", "flash3"),
     "triton": _triton,
     "flex": _flex,
     "blockwise": _blockwise,
+    **{name: functools.partial(_library, name) for name in _LIBRARIES},
 }
 _REASONS = {
     "sdpa": "samples are plainly full or causal, which PyTorch's own kernels do at the cost of their squares",
@@ -313,5 +375,7 @@ _REASONS = {
     "flash3": "samples that attend alike are one call of flash attention",
     "triton": "our kernels take every mask and give the same gradients every time",
     "flex": "FlexAttention takes every mask",
+    "cudnn_flex": "cuDNN's Flex takes every mask",
+    "magi": "MagiAttention takes every mask",
     "blockwise": "our block tables in plain PyTorch, the only one that takes every mask here",
 }

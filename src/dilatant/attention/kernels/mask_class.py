@@ -32,15 +32,22 @@ class RaggedRow(NamedTuple):
 
 class MaskClass(NamedTuple):
     """The class of a mask. not_plain: why it is not one full or causal block per sample, or None. row: the row as
-    kernels for ragged rows take it, or None if they cannot."""
+    kernels for ragged rows take it, or None if they cannot. key_runs: the most runs of keys in a sample; no query sees
+    more intervals of keys."""
 
     kind: Kind
     not_plain: str | None = None
     row: RaggedRow | None = None
+    key_runs: int = 1
 
 
 def mask_class(mask: AttentionMask, keys: AttentionMask) -> MaskClass:
     """Classify the mask of a row whose keys have the mask `keys`."""
+    samples = (keys.runs.field & layout.SAMPLE) >> layout.SAMPLE_SHIFT
+    return _class_of(mask, keys)._replace(key_runs=int(np.bincount(samples).max(initial=0)))
+
+
+def _class_of(mask: AttentionMask, keys: AttentionMask) -> MaskClass:
     reason = _why_not_uniform(mask, keys)
     if reason is not None:
         return MaskClass("media", reason)

@@ -16,7 +16,7 @@ from dilatant.config.environment import cache_folder
 from dilatant.config.files.durable import write_durably
 from dilatant.config.files.own_files import is_trusted_cache_file, read_text
 
-_PACKAGES = ("torch", "triton", "flash_attn_3")
+_PACKAGES = ("torch", "triton", "flash_attn_3", "magi_attention", "nvidia-cudnn-frontend")
 
 
 class MeasuredRow(msgspec.Struct, frozen=True):

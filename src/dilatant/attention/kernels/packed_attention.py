@@ -58,6 +58,18 @@ def _load(name: str) -> Callable[..., torch.Tensor]:
         from dilatant.attention.kernels import ragged
 
         return partial(ragged.attend, ragged.load_operator(name))
+    if name == "magi":
+        from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+
+        from dilatant.attention.kernels import key_intervals
+
+        return partial(key_intervals.magi, flex_flash_attn_func)
+    if name == "cudnn_flex":
+        import cudnn.flex_attention
+
+        from dilatant.attention.kernels import key_intervals
+
+        return partial(key_intervals.cudnn_flex, cudnn.flex_attention)
     if name == "flex":
         from dilatant.attention.kernels import flex
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilatant.attention.kernels.attention_plan import AttentionPlan, upload
-from dilatant.attention.kernels.scores import Scores
+from dilatant.attention.kernels.scores import Scores, seen_by_none
 from dilatant.attention.masks import mask as layout
 from dilatant.attention.masks.mask import Runs
 
@@ -65,8 +65,8 @@ def attend(
     """Return the output `[tokens, query_heads, head_dim]`, zero where a query sees nothing."""
     device = query.device
     found: SdpaBatches = plan.remember(("batches", device), lambda plan: _batches(plan, device))
-    if not found.batches:  # zeros that depend on all three inputs: a row of padding needs gradients as well
-        return query[..., :1].expand(*query.shape[:2], value.shape[2]) * 0 + key.sum() * 0 + value.sum() * 0
+    if not found.batches:
+        return seen_by_none(query, key, value)
     moves = found.token_of_slot is not None
     if moves:
         query, key, value = (_ToSlots.apply(part, found) for part in (query, key, value))

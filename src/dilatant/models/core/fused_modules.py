@@ -28,6 +28,8 @@ _ROTATE = "apply_rotary_pos_emb"
 """Name under which attention modules of transformers call the function that rotates queries and keys."""
 _FACTORS = {"gate_proj": 0.7, "up_proj": -1.3, "down_proj": 1.9}
 _ROWS = 5
+_MANY_ROWS, _NARROW = 1 << 15, 256
+"""Rows and channels from and up to which Liger's RMS norm takes other kernels."""
 
 
 class FusedSwiglu(nn.Module):
@@ -80,12 +82,50 @@ def liger() -> KernelSet:
             norm, LigerRMSNorm(1, _epsilon(norm), offset, casting_mode=casting, in_place=False)
         )
 
+    rotate = rotating_ahead(liger_rotary_pos_emb)
     return {
         "rms_norm": (rms_norm(0.0, "llama"), rms_norm(1.0, "gemma")),
         "layer_norm": (lambda norm: _with_weights_of(norm, LigerLayerNorm(norm.weight.numel(), _epsilon(norm), True)),),
         "swiglu": (lambda mlp: FusedSwiglu(mlp, liger_swiglu),),
-        "rope": (lambda attention: rotating(attention, liger_rotary_pos_emb),),
+        "rope": (lambda attention: rotating(attention, rotate),),
     }
+
+
+def row_counts(processors: int, width: int) -> list[int]:
+    """Return row counts that stand for all variants of an RMS norm of Liger. Triton compiles it for numbers that are 1,
+    multiples of 16, or others: the rows, and the rows of each of `processors` programs. Many narrow rows take kernels
+    of their own."""
+    counts = [each * processors // 16 * 16 for each in (1, 3, 16)] + [_MANY_ROWS] * (width <= _NARROW)
+    return [1, *counts, *(count + 1 if count == _MANY_ROWS else count - 1 for count in counts)]
+
+
+def compile_ahead(norm: nn.Module, processors: int) -> None:
+    """Run an RMS norm forward and backward on so many rows that Triton compiles it for all others, so that no later
+    step, which has a short deadline, waits for the compiler."""
+    weight = next(norm.parameters())
+    for count in row_counts(processors, weight.numel()):
+        rows = torch.zeros(count, weight.numel(), dtype=weight.dtype, device=weight.device, requires_grad=True)
+        with torch.enable_grad():
+            torch.autograd.grad(norm(rows).sum(), rows)
+
+
+def rotating_ahead(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a rotation that compiles its variants for all row lengths when heads of a shape first come, as
+    `compile_ahead` does for norms: Triton compiles it for lengths that are 1, multiples of 16, or others."""
+    known = set[Any]()
+
+    def run(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        heads = tuple((part.dtype, part.device, part.shape[:-2], part.shape[-1]) for part in inputs)
+        if heads not in known:
+            known.add(heads)
+            for tokens in (1, 16, 17):
+                rows = [part.new_zeros(*part.shape[:-2], tokens, part.shape[-1]) for part in inputs]
+                with torch.enable_grad():
+                    pair = rotate(*(part.requires_grad_() for part in rows[:2]), *rows[2:])
+                    torch.autograd.grad([part.sum() for part in pair], rows[:2])
+        return rotate(*inputs)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +154,8 @@ def fuse(blocks: Iterable[nn.Module], kernels: KernelSet) -> FusedModules:
                 kind = _kind_of(child)
                 found = next((new for make in kernels.get(kind, ()) if _equals(child, new := make(child), kind)), None)
                 if found is not None:
+                    if kind == "rms_norm" and (weight := next(found.parameters())).is_cuda:
+                        compile_ahead(found, torch.cuda.get_device_properties(weight.device).multi_processor_count)
                     places.append((parent, name, child))
                     parent._modules[name] = found
     return FusedModules(tuple(places))
