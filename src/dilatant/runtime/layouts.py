@@ -30,7 +30,7 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
     ]
     problems += [
         problem
-        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.degrees.row_parts > 1)
+        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.cp > 1)
         for problem in context_problems(units[name])
     ]
     for name in dict.fromkeys(p.unit for p in plan.stages() if not (p.is_first and p.is_last)):
@@ -39,6 +39,13 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
             problems.append(
                 f"{name}: cut into stages, it would train another model (on a small copy, {cut.uncut}); give it pp: 1, "
                 "and more replicas or tp"
+            )
+    for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.degrees.groups > 1):
+        unit = units[name]
+        if not isinstance(unit, LanguageUnit) or unit.before_language_model is not None:
+            problems.append(
+                f"{name}: ep above tp x cp divides samples among ranks, which only a language model without "
+                "before_language_model can do; give it more replicas and less ep"
             )
     for name, own in tensor_plans(plan, units).items():
         each = sorted({p.stage.degrees for p in plan.stages() if p.unit == name})

@@ -39,7 +39,7 @@ class ChainRequest(NamedTuple):
 
     @property
     def degrees_of_extra(self) -> Degrees:
-        return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.without_experts
+        return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.of_guests
 
 
 class OptionTable:
