@@ -92,17 +92,15 @@ def framework_flags(
     microbatches: int,
     zero: str = "none",
     recompute: Recompute = "none",
-    joined: bool = False,
 ) -> FrameworkFlags:
     """Return the flags for the layout of the language model `unit`, which all units share there. batch: samples of a
-    step; microbatches: of a replica. framework: a key of `FRAMEWORKS`. recompute: of all blocks, if the plan
-    leaves it to the config. joined: cp ranks of the plan are replicas, which divide experts among them."""
+    step; microbatches: of a replica. framework: a key of `FRAMEWORKS`. recompute: of all blocks, if the plan leaves it
+    to the config."""
     chosen = plan.unit(unit)
     stages, replicas = chosen.replicas[0].stages, len(chosen.replicas)
     groups = len({stage.ranks for stage in stages})
     degrees, names = max(stage.degrees for stage in stages), {*_FLAGS[framework].values()}
-    if joined:
-        replicas, degrees = replicas * degrees.cp, degrees._replace(cp=1)
+    replicas *= degrees.groups
     chunks, size = len(stages) // groups, max(1, batch // (replicas * microbatches))
     again = chosen.recompute or (recompute,)
     kinds = {"block" if how == "block_offload" else how for how in again} - {"none"}

@@ -217,7 +217,7 @@ def expert_problems(unit: Unit, plan: TensorPlan, degrees: Degrees) -> list[str]
     experts, stages = " and ".join(map(str, counts)), degrees.grid(" and ")
     return [
         f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of {stages}; it takes ep "
-        f"{', '.join(map(str, working))} there (a multiple of tp that divides the experts, and tp x cp or its multiples)"
+        f"{', '.join(map(str, working))} there (a multiple of tp that divides the experts, and tp x cp or vice versa)"
     ]
 
 
