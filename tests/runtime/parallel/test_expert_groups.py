@@ -99,7 +99,7 @@ def test_each_sample_is_predicted_by_its_group(workers: WorkerPool) -> None:
 
 
 def test_what_groups_cannot_run_is_refused() -> None:
-    with pytest.raises(UserError, match="3 experts cannot be divided by ep 2 .* it takes ep 1, 3 there"):
+    with pytest.raises(UserError, match=r"3 experts cannot be divided by ep 2 .* it takes ep 1, 3 there"):
         require_trainable(case(PAIR).plan, build_model(case(PAIR, settings={"num_local_experts": 3}), "meta").units)
     model = build_model(case(PAIR), "meta")
     model.language.before_language_model = lambda rows, inputs: inputs
