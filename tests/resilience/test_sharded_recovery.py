@@ -149,7 +149,7 @@ def test_experts_of_a_lost_node_are_those_of_another(tmp_path: Path, fault: Faul
     own["units"]["language"]["ep"] = 2
     alone = of_one_process(tmp_path / "alone", language=MIXTURE)
     ended = run_with_faults(project(tmp_path, own, language=MIXTURE), fault)
-    require_equal(ended, alone, "node1" if fault.target == "agent:0" else "node0")
+    require_equal(ended, alone, "node1" if fault.victim == "agent:0" else "node0")
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_each_sample_is_predicted_by_its_group(workers: WorkerPool) -> None:
 def test_what_groups_cannot_run_is_refused() -> None:
     with pytest.raises(UserError, match=r"3 experts cannot be divided by ep 2 .* it takes ep 1, 3 there"):
         require_trainable(case(PAIR).plan, build_model(case(PAIR, settings={"num_local_experts": 3}), "meta").units)
-    model = build_model(case(PAIR), "meta")
-    model.language.before_language_model = lambda rows, inputs: inputs
-    with pytest.raises(UserError, match="ep above tp x cp divides samples among ranks"):
-        require_trainable(case(PAIR).plan, model.units)
+    with pytest.raises(UserError, match="vision: ep above tp x cp divides samples among ranks"):
+        require_trainable(
+            case(PAIR, vision=(replace(VISION[0], ranks=(0, 1), ep=2),)).plan, build_model(case(PAIR), "meta").units
+        )

@@ -176,8 +176,10 @@ class UnitLayers:
 
     def with_experts(self, unit: str, degrees: Degrees) -> tuple[Degrees, ...]:
         """Return these degrees with each `ep` that may pay off for a unit. These are 1 and, inside a node and if costs
-        include links, those that divide experts further than tp divides features; above tp x cp without cp."""
-        counts, most = self._experts[unit], self.reach if degrees.cp == 1 else degrees.ranks
+        include links, those that divide experts further than tp divides features; above tp x cp without cp, for units
+        that cp would divide by tokens."""
+        counts, by_tokens = self._experts[unit], self.model.unit(unit).items_per_token == 1.0
+        most = self.reach if degrees.cp == 1 and by_tokens else degrees.ranks
         if not counts or degrees.ranks > self.reach:
             return (degrees,)
         wide = [ep for ep in degrees.expert_degrees(most) if ep > degrees.tp and not any(n % ep for n in counts)]
