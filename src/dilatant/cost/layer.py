@@ -81,7 +81,7 @@ class LayerCost:
 
 def with_experts_on_ranks(cost: LayerCost, ep: int, times: float = 1.0, latency: float = 1.0) -> LayerCost:
     """Return the cost with expert parallelism over `ep` ranks, if tokens choose all experts equally often. times,
-    latency: by which bytes, and messages, of the exchange take longer than inside a node."""
+    latency: how many times as long as inside a node the bytes, and the messages, of the exchange take."""
     if ep == 1:
         return cost
     exchange, left = cost.expert_exchange, times * (1 - 1 / ep)

@@ -152,9 +152,9 @@ def framework_flags(
 
 
 def _is_in_first_stage(other: UnitPlan, host: UnitPlan) -> bool:
-    """Return True if each replica of a unit is one stage, on the ranks and at the degrees of the host's first stage."""
+    """Return True if each replica of a unit is one stage, on the ranks of the host's first stage, as its guest."""
 
     def places(stages: tuple[Stage, ...]) -> list[object]:
-        return [(stage.ranks, stage.degrees.axes) for stage in stages]
+        return [(stage.ranks, stage.degrees.of_guests) for stage in stages]
 
     return [places(own.stages) for own in other.replicas] == [places(own.stages[:1]) for own in host.replicas]

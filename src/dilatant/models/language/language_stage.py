@@ -177,8 +177,8 @@ class LanguageStage(Stage):
         if data.predicts:
             tokens, losses = chunked_predictions(self.head, hidden[0, at], targets, self.loss_chunk, self.vocabulary)
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
-        places = torch.tensor([samples.index(sample) for sample in own], dtype=torch.int64)
-        sample_of = to_device(places[row.sample_of[with_target]], hidden.device)
+        numbers = torch.tensor([samples.index(sample) for sample in own], dtype=torch.int64)
+        sample_of = to_device(numbers[row.sample_of[with_target]], hidden.device)
         at_targets = torch.stack([row.sample_of, row.index_in_sample + 1], dim=1)[with_target]
         losses = self._losses(self.head, hidden[0, at], targets, packed, at_targets)
         if self.pair_loss is not None and own:
