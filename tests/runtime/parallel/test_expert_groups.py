@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cases.engine_case import CASE, Case, build_model, build_samples
+from cases.engine_case import CASE, NET_WIDTH, Case, build_model, build_samples
 from cases.parallel_cases import case_of, plan_of
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
-from dilatant.plan.plan import Stage
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families.families import one_f_one_b, zero_bubble_h1
@@ -73,6 +73,30 @@ def test_replicas_with_and_without_groups(workers: WorkerPool) -> None:
     vision = (Stage(0, 5, (0, 1), cp=2),)
     assignment = batches(((0, 1, 2), (3,)), ((4,), (5,)))
     check_case(workers, case(*replicas, vision=vision, texts=UNLIKE, assignment=assignment), "all", 2)
+
+
+@pytest.mark.slow
+def test_groups_without_learned_queries_pass_gradients_of_others(workers: WorkerPool) -> None:
+    """Nothing but the queries of a generator, which half of the samples have, asks for gradients of the experts."""
+    pytest.importorskip("diffusers")
+    drawing = {
+        "generators": (("height", NET_WIDTH, "linear", 1.0),),
+        "nets": {"height": ("sd3", "flow", True)},
+        "drawn": ((1,), (0,)) * 3,
+        "frozen": ("vision", "language.model"),
+    }
+    layers = len(build_model(replace(CASE, **drawing), "meta").units["height"].layers)
+    vision, language = plan_of(VISION, PAIR).units
+    height = UnitPlan("height", (Replica((Stage(0, layers, (0,)),)),))
+    assignment = replace(CASE.assignment, microbatches={**CASE.assignment.microbatches, "height": (((0, 2, 4),),)})
+    made = case_of(
+        Plan((vision, replace(language, feeds=("height",)), height)),
+        language="mixtral",
+        attention="causal",
+        assignment=assignment,
+        **drawing,
+    )
+    check_case(workers, made, "none", 1)
 
 
 def _predicted(worker: Worker, case: Case) -> dict[int, tuple[list[int], list[float]]]:

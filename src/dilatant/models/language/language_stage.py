@@ -148,7 +148,7 @@ class LanguageStage(Stage):
         forward.rows = {name: inbound[name] for name in having if name != self.unit}
         # Ids and targets are searched on the host, because reading them from the device would block.
         forward.row = PackedRow.of(packed, self.unit, self.text.outputs, self.text.positions)
-        forward.data, forward.samples = data, packed
+        forward.data, forward.samples, forward.is_part = data, packed, self.context.size > 1
         if self.training and not data.predicts:
             forward.draws = partial(self.draws, data, samples)
         for extension in self.extensions:
