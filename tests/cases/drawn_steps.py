@@ -225,6 +225,8 @@ def draw_plan(
 
     by_items |= {name for name in layers if name != "language" and draw(st.booleans())}
 
+    joined = [experts > 1 and draw(st.booleans()) for _ in groups]
+
     def on_ranks(name: str, stage: Stage) -> Stage:
         (group,) = stage.ranks
         tp, cp = groups[group]
@@ -232,6 +234,8 @@ def draw_plan(
         ep = 1
         if name == "language" and experts > 1:
             ep = [1, *dividing][-1] if alike else draw(st.sampled_from([1, *dividing]))
+            if tp * cp in dividing and joined[0 if alike else group]:
+                cp, ep = 1, tp * cp  # groups of tp ranks run whole samples
         if name in by_items:  # whole items for each rank, whatever else they share
             tp, cp = 1, tp * cp
         return replace(stage, ranks=ranks_of[group], tp=tp, cp=cp, ep=ep)

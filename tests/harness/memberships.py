@@ -44,7 +44,7 @@ def planner_like(
     own = {name: {1: Degrees()} for name in layers}
     for placed in plan.stages():
         own[placed.unit][len(placed.stage.ranks)] = placed.stage.degrees
-    widths = {width: one.without_experts for each in own.values() for width, one in each.items()}
+    widths = {width: one.of_guests for each in own.values() for width, one in each.items()}
     chain = [second for name, count in layers.items() for second in (seconds or {}).get(name, [1.0] * count)]
     state = {width: [1.0 / width] * len(chain) for width in widths}
     kept = {width: [0.1 / width] * len(chain) for width in widths}

@@ -87,3 +87,14 @@ def test_veomni_hears_that_it_has_no_pipelines():
 def test_torchtitan_hears_where_recomputation_is_chosen():
     found = framework_flags(pipelines(("block",) * 10), "torchtitan", "language", 32, 8)
     assert any("activation_checkpoint" in lost for lost in found.lost)
+
+
+def test_replicas_that_divide_experts_are_counted():
+    """Two replicas of two groups, whose encoder divides items in the first stage, have the batches of four replicas."""
+    ranks = ((0, 1), (2, 3))
+    vision = UnitPlan("vision", tuple(Replica((Stage(0, 3, own, cp=2),)) for own in ranks))
+    language = UnitPlan("language", tuple(Replica((Stage(0, 10, own, ep=2),)) for own in ranks))
+    found = framework_flags(Plan((vision, language)), "megatron", "language", 32, 4)
+    asked = ("--expert-model-parallel-size", "--context-parallel-size", "--micro-batch-size")
+    assert [found.flags[flag] for flag in asked] == [2, 1, 2]
+    assert found.lost == ()

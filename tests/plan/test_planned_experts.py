@@ -23,7 +23,10 @@ from dilatant.plan.layouts.space import Space
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec, roles_of
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.search.shapes import shapes
+from dilatant.schedule.families.families import one_f_one_b
 from dilatant.schedule.plan_scorer import PlanSimulator
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.simulator.predict import predict
 
 MIXTURE = LayerSpec("language.0", "language", 10_000, experts=4, expert_parameters=8_000)
 MODEL = ModelSpec((UnitSpec("language", (MIXTURE,)),))
@@ -86,9 +89,42 @@ def test_experts_are_divided_where_memory_asks_for_it(capacity: float, exchange:
     assert {stage.ep for stage in stages} == {ep}
 
 
+@pytest.mark.parametrize(("capacity", "ep"), [(26_000, 2), (1e9, 1)], ids=["short", "plenty"])
+def test_replicas_divide_experts_where_memory_asks_for_it(capacity: float, ep: int) -> None:
+    """The same layer, which no ranks divide: two replicas, or one whose two ranks have half of the experts each."""
+    every = _costs(0.05)
+    costs = replace(every, layers={"language": {Degrees(): every.layers["language"][Degrees()]}})
+    rules = ParameterBytes(1.0, 1.0, 2.0)
+    found = find(MODEL, costs, {"language": 8}, 2, 2, machine=cluster(1, 2, capacity), rules=rules)
+    stages = [stage for one in found.winner.plan.units[0].replicas for stage in one.stages]
+    assert {(stage.tp, stage.cp, stage.ep) for stage in stages} == {(1, 1, ep)}
+    assert sum(len(stage.ranks) for stage in stages) == 2
+
+
+def test_a_group_computes_its_samples_and_the_fullest_decides() -> None:
+    """Samples of 6, 2 and 4 tokens: groups of 6 and 6 tokens take half of the time, of 6 alone as long as one rank.
+    Tokens of the other half of the experts travel; between nodes all devices of a node share its ports."""
+    machine = cluster(2, 2)
+    alone = _plan(Stage(0, 1, (0,)))
+    for ranks, way in (((0, 1), 1.0), ((0, 2), 1e9 / (1e8 / 2))):
+        plan, exchange = _plan(Stage(0, 1, ranks, ep=2)), 0.5 * 0.05 * way
+        costs = stage_costs(plan, MODEL, _costs(0.05), RULES, machine)
+        for batch, factor in (((0, 1, 2), 0.5), ((0,), 1.0)):
+            assignment = Assignment({"language": ((batch,),)})
+            took = [
+                predict(one, assignment, one_f_one_b(one, assignment), own, {"language": [6, 2, 4]}).seconds
+                for one, own in ((alone, stage_costs(alone, MODEL, _costs(), RULES)), (plan, costs))
+            ]
+            tokens = 12 if len(batch) == 3 else 6
+            passes = 2 * exchange * tokens * factor  # forward and backward
+            assert took[1] == pytest.approx(factor * took[0] + passes, rel=1e-4)  # latencies of microseconds
+
+
 def test_a_pipeline_on_idle_devices_divides_experts_where_memory_asks_for_it() -> None:
     """Two pipelines of two ranks each: three divide the batch into no microbatches of one or two samples."""
     costs, rules, machine = _without_tp(0.05), ParameterBytes(1.0, 1.0, 2.0), cluster(1, 6, 27_000)
+    language = costs.layers["language"]  # between replicas tokens travel longer
+    language[Degrees()] = replace(language[Degrees()], expert_exchange=Quadratic(b=0.4))
     workload = Workload({"language": np.full(8, 8.0)})
     scorer = PlanSimulator(MODEL, costs, machine, workload, 8, rules=rules)
     found = search(MODEL, costs, machine, workload, 8, scorer, (1, 2), rules, fills_idle=True)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from cases.planning.planned_project import text_config
-from dilatant.config.degrees import Degrees
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.other_frameworks import plan_for
 from dilatant.planning.planning import PlannedRun, plan_run, planning_problem
-from dilatant.planning.remodelled import remodelled
 
 GPUS, BATCH = 8, 32
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -34,17 +30,3 @@ def test_replicas_divide_experts_whose_sums_take_long(tmp_path: Path) -> None:
     assert found.flags["train.micro_batch_size"] in (1, 2)
     assert found.flags["train.global_batch_size"] == BATCH
     assert any(line.startswith("Its experts are divided among 8 replicas") for line in found.sentences)
-
-
-def test_joined_replicas_take_as_long_as_one_alone_does(tmp_path: Path) -> None:
-    """Eight replicas with a sample each take the time and the memory of one with one, exchanges of experts aside."""
-    joined = remodelled(mixture(tmp_path).problem, joined=True).measured
-    tokens = 1000.0
-    for costs in joined.layers.values():
-        one, eight = costs[Degrees()], costs[Degrees(cp=GPUS)]
-        for name in ("forward", "input_gradient", "weight_gradient", "activation_bytes"):
-            alone, together = getattr(one, name), getattr(eight, name)
-            squares, rows = GPUS * tokens**2, GPUS * tokens
-            expected = alone.a * tokens**2 + alone.b * tokens + alone.c
-            found = together.a * squares + together.b * rows + together.c
-            assert found == pytest.approx(expected, rel=1e-5)  # coefficients are kept to six digits

@@ -19,8 +19,11 @@ from dilatant.runtime.layouts import layout_problems
 from dilatant.schedule.plan_scorer import PlanSimulator
 
 
+@pytest.mark.parametrize("degrees", [(Degrees(),), (Degrees(), Degrees(cp=2))], ids=["replicas", "cp"])
 @pytest.mark.parametrize(("capacity", "ep"), [(1.3e6, 2), (1e9, 1)])
-def test_a_mixture_is_planned_on_the_ranks_its_experts_need(capacity: float, ep: int) -> None:
+def test_a_mixture_is_planned_on_the_ranks_its_experts_need(
+    capacity: float, ep: int, degrees: tuple[Degrees, ...]
+) -> None:
     """98,304 parameters of four experts in one block, at 18 bytes each; little besides."""
     case = replace(
         CASE,
@@ -34,7 +37,8 @@ def test_a_mixture_is_planned_on_the_ranks_its_experts_need(capacity: float, ep:
     model = build_model(case, "meta")
     found = describe_model(model)
     machine = load_hardware("A100")
-    costs = analytic_costs(layer_shapes(found), machine, [Degrees(), Degrees(cp=2)])
+    costs = analytic_costs(layer_shapes(found), machine, degrees)
+    capacity += 1e5 * (len(degrees) == 1)  # a sample's activations, which no ranks divide
     cluster = Cluster(1, 2, capacity, machine.inside, machine.between)
     workload = Workload({"language": np.full(4, 16.0)})
     result = search(found.spec, costs, cluster, workload, 4, PlanSimulator(found.spec, costs, cluster, workload, 4))

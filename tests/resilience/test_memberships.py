@@ -109,13 +109,14 @@ def test_what_is_recomputed_stays(name: str) -> None:
         assert {unit.name: unit.recompute for unit in new.units} == again
 
 
-def test_experts_stay_divided_where_stages_are_made_anew() -> None:
-    plan = plan_of(ParallelSpec(), ParallelSpec(replicas=2, pp=2, tp=2, ep=2))
+@pytest.mark.parametrize("tp", [2, 1])
+def test_experts_stay_divided_where_stages_are_made_anew(tp: int) -> None:
+    plan = plan_of(ParallelSpec(), ParallelSpec(replicas=2, pp=2, tp=tp, ep=2))
     lost = (0, *plan.unit("language").replicas[1].stages[0].ranks)
     new = after(plan, left_of(plan, *lost))
     require_valid(new, len(plan.ranks) - 3)
     stages = [stage for replica in new.unit("language").replicas for stage in replica.stages]
-    assert {(stage.tp, stage.ep) for stage in stages} == {(2, 2)}
+    assert {(stage.tp, stage.ep) for stage in stages} == {(tp, 2)}
 
 
 @pytest.mark.parametrize("name", ["apart", "copies", "colocated", "tensor", "interleaved"])

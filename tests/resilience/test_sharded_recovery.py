@@ -1,4 +1,4 @@
-"""With sharded gradients and weights, too, a run continues after losses with the losses of one process."""
+"""With sharded gradients, weights and experts, too, a run continues after losses with the losses of one process."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ TOLERANCE = 1e-5
 
 
 def project(folder: Path, parallel: dict[str, Any] | None = None, devices: int = 2, **keys: Any) -> Path:
-    """Write a project for nodes of `devices` ranks, or for one process. keys: others of `train`, or `lora`."""
+    """Write a project for nodes of `devices` ranks, or for one process. keys: others of `train`, or `lora` and
+    `language`, of the model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_images(folder, 24)
-    lora = keys.pop("lora", None)
+    lora, language = keys.pop("lora", None), keys.pop("language", {})
     usual = {"steps": STEPS, "global_batch_size": 8, "save_steps": None, "schedule": {"kind": "constant"}}
     tree = tiny_config(**{**usual, **keys})
-    tree["model"]["language_model"]["config"] |= {"num_hidden_layers": 4, "tie_word_embeddings": False}
+    tree["model"]["language_model"]["config"] |= {
+        "num_hidden_layers": 4, "tie_word_embeddings": False, **language
+    }  # fmt: skip
     tree["model"] |= {} if lora is None else {"lora": lora}
     if parallel is not None:
         tree["parallel"] = parallel
@@ -133,6 +136,20 @@ def test_a_lost_node_leaves_all_shards_to_another(tmp_path: Path, alone: list[fl
     require_equal(ended, alone, "node1")
     record = json.loads((tmp_path / "run/resilience/rebuilds.jsonl").read_text().splitlines()[-1])
     assert (record["stays"], record["bytes_to_first_rank"]) == (True, 0)
+
+
+MIXTURE = {"model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [Fault(4, "agent:0"), Fault(4, "worker:1", share=0.5)], ids=["agent", "worker"])
+def test_experts_of_a_lost_node_are_those_of_another(tmp_path: Path, fault: Fault) -> None:
+    """The two replicas of a node divide experts; those of the other node have them all."""
+    own = replicas(4)
+    own["units"]["language"]["ep"] = 2
+    alone = of_one_process(tmp_path / "alone", language=MIXTURE)
+    ended = run_with_faults(project(tmp_path, own, language=MIXTURE), fault)
+    require_equal(ended, alone, "node1" if fault.victim == "agent:0" else "node0")
 
 
 @pytest.mark.slow

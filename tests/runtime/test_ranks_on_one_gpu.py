@@ -23,6 +23,12 @@ LAYOUTS: dict[str, Callable[[], Case]] = {
     "pipeline": lambda: case_of(plan_of(VISION, (Stage(0, 2, (0,)), Stage(2, 4, (1,)))), zero_bubble_h1),
     "tp": lambda: case_of(plan_of(VISION, (Stage(0, 4, (0, 1), tp=2),)), recompute="block", attention="causal"),
     "cp": lambda: case_of(plan_of(VISION, (Stage(0, 4, (0, 1), cp=2),)), attention="causal"),
+    "groups": lambda: case_of(
+        plan_of(VISION, (Stage(0, 4, (0, 1), ep=2),)),
+        language="mixtral",
+        attention="causal",
+        assignment=Assignment({"vision": (BATCHES,), "language": (((0, 1, 2, 3), (4,), (5,)),)}),
+    ),
     "zero": lambda: case_of(plan_of(VISION, *REPLICAS), assignment=HALVES),
     "shard": lambda: case_of(plan_of(VISION, *REPLICAS), assignment=HALVES),
 }

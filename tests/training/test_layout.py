@@ -12,6 +12,7 @@ import pytest
 from cases.engine_case import CASE, PLAN, build_model, build_samples
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
+from dilatant.config.degrees import Degrees
 from dilatant.plan.costs.step_costs import token_costs
 from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.runtime.state.holders import trainable_layers
@@ -87,6 +88,22 @@ def test_colocated_unit_runs_in_first_stages_of_its_host(tmp_path: Path, host: d
     assert [[stage.ranks for stage in replica.stages] for replica in vision] == [
         [replica.stages[0].ranks] for replica in language
     ]
+
+
+def test_replicas_that_divide_experts_are_one_of_the_plan(tmp_path: Path) -> None:
+    """Of four replicas with ep 2 each two are one, and a colocated encoder divides items among their ranks."""
+    model = build_model(replace(CASE, language="mixtral"), "meta")
+    layout = {"plan": None, "units": {"language": {"replicas": 4, "ep": 2}}, "colocated": {"vision": "language"}}
+    plan = plan_from_config(config(tmp_path, parallel=layout), model).plan
+    for unit, degrees in (("language", Degrees(ep=2)), ("vision", Degrees(cp=2))):
+        stages = [replica.stages for replica in plan.unit(unit).replicas]
+        assert [[(stage.ranks, stage.degrees) for stage in own] for own in stages] == [
+            [((0, 1), degrees)],
+            [((2, 3), degrees)],
+        ]
+    layout["units"]["language"]["replicas"] = 3
+    with pytest.raises(UserError, match=r"language.replicas: 3 replicas cannot divide experts by 2"):
+        plan_from_config(config(tmp_path, parallel=layout), model)
 
 
 def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:

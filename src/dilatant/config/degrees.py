@@ -12,7 +12,10 @@ AXES = {"tp": "tensor_parallel", "cp": "context_parallel"}
 
 class Degrees(NamedTuple):
     """Tensor-, context- and expert-parallel degrees. A stage has `tp * cp` ranks (tp varies fastest); every `ep`
-    consecutive ones divide the experts, and with `ep` 1 each rank has all experts, or its tp-th part of each."""
+    consecutive ones divide the experts, and with `ep` 1 each rank has all experts, or its tp-th part of each.
+
+    With `ep` above `tp * cp`, a stage has `ep` ranks: groups of `tp * cp`, which divide the samples of a microbatch as
+    replicas divide a batch, and share nothing but experts."""
 
     tp: int = 1
     cp: int = 1
@@ -21,7 +24,12 @@ class Degrees(NamedTuple):
     @property
     def ranks(self) -> int:
         """Number of ranks of a stage."""
-        return self.tp * self.cp
+        return max(self.tp * self.cp, self.ep)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of ranks among which the samples of a microbatch are divided."""
+        return self.ranks // max(1, self.tp * self.cp)
 
     @property
     def copies(self) -> int:
@@ -34,26 +42,32 @@ class Degrees(NamedTuple):
 
     @property
     def row_parts(self) -> int:
-        """Number of parts into which a stage's ranks divide a packed row, or the items of a microbatch."""
-        return self.cp
+        """Number of parts into which a stage's ranks divide the tokens, or the items, of a microbatch."""
+        return self.cp * self.groups
+
+    def dealt(self, items_per_token: float) -> tuple[float, int]:
+        """Return indivisible items per token (0: whole samples), and among how many ranks they are dealt. Groups are
+        dealt samples, whatever the unit's `items_per_token` among context-parallel ranks."""
+        return (items_per_token, self.row_parts) if self.groups == 1 else (0.0, self.groups)
 
     def row_part(self, place: int) -> int:
-        """Return the part of a row that the stage's rank at index `place` has."""
+        """Return the part of a microbatch that the stage's rank at index `place` has."""
         return place // self.tp
 
     def ranks_of(self, ranks: tuple[int, ...], part: int) -> tuple[int, ...]:
-        """Return the tensor-parallel ranks, of a stage's `ranks`, that have this part of a row."""
+        """Return the tensor-parallel ranks, of a stage's `ranks`, that have this part of a microbatch."""
         return ranks[part * self.tp : (part + 1) * self.tp]
 
     def ranks_with(self, ranks: tuple[int, ...], place: int) -> tuple[int, ...]:
-        """Return the ranks, of a stage's `ranks`, that hold the weights of that at index `place`: one of each part."""
-        return ranks[place % self.tp :: self.tp]
+        """Return the ranks, of a stage's `ranks`, that share a row with that at index `place` and hold its weights."""
+        first = place // (self.tp * self.cp) * self.tp * self.cp
+        return ranks[first + place % self.tp : first + self.tp * self.cp : self.tp]
 
-    @property
-    def expert_degrees(self) -> tuple[int, ...]:
-        """Possible values of `ep`: 1, or a multiple of tp that divides the number of ranks."""
-        wide = range(self.tp, self.ranks + 1, self.tp) if self.tp > 0 else ()
-        return tuple(dict.fromkeys((1, *(ep for ep in wide if self.ranks % ep == 0))))
+    def expert_degrees(self, most: int) -> tuple[int, ...]:
+        """Return the values of `ep` up to `most`: 1, multiples of tp that divide tp x cp, and multiples of tp x cp."""
+        within = self.tp * self.cp
+        wide = range(self.tp, most + 1, self.tp) if within > 0 else ()
+        return tuple(dict.fromkeys((1, *(ep for ep in wide if within % ep == 0 or ep % within == 0))))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -66,14 +80,20 @@ class Degrees(NamedTuple):
         rank has."""
         return Degrees(*self.axes)
 
+    @property
+    def of_guests(self) -> Degrees:
+        """The degrees of units without experts on the same ranks: groups divide their items as cp does."""
+        return Degrees(self.tp, self.row_parts)
+
     def problems(self, ranks: Sequence[int]) -> list[str]:
         """Return why a stage with these ranks cannot have these degrees."""
         found = []
-        if min(self.axes) < 1 or len(ranks) != self.ranks:
-            found.append(f"has ranks {list(ranks)}, but {self.grid(' times ')} ranks are needed")
-        if self.ep not in self.expert_degrees:
-            takes = ", ".join(map(str, self.expert_degrees))
-            found.append(f"has ep {self.ep}; with {self.grid(' and ')} it takes ep {takes}")
+        if min(self) < 1 or len(ranks) != self.ranks:
+            needed = self.grid(" times ") if self.groups == 1 else f"ep {self.ep}"
+            found.append(f"has ranks {list(ranks)}, but {needed} ranks are needed")
+        if self.ep not in self.expert_degrees(self.ep):
+            takes = ", ".join(map(str, self.expert_degrees(self.tp * self.cp)))
+            found.append(f"has ep {self.ep}; with {self.grid(' and ')} it takes ep {takes}, or a multiple of tp x cp")
         return found
 
     def text(self, separator: str = " ", always: Collection[str] = ()) -> str:

@@ -22,8 +22,9 @@ class UnitParallelism(Section):
     cp: int = Field(1, ge=1)
     """Context parallelism: ranks that split the tokens of each sample."""
     ep: int = Field(1, ge=1)
-    """Expert parallelism: ranks, of the `tp * cp` of each stage, that hold different experts; tokens are exchanged
-    between them. A multiple of `tp`. With 1, every rank holds all experts, sharded by `tp` like other layers."""
+    """Expert parallelism: ranks that hold different experts; tokens are exchanged between them. A divisor of
+    `tp * cp`: ranks of one stage; a multiple of it: those of several `replicas`. A multiple of `tp`. With 1, every rank
+    holds all experts, sharded by `tp` like other layers."""
     pp: int = Field(1, ge=1)
     """Pipeline parallelism: groups of ranks that a sample passes through."""
     chunks: int = Field(1, ge=1)

@@ -342,8 +342,8 @@ def analytic_costs(
         dtype=dtype,
         layers={
             kind: {
-                own.without_experts: analytic_cost(shape, hardware, dtype, own, gpus_per_node, runner)
-                for own in sorted(set(by_kind[kind]))
+                own: analytic_cost(shape, hardware, dtype, own, gpus_per_node, runner)
+                for own in sorted({each.without_experts for each in by_kind[kind]})
             }
             for kind, shape in shapes.items()
         },
@@ -365,9 +365,9 @@ def collective_seconds(
 
 
 def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> Quadratic:
-    """Return the seconds of one pass to send all tokens of a rank to experts on other ranks of its group and back. It
-    exchanges row counts, then sends the rows to the experts, then the rows back."""
-    if degrees.ranks == 1 or not shape.routed_width:
+    """Return the seconds of one pass to send all tokens of a rank to experts on other ranks and back. It exchanges row
+    counts, then sends the rows to the experts, then the rows back."""
+    if not shape.routed_width:
         return ZERO
     moved = 2 * shape.routed_width * BYTES[dtype] / degrees.ranks
     return Quadratic(b=moved / links.context.bandwidth, c=3 * links.context.latency)

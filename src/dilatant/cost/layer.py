@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -79,12 +79,13 @@ class LayerCost:
         return replace(self, **{name: getattr(self, name).scaled(factor).rounded() for name in times})
 
 
-def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
-    """Return the cost with expert parallelism over `ep` ranks, if tokens choose all experts equally often."""
+def with_experts_on_ranks(cost: LayerCost, ep: int, times: float = 1.0, latency: float = 1.0) -> LayerCost:
+    """Return the cost with expert parallelism over `ep` ranks, if tokens choose all experts equally often. times,
+    latency: how many times as long as inside a node the bytes, and the messages, of the exchange take."""
     if ep == 1:
         return cost
-    exchange = cost.expert_exchange
-    sent = Quadratic(exchange.a * (1 - 1 / ep), exchange.b * (1 - 1 / ep), exchange.c)
+    exchange, left = cost.expert_exchange, times * (1 - 1 / ep)
+    sent = Quadratic(exchange.a * left, exchange.b * left, exchange.c * latency)
     return replace(
         cost,
         forward=cost.forward + sent,
@@ -92,6 +93,20 @@ def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
         input_gradient=cost.input_gradient + sent,
         first_trainable=cost.first_trainable + sent,
     )
+
+
+def on_groups(cost: LayerCost, groups: int) -> LayerCost:
+    """Return the cost, as a function of the tokens of a microbatch, on a rank of one of `groups` groups that divide its
+    samples evenly."""
+    if groups == 1:
+        return cost
+    curves = {one.name: getattr(cost, one.name) for one in fields(cost)}
+    own: dict[str, Any] = {
+        name: Quadratic(curve.a / groups, curve.b / groups, curve.c)
+        for name, curve in curves.items()
+        if isinstance(curve, Quadratic)
+    }
+    return replace(cost, **own)
 
 
 @dataclass(frozen=True, slots=True)

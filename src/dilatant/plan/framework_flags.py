@@ -92,17 +92,15 @@ def framework_flags(
     microbatches: int,
     zero: str = "none",
     recompute: Recompute = "none",
-    joined: bool = False,
 ) -> FrameworkFlags:
     """Return the flags for the layout of the language model `unit`, which all units share there. batch: samples of a
-    step; microbatches: of a replica. framework: a key of `FRAMEWORKS`. recompute: of all blocks, if the plan
-    leaves it to the config. joined: cp ranks of the plan are replicas, which divide experts among them."""
+    step; microbatches: of a replica. framework: a key of `FRAMEWORKS`. recompute: of all blocks, if the plan leaves it
+    to the config."""
     chosen = plan.unit(unit)
     stages, replicas = chosen.replicas[0].stages, len(chosen.replicas)
     groups = len({stage.ranks for stage in stages})
     degrees, names = max(stage.degrees for stage in stages), {*_FLAGS[framework].values()}
-    if joined:
-        replicas, degrees = replicas * degrees.cp, degrees._replace(cp=1)
+    replicas *= degrees.groups
     chunks, size = len(stages) // groups, max(1, batch // (replicas * microbatches))
     again = chosen.recompute or (recompute,)
     kinds = {"block" if how == "block_offload" else how for how in again} - {"none"}
@@ -154,9 +152,9 @@ def framework_flags(
 
 
 def _is_in_first_stage(other: UnitPlan, host: UnitPlan) -> bool:
-    """Return True if each replica of a unit is one stage, on the ranks and at the degrees of the host's first stage."""
+    """Return True if each replica of a unit is one stage, on the ranks of the host's first stage, as its guest."""
 
     def places(stages: tuple[Stage, ...]) -> list[object]:
-        return [(stage.ranks, stage.degrees.axes) for stage in stages]
+        return [(stage.ranks, stage.degrees.of_guests) for stage in stages]
 
     return [places(own.stages) for own in other.replicas] == [places(own.stages[:1]) for own in host.replicas]

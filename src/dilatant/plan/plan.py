@@ -26,8 +26,8 @@ class ParallelSpec:
     """A user's layout of one unit.
 
     The unit has `replicas` copies, each a chain of `pp * chunks` stages that passes `chunks` times through `pp` groups
-    of `tp * cp` ranks; every `ep` ranks of a group divide the experts. `cuts` lists the first layer of every stage,
-    beginning with 0; without `cuts` the layers' costs decide.
+    of `tp * cp` ranks, or of `ep` if that is more; every `ep` ranks divide the experts (see `Degrees`). `cuts` lists
+    the first layer of every stage, beginning with 0; without `cuts` the layers' costs decide.
     """
 
     replicas: int = 1

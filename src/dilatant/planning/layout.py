@@ -148,14 +148,25 @@ class TrainingPlan:
 
 def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
     """Return every unit's layout. A unit that is only colocated is a single stage on the first ranks of each of its
-    host's replicas."""
+    host's replicas. Replicas that divide experts are one replica of the plan, in which colocated units divide items.
+    Raises UserError if replicas do not divide evenly."""
     specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
-    guests = {
+    specs |= {
         name: replace(specs[host], ep=1, pp=1, chunks=1, cuts=None)
         for name, host in parallel.colocated.items()
         if name not in specs and host in specs
     }
-    return {**specs, **guests}
+    joined = {}
+    for name, spec in specs.items():
+        own = spec.degrees.groups
+        groups = own if own > 1 else specs.get(parallel.colocated.get(name, name), spec).degrees.groups
+        if spec.replicas % groups:
+            raise UserError(
+                f"parallel.units.{name}.replicas: {spec.replicas} replicas cannot divide experts by {groups} (ep over "
+                f"tp x cp, here or of the unit on whose ranks it is); give it a multiple of {groups}, or less ep"
+            )
+        joined[name] = replace(spec, replicas=spec.replicas // groups, cp=spec.cp * (groups if own == 1 else 1))
+    return joined
 
 
 CutFunction = Callable[[Specs, Mapping[str, str], Plan], Specs]

@@ -14,7 +14,7 @@ from dilatant.plan.rank_mapping import RankOrder
 from dilatant.plan.search.finals import RankedPlan
 from dilatant.plan.search.frameworks import FRAMEWORKS
 from dilatant.plan.search.search import search
-from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, search_problem
+from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, search_problem, searched_sizes
 from dilatant.planning.remodelled import remodelled
 from dilatant.report.plan_report import OtherFramework
 from dilatant.report.text.wording import seconds_text
@@ -28,16 +28,17 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
     `planned`, and how much that costs. name: one of `FRAMEWORKS`."""
     runner = FRAMEWORKS[name].runner
     try:
-        problem, found, joined = _fastest(planned.problem, name)
+        problem, found = _fastest(planned.problem, name)
     except PlanError as error:
         return OtherFramework(name, "", {}, None, (f"Nothing fits under the limits of {name}: {error}.",))
-    flags, ours = _flags(problem, found, name, joined), _flags(planned.problem, planned.result.winner, name)
+    flags, ours = _flags(problem, found, name), _flags(planned.problem, planned.result.winner, name)
+    groups = _groups(problem, found)
     lacks = (*ours.lost, *_unlike(planned, planned.result.winner))
     as_theirs = remodelled(planned.problem, runner=runner)
     winner = planned.result.winner
     score = scorer_of(as_theirs)(winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None)
     seconds, times = found.score.seconds, found.score.seconds / score.seconds
-    most, rows = planned.problem.config.row_tokens, found.microbatch_size // joined * _longest(problem)
+    most, rows = planned.problem.config.row_tokens, found.microbatch_size // groups * _longest(problem)
     why = f"; its rows hold up to {most:,} tokens (train.row_tokens), theirs {rows:,}" if rows > most else ""
     modelled = as_theirs.measured is not planned.problem.measured
     kernels = f"kernels modelled as those of {runner.name}" if modelled else "layers as measured with our kernels"
@@ -48,7 +49,7 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
         seconds,
         (
             f"{seconds_text(seconds)} a step, {problem.memory_text(found.plan, found.score)}; {kernels}.",
-            *_experts(planned, joined, modelled),
+            *([f"Its experts are divided among {groups} replicas."] if groups > 1 else []),
             *(f"Note {lost}." for lost in flags.lost),
             *(f"It cannot express {lost}." for lost in lacks if lost not in flags.lost),
             f"With these costs, the plan above takes {seconds_text(score.seconds)}: {times:.2f} times as fast{why}.",
@@ -56,49 +57,37 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
     )
 
 
-def _experts(planned: PlannedRun, joined: int, modelled: bool) -> list[str]:
-    """Return in which way the framework divides experts that ours does not."""
-    if joined > 1:
-        return [f"Its experts are divided among {joined} replicas; ours are divided inside a stage."]
-    language = planned.problem.model.spec.unit(planned.problem.model.anchor)
-    if modelled or not any(layer.experts for layer in language.layers):
-        return []
-    return ["Experts divided among its replicas were not searched: that takes modelled layers."]
+def _groups(problem: PlanningProblem, ranked: RankedPlan) -> int:
+    """Return how many replicas of the language model divide experts among them."""
+    return ranked.plan.unit(problem.model.anchor).replicas[0].stages[0].degrees.groups
 
 
-def _fastest(problem: PlanningProblem, name: str) -> tuple[PlanningProblem, RankedPlan, int]:
-    """Return the fastest plan that the framework can run, after the problem under which it was scored. The third value
-    is how many of the plan's replicas divide experts among them, for which its `cp` stands. Raises the first PlanError
-    if none fits."""
+def _fastest(problem: PlanningProblem, name: str) -> tuple[PlanningProblem, RankedPlan]:
+    """Return the fastest plan that the framework can run, after the problem under which it was scored. Raises the first
+    PlanError if none fits."""
     if problem.target.groups:
         raise PlanError("the devices are unlike, and it divides work evenly")
     framework, language = FRAMEWORKS[name], problem.model.spec.unit(problem.model.anchor)
     levels = LEVELS if language.recompute is None else LEVELS[language.recompute != "none" :][:1]
     schedules = ("1f1b", "interleaved") if max(framework.chunks, default=1) > 1 else ("1f1b",)
     refused: list[PlanError] = []
-    found: list[tuple[PlanningProblem, RankedPlan, int]] = []
-    modelled = [(remodelled(problem, runner=framework.runner), False)]
-    if any(layer.experts for layer in language.layers) and modelled[0][0].measured is not problem.measured:
-        modelled.append((remodelled(problem, runner=framework.runner, joined=True), True))
-    sizes = problem.config.plan.microbatch_sizes
-    for (each, joined), (zero, shard), level, schedule in itertools.product(
-        modelled, framework.sharing, levels, schedules
-    ):
-        if joined and zero == "none" and name == "torchtitan":
-            continue  # its replicas divide experts only where they share weights
-        own = _restricted(each, zero, shard, level, schedule, problem.target.cluster.reach if joined else 1)
+    found: list[tuple[PlanningProblem, RankedPlan]] = []
+    modelled = remodelled(problem, runner=framework.runner)
+    most = problem.target.cluster.reach if any(layer.experts for layer in language.layers) else 1
+    sizes = searched_sizes(problem.config, problem.target)
+    for (zero, shard), level, schedule in itertools.product(framework.sharing, levels, schedules):
+        own = _restricted(modelled, zero, shard, level, schedule, most)
         searched = search_problem(own, all_devices=True)
         settings = replace(searched.settings, orders=(RankOrder.REPLICAS,))
         try:
             result = search(
                 replace(searched, settings=settings), scorer_of(own), own.config.debug.finalists,
-                only=partial(framework.candidates, joined=sizes if joined else ()),
+                only=partial(framework.candidates, sizes=sizes),
             )  # fmt: skip
         except PlanError as error:
             refused.append(error)
         else:
-            degrees = result.winner.plan.unit(language.name).replicas[0].stages[0].degrees
-            found.append((own, result.winner, degrees.cp if joined else 1))
+            found.append((own, result.winner))
     if not found:
         raise refused[0]
     return min(found, key=lambda one: one[1].score.seconds)
@@ -134,11 +123,11 @@ def _longest(problem: PlanningProblem) -> int:
     return max(1, int(max(problem.samples.workload.tokens[problem.model.anchor])))
 
 
-def _flags(problem: PlanningProblem, ranked: RankedPlan, name: str, joined: int = 1) -> FrameworkFlags:
+def _flags(problem: PlanningProblem, ranked: RankedPlan, name: str) -> FrameworkFlags:
     language = problem.model.anchor
     fixed = problem.model.spec.unit(language).recompute or "none"
     batch = problem.global_batch, ranked.num_microbatches
-    return framework_flags(ranked.plan, name, language, *batch, ranked.zero, fixed, joined > 1)
+    return framework_flags(ranked.plan, name, language, *batch, ranked.zero, fixed)
 
 
 def _unlike(planned: PlannedRun, winner: RankedPlan) -> list[str]:

@@ -11,15 +11,15 @@ from dilatant.planning.planning import PlanningProblem
 
 
 def remodelled(
-    problem: PlanningProblem, hardware: Hardware | None = None, runner: Runner = DILATANT, joined: bool = False
+    problem: PlanningProblem, hardware: Hardware | None = None, runner: Runner = DILATANT
 ) -> PlanningProblem:
     """Return the problem with its layers as another program computes them, or as they run on other hardware. Measured
-    layers stay as they are: then the problem itself is returned. joined: as in `modelled_costs`."""
+    layers stay as they are: then the problem itself is returned."""
     config, target = problem.config, problem.target
     if problem.measured.origin != "analytic" or config.plan.costs is not None or target.groups:
         return problem
     on = target if hardware is None else replace(target, hardware=hardware)
-    measured = modelled_costs(config, problem.model, on, runner, joined)
+    measured = modelled_costs(config, problem.model, on, runner)
     rows = config.row_tokens, config.train.loss_chunk
     return replace(
         problem, measured=measured, costs=costs_in_use(measured, problem.model, problem.samples.targets, *rows)

@@ -108,13 +108,13 @@ def build_stages(
 
 
 def _share_rows(stage: Stage, placed: PlacedStage, comm: Comm) -> None:
-    """Give `stage` its place among the context-parallel ranks, if there are several."""
+    """Give `stage` its part of microbatches, if there are several."""
     ranks, degrees = placed.stage.ranks, placed.stage.degrees
     if degrees.row_parts == 1:
         return
     place = ranks.index(comm.rank)
-    stage.context = Context(degrees.row_part(place), degrees.row_parts)
-    if isinstance(stage, LanguageStage):
+    stage.context = Context(degrees.row_part(place), degrees.row_parts, degrees.groups)
+    if isinstance(stage, LanguageStage) and degrees.cp > 1:
         assert stage.row_attention is not None
         together = degrees.ranks_with(ranks, place)
         group = comm.group("context/" + "-".join(map(str, together)), together)
@@ -250,8 +250,8 @@ class LocalStage:
 
     @property
     def reports_predictions(self) -> bool:
-        """True for the rank that reports the predictions of the whole stage."""
-        return self.place == 0
+        """True for the rank that reports the predictions of the stage, or of its group of whole samples."""
+        return self.place % (self.placed.stage.tp * self.placed.stage.cp) == 0
 
     @property
     def has_peers(self) -> bool:

@@ -231,7 +231,8 @@ class Executor:
             messages = self._to(unit, routes.sent.get(action, ()))
             self._send(messages, self._counts(stage, samples, unit, boundary), made[unit].detach())
         if output.predicted is not None:
-            return [ForwardOutcome(stage.placed.unit, output.predicted, samples)] if stage.reports_predictions else []
+            own = stage.module.chosen(data, samples) if stage.reports_predictions else ()
+            return [ForwardOutcome(stage.placed.unit, output.predicted, own)] if own else []
         return outcomes
 
     def _made(

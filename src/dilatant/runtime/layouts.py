@@ -30,7 +30,7 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
     ]
     problems += [
         problem
-        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.degrees.row_parts > 1)
+        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.cp > 1)
         for problem in context_problems(units[name])
     ]
     for name in dict.fromkeys(p.unit for p in plan.stages() if not (p.is_first and p.is_last)):
@@ -40,6 +40,11 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
                 f"{name}: cut into stages, it would train another model (on a small copy, {cut.uncut}); give it pp: 1, "
                 "and more replicas or tp"
             )
+    problems += [
+        f"{name}: ep above tp x cp divides samples among ranks, which only those of a language model do; give it less"
+        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.degrees.groups > 1)
+        if not isinstance(units[name], LanguageUnit)
+    ]
     for name, own in tensor_plans(plan, units).items():
         each = sorted({p.stage.degrees for p in plan.stages() if p.unit == name})
         wide = dict.fromkeys(degrees.tp for degrees in each if degrees.tp > 1)

@@ -130,14 +130,15 @@ def derive_routes(
 def row_part_pairs(
     giving: PlacedStage, taking: PlacedStage, one_row: bool
 ) -> Iterator[tuple[int, tuple[int, ...], int, tuple[int, ...]]]:
-    """Yield (producer's part, its ranks, consumer's part, its ranks) for all context-parallel parts of the two stages'
-    rows between which rows of a message may be sent.
+    """Yield (producer's part, its ranks, consumer's part, its ranks) for all parts of the two stages' microbatches
+    between which rows of a message may be sent.
 
-    one_row: both stages pack the same samples into one row; two stages of one unit with equally many parts then split
-    it identically, and rows pass between equal parts only.
+    one_row: both stages run the same samples; two stages of one unit with equally many parts, and groups, then split
+    them identically, and rows pass between equal parts only.
     """
     one, other = giving.stage.degrees, taking.stage.degrees
-    alike = one_row and giving.unit == taking.unit and one.row_parts == other.row_parts
+    split, as_here = ((degrees.cp, degrees.groups) for degrees in (one, other))
+    alike = one_row and giving.unit == taking.unit and split == as_here
     for place in range(other.row_parts):
         takers = other.ranks_of(taking.stage.ranks, place)
         for part in (place,) if alike else range(one.row_parts):

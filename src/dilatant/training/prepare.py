@@ -168,7 +168,7 @@ def _chain_of_layout(config: Config, samples: Samples, model: MultimodalModel, p
     own: dict[str, dict[int, Degrees]] = {unit.name: {1: ONE} for unit in plan.units}
     for placed in plan.stages():
         own[placed.unit].setdefault(len(placed.stage.ranks), placed.stage.degrees)
-    others = {width: one.without_experts for each in (*own.values(), own[anchor]) for width, one in each.items()}
+    others = {width: one.of_guests for each in (*own.values(), own[anchor]) for width, one in each.items()}
     degrees = {name: {**others, **each} for name, each in own.items()}
     here = local_costs(config, model, plan, target_share(samples), planned.zero, others.values(), planned.shard)
     units, tokens = here.unit_layers(known_tokens(samples, model), config.row_tokens)

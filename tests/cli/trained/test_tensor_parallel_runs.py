@@ -21,6 +21,7 @@ SHARED = {
 ITEMS = {**SHARED, "units": {"vision": {"cp": 2}, "language": {"tp": 2, "pp": 2}}}
 CONTEXT = {"units": {"vision": {}, "language": {"replicas": 2, "cp": 2}}, "microbatches": 2}
 EXPERTS = {"units": {"vision": {}, "language": {"tp": 2, "cp": 2, "ep": 4}}, "microbatches": 2}
+GROUPS = {"units": {"language": {"replicas": 2, "ep": 2}}, "colocated": {"vision": "language"}, "microbatches": 2}
 UNLIKE = {"units": {"vision": {}, "language": {"tp": 2, "replicas": 2}}, "microbatches": 2}
 
 
@@ -92,7 +93,7 @@ def test_expert_parallel_runs_resume_under_other_layouts(project: Path, dilatant
     assert {key: tensor.shape for key, tensor in exported.items()} == {
         key: tensor.shape for key, tensor in expected.items()
     }
-    for step, parallel in ((2, layout(UNLIKE)), (4, ("--set", "parallel=single"))):
+    for step, parallel in ((2, layout(UNLIKE)), (2, layout(GROUPS)), (4, ("--set", "parallel=single"))):
         go_back(run, step)
         code, _, err = dilatant("resume", run, *parallel)
         assert code == 0, err

@@ -34,8 +34,8 @@ def test_every_rank_sharing_a_row_has_a_backward_without_queries() -> None:
     embeddings = torch.randn(1, 5, 4)  # of a language model that is frozen
     nowhere = number_queries(np.arange(5), {"x": 9}, queries.counts)
     assert not queries.put(embeddings, nowhere).requires_grad
-    shared = queries.put(embeddings, nowhere, shares_row=True)
+    shared = queries.put(embeddings, nowhere, is_part=True)
     assert shared.requires_grad
     assert torch.equal(shared, embeddings)
-    empty = queries.put(embeddings[:, :0], nowhere[:0], shares_row=True)
+    empty = queries.put(embeddings[:, :0], nowhere[:0], is_part=True)
     assert empty.requires_grad

@@ -23,8 +23,8 @@ from harness.worker_pool import Worker, WorkerPool
 CANCELS = 1e-6
 """Of the largest gradient of all: what cancels exactly (a key's bias under softmax) leaves rounding of that size."""
 OFTEN = ("qwen3_vl",)
-Layout = tuple[tuple[tuple[int, ...], int, int], ...]
-"""Of the stages of a unit: ranks, tp, cp."""
+Layout = tuple[tuple[Any, ...], ...]
+"""Of the stages of a unit: ranks, tp, cp and, if not 1, ep."""
 
 PAIR: Layout = (((0, 1), 2, 1), ((0, 1), 2, 1))
 PAIR_AND_ONE: Layout = (((0, 1), 2, 1), ((2,), 1, 1))
@@ -33,6 +33,7 @@ ITEMS_AND_ROW: Layout = (((0, 1), 1, 2), ((0, 1), 1, 2))
 ROW: Layout = (((0, 1, 2), 1, 3), ((0, 1, 2), 1, 3))
 ROW_AND_ONE: Layout = (((0, 1, 2), 1, 3), ((3,), 1, 1))
 ONE_AND_ROW: Layout = (((3,), 1, 1), ((0, 1, 2), 1, 3))
+GROUPS: Layout = (((0, 1), 1, 1, 2), ((0, 1), 1, 1, 2))
 SQUARE: Layout = (((0, 1, 2, 3), 2, 2), ((0, 1, 2, 3), 2, 2))
 
 
@@ -48,7 +49,7 @@ def plan_of(units: Any, towers: Layout, language: Layout) -> Plan:
             layout = ((layout[0][0][:1], 1, 1),)
         cuts = [count * number // len(layout) for number in range(len(layout) + 1)]
         stages = tuple(
-            Stage(first, end, ranks, tp=tp, cp=cp) for (ranks, tp, cp), first, end in zip(layout, cuts, cuts[1:])
+            Stage(first, end, ranks, *degrees) for (ranks, *degrees), first, end in zip(layout, cuts, cuts[1:])
         )
         plans.append(UnitPlan(name, (Replica(stages),), () if name == "language" else ("language",)))
     return Plan(tuple(plans))
@@ -187,6 +188,13 @@ def test_a_rank_whose_tokens_look_at_nothing_meets_the_others(workers: WorkerPoo
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma4", "mllama"])
 def test_ranks_that_share_rows_as_well(workers: WorkerPool, family: str) -> None:
     check(workers, family, SQUARE, SQUARE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("picked", [None, (0,)], ids=["all", "one"])
+def test_groups_that_divide_experts(workers: WorkerPool, picked: tuple[int, ...] | None) -> None:
+    """With one sample, a group runs none, whose rows beside hidden states and positions are still those of others."""
+    check(workers, "qwen3_vl_moe", ITEMS_AND_ROW, GROUPS, recompute="block", picked=picked)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ CASES = 14
 @dataclass(frozen=True)
 class Drawn:
     """A random step. images: of each sample. colocated: the encoder is on the language model's first ranks. word: what
-    units are sharded that can be."""
+    units are sharded that can be. experts: of each block of a mixture; 0: none."""
 
     dtype: torch.dtype
     width: int
@@ -71,6 +71,7 @@ class Drawn:
     microbatches: int
     loss_chunk: int | None
     word: Shard = "none"
+    experts: int = 0
 
     def model(self) -> MultimodalModel:
         heads = {"num_attention_heads": 4, "hidden_size": self.width, "intermediate_size": 3 * self.width}
@@ -78,6 +79,8 @@ class Drawn:
             "model_type": "llama", "vocab_size": self.vocabulary, "num_hidden_layers": self.blocks,
             "num_key_value_heads": 4, "max_position_embeddings": 4096, **heads,
         }  # fmt: skip
+        if self.experts:
+            language |= {"model_type": "mixtral", "num_local_experts": self.experts, "num_experts_per_tok": 2}
         vision = {
             "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 4, "num_hidden_layers": 3,
             "vision_use_head": False, **heads,
@@ -131,6 +134,13 @@ class Drawn:
         assignment = assign(plan, self.tokens(), Microbatching(self.microbatches), anchor="language")
         trainability = trainability_of(plan, trainable_layers(model.units))
         return assignment, FAMILIES[self.family](plan, assignment, trainability)
+
+
+IN_GROUPS: dict[str, Any] = {
+    "experts": 4, "language": ParallelSpec(pp=2, ep=2), "vision": ParallelSpec(), "colocated": False, "frozen": (),
+    "recompute": "none", "family": "1f1b", "microbatches": 2, "texts": (400, 380, 420, 410), "images": (1, 1, 1, 1),
+}  # fmt: skip
+"""Two groups of ranks, in each a sample of every microbatch, that divide experts."""
 
 
 def drawn(seed: int) -> Drawn:
@@ -252,6 +262,7 @@ def check(workers: WorkerPool, seed: int, **instead: Any) -> np.ndarray:
         (5, {"recompute": "block_offload"}),
         (5, {"word": "weights"}),
         (6, {"word": "weights"}),
+        (7, IN_GROUPS),
     ],
 )
 def test_peak_memory_of_random_step_matches_planner_on_each_rank(

@@ -126,11 +126,12 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The place of a rank among the `size` context-parallel ranks of a stage; each runs its own tokens or items of
-    every microbatch."""
+    """The place of a rank among the `size` parts of a stage's microbatches; each runs its own tokens or items. The
+    parts are those of `groups`, which run whole samples, and of the context-parallel ranks in each."""
 
     index: int = 0
     size: int = 1
+    groups: int = 1
 
 
 class Stage(nn.Module, ABC):
@@ -164,9 +165,10 @@ class Stage(nn.Module, ABC):
         for a sample that cannot be run.
         """
 
-    def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
-        """Return, by sample, the context-parallel rank (of `size`) that runs each item (for a language model: each
-        token) of a microbatch. Items are equally long, so each rank gets a contiguous run of equally many."""
+    def owners(self, data: StepData, samples: tuple[int, ...], size: int, groups: int = 1) -> list[NDArray[np.integer]]:
+        """Return, by sample, the part (of `size`) that runs each item (for a language model: each token) of a
+        microbatch. Items are equally long, so each part gets a contiguous run of equally many. groups: see
+        `Context`."""
         return assign_items_evenly(self.spread(data, samples).lengths, size)
 
     def item_owners(self, sizes: Sequence[Mapping[str, int]], size: int) -> list[NDArray[np.integer]]:
@@ -177,8 +179,12 @@ class Stage(nn.Module, ABC):
         """Return the indices of the items, or tokens, of a microbatch that this rank runs; None for all of them."""
         if self.context.size == 1:
             return None
-        owners = np.concatenate(self.owners(data, samples, self.context.size))
+        owners = np.concatenate(self.owners(data, samples, self.context.size, self.context.groups))
         return np.flatnonzero(owners == self.context.index)
+
+    def chosen(self, data: StepData, samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the samples of a microbatch of which this rank runs anything, if it runs whole samples; else all."""
+        return samples
 
     def items(self, sizes: Mapping[str, int]) -> int:
         """Return the number of (equally long) items of a sample with these sizes; by default every token is an item."""

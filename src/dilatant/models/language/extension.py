@@ -61,9 +61,9 @@ class LanguageForward:
     decoder: the stage's slice of the text model; keywords: those of its forward. shards: sequence parallelism of the
     blocks. rows: unit → encoder rows [rows, hidden]. ids: [batch, tokens], on the first stage. hidden: the decoder's
     input [batch, tokens, width]; in `begin`, the received rows of this rank's tokens, [tokens, width]. Only for a
-    packed row: data; samples; row, this rank's tokens; draws, in training, returns random numbers for them; losses by
-    name. state: extension → what it keeps for `leave` or `send`. closing: contexts that are left after the blocks have
-    run.
+    packed row: data; samples; row, this rank's tokens; is_part, True if other ranks, with which blocks communicate, run
+    other tokens of the microbatch; draws, in training, returns random numbers for the row's; losses by name. state:
+    extension → what it keeps for `leave` or `send`. closing: contexts that are left after the blocks have run.
     """
 
     text: TextLayout
@@ -77,6 +77,7 @@ class LanguageForward:
     data: StepData | None = None
     samples: Sequence[EncodedSample] = ()
     row: PackedRow | None = None
+    is_part: bool = False
     draws: Callable[[], KeyedDraws] | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     state: dict[Any, Any] = field(default_factory=dict)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.attention.masks.packing import share_beginnings
 from dilatant.attention.masks.placement import place_row
 from dilatant.data.sample import EncodedSample
-from dilatant.models.core.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
+from dilatant.models.core.loss import IGNORED, cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.core.random_draws import SampleLayout
 from dilatant.models.core.slicing import run_slice
 from dilatant.models.core.stage import Predictions, Stage, StageInputs, StageOutput, StepData
@@ -36,6 +37,7 @@ from dilatant.models.language.merge import find_places, merge_rows, without_plac
 from dilatant.models.language.packed_row import PackedRow
 from dilatant.models.language.pair_loss import PairLoss
 from dilatant.models.language.token_loss import TokenLoss
+from dilatant.models.parallel.shared_samples import share_by_size
 from dilatant.models.parallel.tensor_parallel import VocabularyShard
 
 BeforeLanguageModel = Callable[[dict[str, Tensor], StageInputs], StageInputs]
@@ -138,19 +140,20 @@ class LanguageStage(Stage):
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """Run the samples packed in one row; under context parallelism, this rank's tokens of it."""
-        packed = [data.samples[sample] for sample in samples]
+        own = self.chosen(data, samples)
+        packed = [data.samples[sample] for sample in own] or [self._dummy()]
         forward = self._begin({}, inbound.get(self.unit), **self.attention_over(packed))
-        # Units without rows on this rank are included, so that context-parallel ranks differentiate the same graph.
-        having = [name for name in inbound if any(sample.sizes.get(name) for sample in packed)]
+        # Units without rows on this rank are included, so that all ranks of the stage differentiate the same graph.
+        having = [name for name in inbound if any(data.samples[sample].sizes.get(name) for sample in samples)]
         forward.rows = {name: inbound[name] for name in having if name != self.unit}
         # Ids and targets are searched on the host, because reading them from the device would block.
         forward.row = PackedRow.of(packed, self.unit, self.text.outputs, self.text.positions)
-        forward.data, forward.samples = data, packed
+        forward.data, forward.samples, forward.is_part = data, packed, self.context.size > 1
         if self.training and not data.predicts:
             forward.draws = partial(self.draws, data, samples)
         for extension in self.extensions:
             extension.begin(forward)
-        row = forward.row
+        row = forward.row = forward.row if own else replace(forward.row, sample_of=forward.row.sample_of[:0])
         forward.keywords["position_ids"] = to_device(row.position_ids.unsqueeze(-2), data.device)
         if self.span.is_first:
             forward.ids = to_device(row.ids[None], data.device)
@@ -174,10 +177,11 @@ class LanguageStage(Stage):
         if data.predicts:
             tokens, losses = chunked_predictions(self.head, hidden[0, at], targets, self.loss_chunk, self.vocabulary)
             return StageOutput(predicted=Predictions(row.whole_row(tokens, at), row.whole_row(losses, at)))
-        sample_of = to_device(row.sample_of[with_target], hidden.device)
+        numbers = torch.tensor([samples.index(sample) for sample in own], dtype=torch.int64)
+        sample_of = to_device(numbers[row.sample_of[with_target]], hidden.device)
         at_targets = torch.stack([row.sample_of, row.index_in_sample + 1], dim=1)[with_target]
         losses = self._losses(self.head, hidden[0, at], targets, packed, at_targets)
-        if self.pair_loss is not None:
+        if self.pair_loss is not None and own:
             total, sums = self.pair_loss(losses, row, with_target, packed)
             loss = divide_loss(total, row.targets, data.counts[self.unit])
             measured = {name: each / data.counts[name] for name, each in sums.items()}
@@ -208,12 +212,43 @@ class LanguageStage(Stage):
             return own(self.vocabulary.whole, packed, hidden, about)
         return chunked_loss(head, hidden, about, self.loss_chunk, partial(own, self.vocabulary.whole, packed))
 
-    def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
+    def owners(self, data: StepData, samples: tuple[int, ...], size: int, groups: int = 1) -> list[NDArray[np.integer]]:
+        if groups > 1:
+            return self._owners_in_groups(data, samples, size // groups, groups)
         packed = [data.samples[sample] for sample in samples]
         mask = self.attention_over(packed)[PLAN_KEYWORD].mask
         lengths = [sample.sizes[self.unit] for sample in packed]
         assert self.row_attention is not None
         return np.split(place_row(mask, size, self.row_attention.placement).owners, np.cumsum(lengths)[:-1])
+
+    def _owners_in_groups(
+        self, data: StepData, samples: tuple[int, ...], each: int, groups: int
+    ) -> list[NDArray[np.integer]]:
+        """Return `owners` for groups of `each` parts, which run whole samples with about equally many tokens."""
+        lengths = [data.samples[sample].sizes[self.unit] for sample in samples]
+        group_of = [int(group[0]) for group in share_by_size(lengths, groups)]
+        found: dict[int, NDArray[np.integer]] = {}
+        for group in sorted(set(group_of)):
+            own = tuple(sample for sample, of_sample in zip(samples, group_of) if of_sample == group)
+            if each > 1:
+                parts = self.owners(data, own, each)
+            else:
+                parts = [np.zeros(data.samples[sample].sizes[self.unit], np.int64) for sample in own]
+            found |= {sample: group * each + part for sample, part in zip(own, parts)}
+        return [found[sample] for sample in samples]
+
+    def chosen(self, data: StepData, samples: tuple[int, ...]) -> tuple[int, ...]:
+        if self.context.groups == 1:
+            return samples
+        each = self.context.size // self.context.groups
+        owners = self.owners(data, samples, self.context.size, self.context.groups)
+        group = self.context.index // each
+        return tuple(sample for sample, parts in zip(samples, owners) if parts[0] // each == group)
+
+    def _dummy(self) -> EncodedSample:
+        """Return the sample that a rank without samples runs, so that it computes for the experts of other ranks."""
+        number = next(number for number in count() if number not in self.text.placeholder_ids.values())
+        return EncodedSample("", np.array([number]), np.array([IGNORED]), sizes={self.unit: 1})
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> SampleLayout:
         return SampleLayout(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))

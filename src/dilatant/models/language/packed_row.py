@@ -26,8 +26,9 @@ Positions = Callable[[EncodedSample], NDArray[np.int64]]
 class PackedRow:
     """The tokens that a rank runs, [tokens] on the host: a whole row, or this rank's context-parallel shard of it.
 
-    position_ids: [tokens] or [kinds, tokens]. targets: the target of each token. sample_of: for each token of the rank,
-    the sample's index in the row. outputs: unit → the tokens whose rows it takes. lengths: tokens of each whole sample.
+    position_ids: [tokens] or [kinds, tokens]. targets: the target of each token. sample_of: for each token of the rank
+    but a dummy, the sample's index in the row. outputs: unit → the tokens whose rows it takes. lengths: tokens of each
+    whole sample.
     """
 
     ids: Tensor
@@ -93,7 +94,7 @@ class PackedRow:
     def index_in_sample(self) -> Tensor:
         """The index of each of the rank's tokens in its sample: int64 [tokens]."""
         whole = np.concatenate([np.arange(length) for length in self.lengths])
-        return torch.from_numpy(whole if self.share is None else whole[self.share.tokens])
+        return torch.from_numpy(whole if self.share is None else whole[self.share.tokens])[: len(self.sample_of)]
 
     def padded(self, hidden: Tensor) -> Tensor:
         """Pad hidden states [tokens, hidden] of the rank's tokens by the dummy token, if it runs one."""
@@ -102,7 +103,7 @@ class PackedRow:
 
     def unpadded(self, hidden: Tensor) -> Tensor:
         """Undo `padded`."""
-        return hidden if self.share is None else hidden[: self.share.tokens.size]
+        return hidden if len(hidden) == len(self.sample_of) else hidden[: len(self.sample_of)]
 
     def whole_row(self, values: Tensor, places: Tensor) -> Tensor:
         """Gather every rank's `values`, one per position in `places` (int64, this rank's), into row order."""

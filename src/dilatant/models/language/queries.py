@@ -47,14 +47,14 @@ class Queries(Extension, nn.Module):
             ids = np.concatenate([sample.input_ids for sample in forward.samples])
         query_of = number_queries(ids, forward.text.outputs, self.counts)
         query_of = query_of if share is None else share.take(query_of, -1)
-        return self.put(embeddings, query_of, share is not None)
+        return self.put(embeddings, query_of, forward.is_part)
 
-    def put(self, embeddings: Tensor, query_of: Tensor, shares_row: bool = False) -> Tensor:
+    def put(self, embeddings: Tensor, query_of: Tensor, is_part: bool = False) -> Tensor:
         """Return `embeddings` [batch, tokens, width] with queries inserted. query_of: `number_queries` of the flattened
-        batch, on the host. shares_row: True if context-parallel ranks hold the row's other tokens; as they communicate
-        in backward, every rank builds the graph, even without a query."""
+        batch, on the host. is_part: True if other ranks hold other tokens of the microbatch; as they communicate in
+        backward, every rank builds the graph, even without a query."""
         at = torch.nonzero(query_of >= 0).squeeze(-1)
-        if not len(at) and not shares_row:
+        if not len(at) and not is_part:
             return embeddings
         query_of, at = (to_device(each, embeddings.device) for each in (query_of[at], at))
         rows = self.table()[query_of].to(embeddings.dtype)

@@ -28,7 +28,7 @@ class SampleParallel(Stage):
     def item_owners(self, sizes: Sequence[Mapping[str, int]], size: int) -> list[NDArray[np.integer]]:
         return share_by_size([each.get(self.unit, 0) for each in sizes], size)
 
-    def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
+    def owners(self, data: StepData, samples: tuple[int, ...], size: int, groups: int = 1) -> list[NDArray[np.integer]]:
         return self.item_owners([data.samples[sample].sizes for sample in samples], size)
 
     def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:

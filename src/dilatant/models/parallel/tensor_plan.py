@@ -211,13 +211,13 @@ def expert_problems(unit: Unit, plan: TensorPlan, degrees: Degrees) -> list[str]
         return []
     if not counts:
         return [f"{unit.unit}: ep is {ep}, but it has no experts that ranks could divide; leave ep out"]
-    working = [one for one in degrees.expert_degrees if not any(count % one for count in counts)]
+    working = [one for one in degrees.expert_degrees(counts[0]) if not any(count % one for count in counts)]
     if ep in working:
         return []
     experts, stages = " and ".join(map(str, counts)), degrees.grid(" and ")
     return [
         f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of {stages}; it takes ep "
-        f"{', '.join(map(str, working))} there (ep is a multiple of tp, and divides tp x cp and the experts)"
+        f"{', '.join(map(str, working))} there (a multiple of tp that divides the experts, and tp x cp or vice versa)"
     ]
 
 

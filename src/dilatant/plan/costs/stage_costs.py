@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from dilatant.config.degrees import ONE, Degrees
 from dilatant.config.memory_modes import Recompute
-from dilatant.cost.layer import frozen_work, trainable_before, with_experts_on_ranks
+from dilatant.cost.layer import frozen_work, on_groups, trainable_before, with_experts_on_ranks
 from dilatant.cost.memory import BF16, MUON_SAVES, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.sync_time import shard_seconds, sharing
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
-from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.plan import PlacedStage, Plan, Stage
 
 KIND_ORDER = ("F", "B", "I", "W")
 
@@ -99,17 +99,20 @@ def layer_table(
     degrees: Degrees = ONE,
     rules: ParameterBytes = BF16,
     recompute: Sequence[Recompute] = (),
+    slower: tuple[float, float] = (1.0, 1.0),
 ) -> LayerTable:
     """Build the cost table of `unit`. upstream: True if anything in the units before it trains.
 
-    recompute: by layer, default as in the unit. Raises UserError when the cost model lacks a layer type or degree.
+    recompute: by layer, default as in the unit. slower: see `with_experts_on_ranks`. Raises UserError when the cost
+    model lacks a layer type or degree.
     """
     columns: dict[str, list[Any]] = {one.name: [] for one in fields(LayerTable)}
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
     for layer, before, how in zip(unit.layers, trainable_before(unit.trainable, upstream), again, strict=True):
         cost = costs.layer(layer.kind, degrees)
         if layer.experts:
-            cost = with_experts_on_ranks(cost, degrees.ep)
+            cost = with_experts_on_ranks(cost, degrees.ep, *slower)
+        cost = on_groups(cost, degrees.groups)
         work = frozen_work(cost, layer.trainable, before, how, rules.host_link)
         kinds = work.forward, work.backward, work.input_gradient, work.weight_gradient
         forward, inputs, weights = work.host
@@ -141,17 +144,18 @@ def stage_costs(
 ) -> StageCosts:
     """Return the costs of every stage of `plan`, each on the devices of its group if `cluster` is heterogeneous.
     Raises UserError when the cost model lacks a layer type or degree."""
-    tables: dict[tuple[str, Degrees, str], LayerTable] = {}
+    tables: dict[tuple[object, ...], LayerTable] = {}
     known: dict[tuple[object, ...], tuple[NDArray[np.float64] | float, ...]] = {}  # mostly of another replica
     rows = []
     exchanged = {} if cluster is None else shard_seconds(plan, model, cluster, rules)
     for entry, shared_by in zip(plan.stages(), sharing(plan, model, rules)):
         stage, unit = entry.stage, model.unit(entry.unit)
         group = "" if cluster is None else cluster.at(stage.ranks[0]).name
-        key = entry.unit, stage.degrees, group
+        slower = _between_nodes(stage, cluster)
+        key = entry.unit, stage.degrees, group, slower
         if key not in tables:
             upstream, again = model.upstream_trainable(entry.unit), plan.unit(entry.unit).recompute
-            tables[key] = layer_table(unit, upstream, costs.on(group), stage.degrees, rules, again)
+            tables[key] = layer_table(unit, upstream, costs.on(group), stage.degrees, rules, again, slower)
         same = *key, stage.first, stage.end, entry.is_first, shared_by.tobytes()
         if same not in known:
             replicas = len(plan.unit(entry.unit).replicas)
@@ -165,6 +169,16 @@ def stage_costs(
             continue
         rows.append(known[same])
     return StageCosts(*(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)))
+
+
+def _between_nodes(stage: Stage, cluster: Cluster | None) -> tuple[float, float]:
+    """Return how many times as long as inside a node the bytes, and the messages, of an exchange between groups take.
+    On several nodes, all devices of a node send through its ports at once."""
+    if cluster is None or stage.degrees.groups == 1 or len(set(map(cluster.node_of, stage.ranks))) == 1:
+        return 1.0, 1.0
+    own = cluster.at(stage.ranks[0])
+    share = own.between.bandwidth / own.gpus_per_node
+    return max(1.0, own.inside.bandwidth / share), own.between.latency / max(own.inside.latency, 1e-9)
 
 
 def _sum_stage(
@@ -220,7 +234,7 @@ def _sum_stage(
         largest + second,
         kept_gradients if rules.keeps_gradients else 0.0,
         _late(transient, kept, weight, gradients),
-        unit.items_per_token,
+        degrees.dealt(unit.items_per_token)[0],
         table.host_seconds[layers].sum(axis=0),
         summing,
         np.zeros(2),

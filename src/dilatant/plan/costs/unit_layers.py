@@ -176,17 +176,23 @@ class UnitLayers:
 
     def with_experts(self, unit: str, degrees: Degrees) -> tuple[Degrees, ...]:
         """Return these degrees with each `ep` that may pay off for a unit. These are 1 and, inside a node and if costs
-        include links, those that divide experts further than tp divides features."""
-        counts = self._experts[unit]
+        include links, those that divide experts further than tp divides features; above tp x cp without cp, for units
+        that cp would divide by tokens."""
+        counts, by_tokens = self._experts[unit], self.model.unit(unit).items_per_token == 1.0
+        most = self.reach if degrees.cp == 1 and by_tokens else degrees.ranks
         if not counts or degrees.ranks > self.reach:
             return (degrees,)
-        wide = [ep for ep in degrees.expert_degrees if ep > degrees.tp and not any(n % ep for n in counts)]
+        wide = [ep for ep in degrees.expert_degrees(most) if ep > degrees.tp and not any(n % ep for n in counts)]
         return (degrees, *(degrees._replace(ep=ep) for ep in wide))
 
     def all_degrees(self, units: Sequence[str]) -> Iterator[Degrees]:
-        """Yield `degrees` of these units, with each `ep` that may pay off for the last of them."""
+        """Yield `degrees` of these units, with each `ep` that may pay off for the last of them, if the others have
+        costs on as many ranks."""
+        guests = self.degrees(units[:-1]) if units[:-1] else ()
         for degrees in self.degrees(units):
-            yield from self.with_experts(units[-1], degrees)
+            for one in self.with_experts(units[-1], degrees):
+                if not guests or one.groups == 1 or one.of_guests in guests:
+                    yield one
 
     def layers(self, unit: str, degrees: Degrees, samples: float, level: Recompute = "none") -> MeanCosts:
         """Return the costs of one unit for the mean microbatch of `samples` samples.
@@ -207,7 +213,7 @@ class UnitLayers:
         if key not in self._unshared:
             spec, table = self.model.unit(unit), self._table(unit, degrees, level)
             free = self._table(unit, degrees, spec.recompute or "none")
-            row = self._workload.mean_row(unit, samples) * self._unevenness(unit, degrees.row_parts, samples)
+            row = self._workload.mean_row(unit, samples) * self._unevenness(unit, degrees, samples)
             least = self._workload.least_row(unit, samples, self._by_tokens)
             lightest, heaviest = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
@@ -238,9 +244,9 @@ class UnitLayers:
             )
         return self._unshared[key]
 
-    def _unevenness(self, unit: str, parts: int, samples: float) -> NDArray[np.float64]:
-        """Return the fullest context-parallel rank's row as a multiple of an even part of the mean microbatch: [3]."""
-        each = self.model.unit(unit).items_per_token
+    def _unevenness(self, unit: str, degrees: Degrees, samples: float) -> NDArray[np.float64]:
+        """Return the fullest rank's row as a multiple of an even part of the mean microbatch: [3]."""
+        each, parts = degrees.dealt(self.model.unit(unit).items_per_token)
         if parts == 1 or each == 1.0:
             return np.ones(3)
         _, tokens, present = self._workload.mean(unit)

@@ -39,7 +39,7 @@ class ChainRequest(NamedTuple):
 
     @property
     def degrees_of_extra(self) -> Degrees:
-        return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.without_experts
+        return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.of_guests
 
 
 class OptionTable:
@@ -179,9 +179,10 @@ class OptionTable:
 
     def excess(self, request: ChainRequest, behind: int) -> float:
         """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""
+        ways = self.units.with_experts(request.unit, request.degrees)
         request = request._replace(
             level=self.units.levels([request.unit, *request.extra])[-1],
-            degrees=self.units.with_experts(request.unit, request.degrees)[-1],
+            degrees=[one for one in ways if one.ranks == request.degrees.ranks][-1],
         )
         layers = self.layers(request)
         if request.stages > len(layers.seconds):

@@ -24,7 +24,8 @@ class Framework:
     runner: how its kernels run. sharing: what replicas can share. axes: degrees that it has; `beside_encoders`, if the
     model has encoders. chunks: stages of a group of devices; none: it has no pipelines. ends: blocks that the
     embedding, and the head, count for when it cuts stages. even: all stages must have equally many blocks. by_heads:
-    context-parallel ranks divide heads, not tokens.
+    context-parallel ranks divide heads, not tokens. experts_if_shared: replicas divide experts only where they share
+    optimizer state.
     """
 
     runner: Runner
@@ -35,6 +36,7 @@ class Framework:
     ends: int = 0
     even: bool = False
     by_heads: bool = False
+    experts_if_shared: bool = False
 
     def cuts(self, layers: int, stages: int) -> tuple[int, ...] | None:
         """Return the first layer of each stage of a language model as the framework cuts it; None if it cannot have so
@@ -45,11 +47,10 @@ class Framework:
         ends = itertools.accumulate(each + (stage < more) for stage in range(stages - 1))
         return (0, *(end - self.ends + 1 for end in ends))
 
-    def candidates(self, space: Space, joined: Collection[int] = ()) -> list[PlanCandidate]:
-        """Return all candidates that it can run, lowest estimate first. joined: return instead those in which `cp`
-        stands for replicas that divide experts among them, with so many samples in a microbatch of each. Raises
-        PlanError if there are none."""
-        found = sorted(self._candidates(space, joined), key=lambda one: one.estimate)
+    def candidates(self, space: Space, sizes: Collection[int] = ()) -> list[PlanCandidate]:
+        """Return all candidates that it can run, lowest estimate first. sizes: samples that a microbatch may have in
+        each of the replicas that divide experts; empty for any. Raises PlanError if there are none."""
+        found = sorted(self._candidates(space, sizes), key=lambda one: one.estimate)
         if not found:
             raise PlanError(
                 f"none of its layouts fits {space.cluster.num_devices} devices, their memory and a global batch of "
@@ -57,17 +58,16 @@ class Framework:
             )
         return found
 
-    def _candidates(self, space: Space, joined: Collection[int]) -> Iterator[PlanCandidate]:
+    def _candidates(self, space: Space, sizes: Collection[int]) -> Iterator[PlanCandidate]:
         roles, units = space.roles, space.table.units
         language, known = space.model.unit(roles.language), {*units.degrees([roles.language])}
         axes = self.axes & self.beside_encoders if roles.encoders else self.axes
         for degrees in units.all_degrees([*roles.encoders, roles.language]):
-            if joined and not degrees.tp < degrees.ranks == degrees.ep:
+            if degrees.groups > 1 and self.experts_if_shared and units.rules.zero == "none":
                 continue
-            true = degrees._replace(cp=1) if joined else degrees
-            if any(degree > 1 for name, degree in true._asdict().items() if name not in axes):
+            if any(degree > 1 for name, degree in degrees._asdict().items() if name not in axes):
                 continue
-            if self.by_heads and Degrees(tp=true.cp) not in known:
+            if self.by_heads and Degrees(tp=degrees.cp) not in known:
                 continue
             groups = range(1, (language.most_stages if self.chunks else 1) + 1)
             for count, chunks in itertools.product(groups, self.chunks or (1,)):
@@ -75,10 +75,8 @@ class Framework:
                 if cuts is None or chunks not in space.settings.chunks or (count == 1 < chunks):
                     continue
                 for one in equal_pipelines(space, degrees, count * chunks, chunks, cuts):
-                    size, rest = divmod(one.microbatch_size, degrees.cp)
-                    if (chunks == 1 or one.num_microbatches % count == 0) and (
-                        not joined or (size in joined and not rest)
-                    ):
+                    size, rest = divmod(one.microbatch_size, degrees.groups)
+                    if (chunks == 1 or one.num_microbatches % count == 0) and not rest and size in (sizes or (size,)):
                         yield one
 
 
@@ -93,6 +91,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
         beside_encoders=frozenset({"tp", "ep"}),
         chunks=(1, 2),
         ends=1,
+        experts_if_shared=True,
     ),
     "automodel": Framework(AUTOMODEL, (("all", "weights"),), chunks=(1,)),
     "veomni": Framework(FSDP, (("all", "weights"),), axes=frozenset({"cp", "ep"}), by_heads=True),

@@ -158,7 +158,7 @@ def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
     chain, stages = option.chain, len(option.chain.cuts[unit])
     chunks = chain.chunks if stages == option.stages else 1
     degrees = chain.degrees_of(unit)
-    return {"replicas": count, **degrees._asdict(), "pp": stages // chunks, "chunks": chunks}
+    return {"replicas": count * degrees.groups, **degrees._asdict(), "pp": stages // chunks, "chunks": chunks}
 
 
 def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
@@ -171,7 +171,7 @@ def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
         homes = {cluster.at(one.stages[0].ranks[0]).name for one in replicas}
         own = {
             GROUP: homes.pop() if len(homes) == 1 else "",
-            "replicas": len(replicas), **stages[0].degrees._asdict(), "pp": groups,
+            "replicas": len(replicas) * stages[0].degrees.groups, **stages[0].degrees._asdict(), "pp": groups,
             "chunks": len(stages) // groups,
         }  # fmt: skip
         firsts = tuple(stage.first for stage in stages)

@@ -73,18 +73,11 @@ def layer_costs(
     return modelled_costs(config, model, target)
 
 
-def modelled_costs(
-    config: Config, model: ModelDescription, target: Target, runner: Runner = DILATANT, joined: bool = False
-) -> CostModel:
-    """Return the modelled costs of layers as `runner` computes them. joined: `cp` ranks are replicas that divide
-    nothing but experts among each other, so no keys and values are sent."""
-    degrees, per_node = planned_degrees(config.plan, model, target), target.cluster.reach
-    shapes = counted_shapes(model)
-    if joined:
-        shapes = {kind: replace(shape, key_value_width=0) for kind, shape in shapes.items()}
-        widths = {1 << power for power in range(per_node.bit_length())}
-        degrees = [Degrees(tp, cp) for tp in {one.tp for one in degrees} for cp in widths if tp * cp <= per_node]
-    return analytic_costs(shapes, target.hardware, degrees_by_kind(model, degrees), target.dtype, per_node, runner)
+def modelled_costs(config: Config, model: ModelDescription, target: Target, runner: Runner = DILATANT) -> CostModel:
+    """Return the modelled costs of layers as `runner` computes them."""
+    degrees = degrees_by_kind(model, planned_degrees(config.plan, model, target))
+    per_node = target.cluster.reach
+    return analytic_costs(counted_shapes(model), target.hardware, degrees, target.dtype, per_node, runner)
 
 
 def _costs_of_groups(config: Config, model: ModelDescription, target: Target, say: Say) -> CostModel:

@@ -44,7 +44,7 @@ class RowOwners:
     _boundaries: Sequence[Mapping[str, Boundary]]
     _routes: Routes
     _data: StepData
-    _of_elements: dict[tuple[str, int, tuple[int, ...]], list[NDArray[np.integer]]] = field(default_factory=dict)
+    _of_elements: dict[tuple[str, int, int, tuple[int, ...]], list[NDArray[np.integer]]] = field(default_factory=dict)
     _parcels: dict[tuple[Message, RouteLink], MessageSlice] = field(default_factory=dict)
     _crossings: dict[tuple[Message, int], dict[tuple[int, int], Rows]] = field(default_factory=dict)
 
@@ -133,9 +133,10 @@ class RowOwners:
     ) -> list[NDArray[np.integer]]:
         placed = self._placed[stage]
         unit = self._units[placed.unit]
-        key = placed.unit, placed.stage.degrees.row_parts, row
+        parts, groups = placed.stage.degrees.row_parts, placed.stage.degrees.groups
+        key = placed.unit, parts, groups, row
         if key not in self._of_elements:
-            self._of_elements[key] = unit.owners(self._data, row, key[1])
+            self._of_elements[key] = unit.owners(self._data, row, parts, groups)
         of_row = dict(zip(row, self._of_elements[key], strict=True))
         given = [(s, self._data.samples[s]) for s in samples]
         return [of_row[s][unit.element_of_row(other, each, boundary.rows_of(each))] for s, each in given]

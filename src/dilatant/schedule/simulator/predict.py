@@ -285,9 +285,10 @@ def unevenness(graph: ScheduleGraph, items_per_token: NDArray[np.float64], sampl
     times = np.ones(graph.num_ops)
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
     for stage in np.flatnonzero(items_per_token < 1.0).tolist():
-        if (wide := arrays.placed[stage].stage.degrees.row_parts) == 1:
+        items, wide = arrays.placed[stage].stage.degrees.dealt(float(items_per_token[stage]))
+        if wide == 1:
             continue
-        chain, items = int(arrays.chain[stage]), float(items_per_token[stage])
+        chain = int(arrays.chain[stage])
         first, end = pieces.first[chain : chain + 2]
         if (chain, wide) not in known:
             own = samples.of_samples(arrays.units[arrays.unit_of[chain]])[1]
