@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,11 +52,15 @@ class ProcessedUnit(MediaUnit):
     def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
         """Return the shape of a decoded item of this size."""
 
+    def counts(self, size: MediaSize) -> tuple[int, int]:
+        """Return the number of tokens of an item in the encoder's blocks, and in the language model."""
+        return _counted(self.processor, self.count, self.decoded_shape(size))
+
     def encoder_tokens(self, size: MediaSize) -> int:
-        return _counted(self.processor, self.count, self.decoded_shape(size))[0]
+        return self.counts(size)[0]
 
     def merged_tokens(self, size: MediaSize) -> int:
-        return _counted(self.processor, self.count, self.decoded_shape(size))[1]
+        return self.counts(size)[1]
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         blank = _blank(self.processor, self.decoded_shape(size))
@@ -90,6 +95,13 @@ class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
 
     def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
         return size.height, size.width, self.processor.channels
+
+    def counts(self, size: MediaSize) -> tuple[int, int]:
+        rule = _tokens_of_patch(self.processor, self.count)
+        if rule is None:
+            return ProcessedUnit.counts(self, size)
+        encoded, merged = (int(each * self.processor.patches(size.height, size.width)) for each in rule)
+        return encoded, merged
 
     def flat(self, item: Arrays) -> dict[str, EncoderInput]:
         return flatten(item) | ({IS_CLIP: np.zeros(1, np.int64)} if self.beside_clips else {})
@@ -128,6 +140,22 @@ def flatten(item: Arrays) -> dict[str, EncoderInput]:
         **{name: np.ravel(each) for name, each in item.items()},
         **{name + SHAPE: np.array([shape], np.int64) for name, shape in shapes.items()},
     }
+
+
+_PROBES = ((224, 224), (97, 331), (480, 640), (1080, 720), (60, 45), (512, 1408))
+"""Heights and widths of images that show whether a rule holds for all sizes."""
+
+
+@lru_cache(maxsize=16)
+def _tokens_of_patch(processor: HuggingFaceImageProcessor, count: CountsTokens) -> tuple[Fraction, Fraction] | None:
+    """Return the tokens in the encoder's blocks, and in the language model, of each patch or tile that the processor
+    counts from an image's size. None if blank images have other numbers of tokens, so that each size must be tried."""
+    found = set()
+    for height, width in _PROBES:
+        patches = processor.patches(height, width)
+        tokens = count(_blank(processor, (height, width, processor.channels)))
+        found.add(tuple(Fraction(each, patches) for each in tokens) if patches else None)
+    return found.pop() if len(found) == 1 else None
 
 
 @lru_cache(maxsize=4096)

@@ -67,6 +67,13 @@ class HuggingFaceImageProcessor(Fingerprinted):
             read[name] = array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array
         return {name: np.asarray(array) for name, array in read.items()}
 
+    def patches(self, height: int, width: int) -> int:
+        """Return the number of patches or tiles that the processor makes of an image of this size by its own rule; 1 if
+        it has none."""
+        tell = getattr(self.made, "get_number_of_image_patches", None)
+        told = 1 if tell is None else tell(height, width, {})
+        return int(told[0] if isinstance(told, tuple) else told)
+
     def axes(self, pixels: NDArray[np.uint8]) -> Mapping[str, int]:
         """Return the axis, by name, along which outputs of an image are joined to those of another one, if it is not
         the first one. That axis is twice as long for two such images."""
