@@ -58,7 +58,7 @@ def check_tiles(processor: HuggingFaceImageProcessor, row_shape: tuple[int, int,
 RATIOS = "aspect_ratio_ids"
 """Keyword for the id of each image's tile layout: int64 [images, 1]."""
 TILES = "aspect_ratio_mask"
-"""Keyword for the mask of each image's tiles that are not padding: int64 [images, tiles]."""
+"""Keyword for the mask of each image's tiles that are not padding: int64 [images, 1, tiles]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class AspectImageUnit(ImageUnitBase):
         height, width = family.get_optimal_tiled_canvas(size.height, size.width, most, tile)
         rows, columns = int(height) // tile, int(width) // tile
         ratio = family.get_all_supported_aspect_ratios(most).index((rows, columns)) + 1
-        return {RATIOS: np.array([[ratio]], np.int64), TILES: (np.arange(most) < rows * columns).astype(np.int64)[None]}
+        used = np.arange(most) < rows * columns
+        return {RATIOS: np.array([[ratio]], np.int64), TILES: used.astype(np.int64)[None, None]}
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image
@@ -90,6 +91,6 @@ class AspectImageUnit(ImageUnitBase):
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
         tiles = np.asarray(self.processor(pixels)["pixel_values"])
         return {
-            "pixel_values": tiles.reshape(1, *tiles.shape[-4:]),
+            "pixel_values": tiles.reshape(1, 1, *tiles.shape[-4:]),
             **self.grid(MediaSize(pixels.shape[1], pixels.shape[0])),
         }
