@@ -388,6 +388,16 @@ class GenericTower(Tower):
         side = TYPICAL_PATCHES * patch_of(config)
         return processor(np.full((side, side, processor.channels), 128, np.uint8))
 
+    def elongated(self, config: Any) -> Mapping[str, NDArray] | None:
+        """Return a blank image four times as wide as high, which some families encode in more parts than one; None if
+        the processor takes none."""
+        processor = default_processor(config, self.inputs)
+        side = TYPICAL_PATCHES * patch_of(config)
+        try:
+            return processor(np.full((side, 4 * side, processor.channels), 128, np.uint8))
+        except Exception:  # that images of other shapes are refused says nothing about these
+            return None
+
     def axes(self, config: Any) -> Mapping[str, int]:
         """Return the axis along which the arrays of items are concatenated, by name, if it is not the first one."""
         return _axes(default_processor(config, self.inputs), TYPICAL_PATCHES * patch_of(config))
@@ -405,6 +415,8 @@ class GenericTower(Tower):
         if self.inner is not None:
             in_order(self.shapes, layout_of(item))
             hidden_size(self.shapes, item, narrow_encoder(self.shapes)[0])
+            if (other := self.elongated(config)) is not None:
+                self.shapes(other)
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         processor = default_processor(host.config, self.inputs)
@@ -462,6 +474,9 @@ class GenericSoundTower(GenericTower):
     def typical(self, config: Any) -> Mapping[str, NDArray]:
         processor = default_sound_processor(config, self.inputs)
         return processor(np.zeros(TYPICAL_SECONDS * processor.sampling_rate, np.float32))
+
+    def elongated(self, config: Any) -> None:
+        return None
 
     def axes(self, config: Any) -> Mapping[str, int]:
         return {}
