@@ -153,8 +153,8 @@ def _tokens_of_patch(processor: HuggingFaceImageProcessor, count: CountsTokens) 
     found = set()
     for height, width in _PROBES:
         patches = processor.patches(height, width)
-        tokens = count(_blank(processor, (height, width, processor.channels)))
-        found.add(tuple(Fraction(each, patches) for each in tokens) if patches else None)
+        encoded, merged = count(_blank(processor, (height, width, processor.channels)))
+        found.add((Fraction(encoded, patches), Fraction(merged, patches)) if patches else None)
     return found.pop() if len(found) == 1 else None
 
 
