@@ -26,8 +26,19 @@ class CountsPixels:
         return tokens, tokens // 4
 
 
+class CountsPlaces(CountsPixels):
+    """Counts the patches that are no padding as tokens of the text."""
+
+    def __call__(self, item: Arrays) -> tuple[int, int]:
+        tokens, _ = super().__call__(item)
+        return tokens, int((np.asarray(item["image_position_ids"])[..., 0] >= 0).sum()) // 9
+
+
 KINDS = [
     pytest.param({"image_processor_type": "Glm4vImageProcessor"}, 14 * 14 * 3 * 2, True, id="patches"),
+    pytest.param(
+        {"image_processor_type": "Gemma4ImageProcessor"}, 16 * 16 * 3, True, id="padded patches, a rule of tokens"
+    ),
     pytest.param({"image_processor_type": "SiglipImageProcessor"}, 16 * 16 * 3, True, id="one size"),
     pytest.param(
         {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "size": {"height": 64, "width": 64}},
@@ -47,11 +58,12 @@ KINDS = [
 @pytest.mark.parametrize(("settings", "pixels", "has_rule"), KINDS)
 def test_sizes_follow_the_processors_rule_or_a_blank_image(settings: Any, pixels: int, has_rule: bool) -> None:
     processor = HuggingFaceImageProcessor(json.dumps(settings))
-    count = CountsPixels(pixels)
+    kind = CountsPlaces if "Gemma4" in settings["image_processor_type"] else CountsPixels
+    count = kind(pixels)
     unit = ProcessedImageUnit("vision", 9, processor, count)
     sizes = [MediaSize(width, height) for width, height in ((40, 900), (333, 127), (640, 480), (61, 62))]
     found = [(unit.encoder_tokens(size), unit.merged_tokens(size)) for size in sizes]
     assert count.asked == 6 + (0 if has_rule else len(sizes))  # the six of `_PROBES`, without a rule also each size
     for size, own in zip(sizes, found, strict=True):
         blank = np.full((size.height, size.width, 3), 128, np.uint8)
-        assert own == CountsPixels(pixels)(processor(blank))
+        assert own == kind(pixels)(processor(blank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -97,10 +97,11 @@ class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
         return size.height, size.width, self.processor.channels
 
     def counts(self, size: MediaSize) -> tuple[int, int]:
-        rule = _tokens_of_patch(self.processor, self.count)
+        rule = _rules(self.processor, self.count)
         if rule is None:
             return ProcessedUnit.counts(self, size)
-        encoded, merged = (int(each * self.processor.patches(size.height, size.width)) for each in rule)
+        measure = self.processor.measure(size.height, size.width)
+        encoded, merged = (int(slope * measure) + constant for slope, constant in rule)
         return encoded, merged
 
     def flat(self, item: Arrays) -> dict[str, EncoderInput]:
@@ -146,16 +147,26 @@ _PROBES = ((224, 224), (97, 331), (480, 640), (1080, 720), (60, 45), (512, 1408)
 """Heights and widths of images that show whether a rule holds for all sizes."""
 
 
+_Rule = tuple[Fraction, int]
+"""A number of tokens as a multiple of `HuggingFaceImageProcessor.measure`, and a constant; one of both is 0."""
+
+
 @lru_cache(maxsize=16)
-def _tokens_of_patch(processor: HuggingFaceImageProcessor, count: CountsTokens) -> tuple[Fraction, Fraction] | None:
-    """Return the tokens in the encoder's blocks, and in the language model, of each patch or tile that the processor
-    counts from an image's size. None if blank images have other numbers of tokens, so that each size must be tried."""
-    found = set()
-    for height, width in _PROBES:
-        patches = processor.patches(height, width)
-        encoded, merged = count(_blank(processor, (height, width, processor.channels)))
-        found.add((Fraction(encoded, patches), Fraction(merged, patches)) if patches else None)
-    return found.pop() if len(found) == 1 else None
+def _rules(processor: HuggingFaceImageProcessor, count: CountsTokens) -> tuple[_Rule, _Rule] | None:
+    """Return how the tokens in the encoder's blocks, and in the language model, follow from an image's size. None if
+    blank images have other numbers of tokens, so that each size must be tried."""
+    measures = [processor.measure(height, width) for height, width in _PROBES]
+    tokens = [count(_blank(processor, (height, width, processor.channels))) for height, width in _PROBES]
+    encoded, merged = (_rule(measures, counts) for counts in zip(*tokens, strict=True))
+    return None if encoded is None or merged is None else (encoded, merged)
+
+
+def _rule(measures: Sequence[int], counts: Sequence[int]) -> _Rule | None:
+    if len({*counts}) == 1:
+        return Fraction(0), counts[0]
+    slopes = {Fraction(tokens, measure) if measure else None for measure, tokens in zip(measures, counts, strict=True)}
+    slope = slopes.pop()
+    return None if slopes or slope is None else (slope, 0)
 
 
 @lru_cache(maxsize=4096)
