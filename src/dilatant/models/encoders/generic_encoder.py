@@ -52,6 +52,7 @@ from dilatant.models.encoders.narrow_encoder import (
     in_order,
     is_of_clip,
     items_of,
+    join_items,
     known_to,
     layout_of,
     method_of,
@@ -492,17 +493,3 @@ class GenericSoundTower(GenericTower):
 @lru_cache(maxsize=8)
 def _axes(processor: HuggingFaceImageProcessor, side: int) -> Mapping[str, int]:
     return processor.axes(np.full((side, side, processor.channels), 128, np.uint8))
-
-
-def join_items(arrays: list[Tensor], axis: int, padding: int = 0) -> Tensor:
-    """Concatenate arrays of items along an axis, padded to one shape in the others, as processors do."""
-    shape = torch.tensor([each.shape for each in arrays]).amax(0).tolist()
-    shape[axis] = sum(each.shape[axis] for each in arrays)
-    whole = arrays[0].new_full(shape, padding)
-    begin = 0
-    for each in arrays:
-        place = [slice(size) for size in each.shape]
-        place[axis] = slice(begin, begin + each.shape[axis])
-        whole[tuple(place)] = each
-        begin += each.shape[axis]
-    return whole
