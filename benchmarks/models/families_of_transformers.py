@@ -124,6 +124,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
     "minicpm_ocr": {"insert_layer_id": 1},
     "minicpmv4_6": {"insert_layer_id": 1},
     "minicpmv4_7": {"insert_layer_id": 1},
+    "molmo2": {"adapter_config": {"text_hidden_size": 4096}},
     "muse_glimmer": {"vision_config": {"num_hidden_layers": 4}},
     "ovis2": {"hidden_size": 4096},
     "perception_lm": {

@@ -25,7 +25,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.encoders.anyres_encoder import AnyresEncoderUnit
 from dilatant.models.encoders.generic_encoder import GenericEncoderUnit
 from dilatant.models.encoders.native_encoder import NativeEncoderUnit
-from dilatant.models.encoders.tiled_encoder import TiledEncoderUnit
+from dilatant.models.encoders.tiled_encoder import TiledTower
 from dilatant.models.multimodal import MultimodalModel
 
 EARLY = Version(transformers.__version__) < Version("5.18")
@@ -113,14 +113,14 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             steps = [step] * len(grids)
             numbers = [clips if kind == "clip" else 0] * len(grids)
             put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
-        elif isinstance(model["vision"], TiledEncoderUnit):
+        elif isinstance(model.whole.family.towers["vision"], TiledTower):
             shapes = model.whole.config.vision_config.supported_aspect_ratios
             ratio = (3 * about[0] + about[1]) % len(shapes)
             used = (np.arange(4) < np.prod(shapes[ratio])).astype(np.int64)
             ids += [IMAGE]
-            pixels = torch.randn(1, 4, 3, 8, 8, generator=generator)
+            pixels = torch.randn(1, 1, 4, 3, 8, 8, generator=generator)
             rows = model["vision"].geometry.encoder_tokens
-            put("vision", rows, pixel_values=pixels, **{RATIOS: [[ratio + 1]], TILES: used[None]})
+            put("vision", rows, pixel_values=pixels, **{RATIOS: [[ratio + 1]], TILES: used[None, None]})
         elif isinstance(model["vision"], AnyresEncoderUnit) and kind == "clip":
             unit, frames = model["vision"], about[0]
             ids += [IMAGE] * (frames * 2 * 2 + 1)  # of 4 by 4 patches, and what ends them
@@ -188,13 +188,13 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
             del given["pixel_values"], given[SHAPES], given["batch_num_images"]
     kinds = (ids == image).long()
     if TILES in given:
-        counts = given[TILES].sum(1).tolist()
+        counts = given[TILES].sum((1, 2)).tolist()
         spans = get_cross_attention_token_mask(ids[0].tolist(), image)
         dense = convert_sparse_cross_attention_mask_to_dense([spans], [counts], 4, ids.shape[1])
         given |= {
-            "pixel_values": given["pixel_values"][None],
+            "pixel_values": given["pixel_values"].transpose(0, 1),
             RATIOS: given[RATIOS].T,
-            TILES: given[TILES][None],
+            TILES: given[TILES].transpose(0, 1),
             "cross_attention_mask": torch.from_numpy(dense),
         }
     if "vision" in sample.media and family == "gemma4":

@@ -22,7 +22,14 @@ from dilatant.hf.pretrained_export import write_pretrained
 from dilatant.models.core.materialize import seeded
 from dilatant.models.encoders.narrow_encoder import auto_class
 from dilatant.models.families.generic import opens_whole
-from dilatant.models.families.media_proof import drawn, proof_of, proves_clips, samples_with_media, small_copy
+from dilatant.models.families.media_proof import (
+    drawn,
+    of_proven_media,
+    proof_of,
+    proves_clips,
+    samples_with_media,
+    small_copy,
+)
 from dilatant.models.families.pretrained import PretrainedModel, composite_of
 from dilatant.models.families.training_proof import logits_of, loss_in_transformers, loss_of
 from dilatant.models.multimodal import MultimodalModel
@@ -67,13 +74,13 @@ def _check(config: Any, where: str) -> ModelCheck:
     proven: dict[str, str] = {}
     whole, found = None, {"decoder": config.model_type}
     if opens_whole(config):
-        whole = PretrainedModel.of(config, where)
+        whole = of_proven_media(PretrainedModel.of(config, where), attend_by_default)
         proof = proof_of(whole, attend_by_default)
         found = _found(whole, proof.clips)
         reasons = {1: proof.alone, 2: proof.packed, 3: proof.cut}
         refusals = {rung: why for rung, why in reasons.items() if why is not None}
         if proof.alone is not None:
-            if proof.one_unit is not None:
+            if proof.is_wrong:
                 return ModelCheck(config.model_type, found, None, refusals)
             whole = whole.as_one_unit(proof.alone)
         proven = {"export": _tried(_export, whole), "LoRA": _tried(_lora, whole)}

@@ -19,10 +19,11 @@ from dilatant.data.media_units.processors import HuggingFaceImageProcessor
 from dilatant.models.adapters.lora import read_as_experts, targets
 from dilatant.models.core.slicing import capturing_hooks, held_blocks
 from dilatant.models.core.structure import on_meta
-from dilatant.models.encoders.generic_encoder import GenericTower, join_items
+from dilatant.models.encoders.generic_encoder import GenericTower
 from dilatant.models.encoders.narrow_encoder import (
     auto_class,
     default_processor,
+    join_items,
     layout_of,
     narrow_encoder,
     rows_by,

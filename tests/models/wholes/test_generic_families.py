@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import is_torchvision_available
@@ -20,9 +21,10 @@ from dilatant.config.model import ModelConfig
 from dilatant.data.errors import MediaError
 from dilatant.data.sample import MediaSize
 from dilatant.data.text.tokenizer import load_tokenizer
+from dilatant.models.encoders.generic_encoder import GenericTower
 from dilatant.models.families import media_proof
 from dilatant.models.families.families import FAMILIES
-from dilatant.models.families.media_proof import MediaProof, masks_of, proof_of
+from dilatant.models.families.media_proof import MediaProof, in_proven_units, masks_of, proof_of, small_copy
 from dilatant.models.families.media_units import units_of_pretrained
 from dilatant.models.families.pretrained import PretrainedModel
 from dilatant.models.multimodal import MultimodalModel
@@ -183,6 +185,31 @@ def test_data_commands_see_the_media_that_train(
         return
     with pytest.warns(UserWarning, match="clips are not read") if len(kinds) == 1 else nullcontext():
         assert [unit.kind for unit in media_units(config, tokenizer)] == kinds
+
+
+def test_media_that_would_train_otherwise_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(cast(dict[str, Any], FAMILIES), "gemma4")
+    whole = PretrainedModel.of(whole_config("gemma4"), "model")
+    assert [*whole.family.towers] == ["vision", "audio"]
+    right, wrong = (MediaProof("causal", *[why] * 3, one_unit=why) for why in (None, "it differs"))
+    monkeypatch.setattr(media_proof, "proof_of", lambda whole, _: wrong if "audio" in whole.family.towers else right)
+    found = in_proven_units(whole, attend_by_default)
+    assert [*found.family.towers] == [*small_copy(found).family.towers] == ["vision"]
+    assert found.family.refused[-1] == "sounds are not read: it differs"
+    assert not [path for path, _ in found.language_model().named_parameters() if "audio" in path]
+    assert found.family.unread[-2:] == ("model.audio_tower", "model.embed_audio")
+    monkeypatch.setattr(media_proof, "proof_of", lambda *_: wrong)
+    with pytest.raises(UserError, match=r"does not train as in transformers \(it differs\)"):
+        in_proven_units(whole, attend_by_default)
+
+
+def test_an_encoder_that_fails_on_long_images_is_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"pixel_values": np.ones((1, 3, 32, 128), np.float32)}
+    monkeypatch.setattr(GenericTower, "elongated", lambda *_: long)
+    tower = PretrainedModel.of(config_of("deepseek_vl"), "model").family.towers["vision"]
+    assert isinstance(tower, GenericTower)
+    assert tower.inner is None
+    assert str(tower.uncut).startswith("its encoder does not run in stages")
 
 
 def test_media_that_are_not_read_are_named_when_the_model_opens() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,11 +52,15 @@ class ProcessedUnit(MediaUnit):
     def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
         """Return the shape of a decoded item of this size."""
 
+    def counts(self, size: MediaSize) -> tuple[int, int]:
+        """Return the number of tokens of an item in the encoder's blocks, and in the language model."""
+        return _counted(self.processor, self.count, self.decoded_shape(size))
+
     def encoder_tokens(self, size: MediaSize) -> int:
-        return _counted(self.processor, self.count, self.decoded_shape(size))[0]
+        return self.counts(size)[0]
 
     def merged_tokens(self, size: MediaSize) -> int:
-        return _counted(self.processor, self.count, self.decoded_shape(size))[1]
+        return self.counts(size)[1]
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         blank = _blank(self.processor, self.decoded_shape(size))
@@ -90,6 +95,14 @@ class ProcessedImageUnit(ProcessedUnit, ImageUnitBase):
 
     def decoded_shape(self, size: MediaSize) -> tuple[int, ...]:
         return size.height, size.width, self.processor.channels
+
+    def counts(self, size: MediaSize) -> tuple[int, int]:
+        rule = _rules(self.processor, self.count)
+        if rule is None:
+            return ProcessedUnit.counts(self, size)
+        measure = self.processor.measure(size.height, size.width)
+        encoded, merged = (int(slope * measure) + constant for slope, constant in rule)
+        return encoded, merged
 
     def flat(self, item: Arrays) -> dict[str, EncoderInput]:
         return flatten(item) | ({IS_CLIP: np.zeros(1, np.int64)} if self.beside_clips else {})
@@ -128,6 +141,32 @@ def flatten(item: Arrays) -> dict[str, EncoderInput]:
         **{name: np.ravel(each) for name, each in item.items()},
         **{name + SHAPE: np.array([shape], np.int64) for name, shape in shapes.items()},
     }
+
+
+_PROBES = ((224, 224), (97, 331), (480, 640), (1080, 720), (60, 45), (512, 1408))
+"""Heights and widths of images that show whether a rule holds for all sizes."""
+
+
+_Rule = tuple[Fraction, int]
+"""A number of tokens as a multiple of `HuggingFaceImageProcessor.measure`, and a constant; one of both is 0."""
+
+
+@lru_cache(maxsize=16)
+def _rules(processor: HuggingFaceImageProcessor, count: CountsTokens) -> tuple[_Rule, _Rule] | None:
+    """Return how the tokens in the encoder's blocks, and in the language model, follow from an image's size. None if
+    blank images have other numbers of tokens, so that each size must be tried."""
+    measures = [processor.measure(height, width) for height, width in _PROBES]
+    tokens = [count(_blank(processor, (height, width, processor.channels))) for height, width in _PROBES]
+    encoded, merged = (_rule(measures, counts) for counts in zip(*tokens, strict=True))
+    return None if encoded is None or merged is None else (encoded, merged)
+
+
+def _rule(measures: Sequence[int], counts: Sequence[int]) -> _Rule | None:
+    if len({*counts}) == 1:
+        return Fraction(0), counts[0]
+    slopes = {Fraction(tokens, measure) if measure else None for measure, tokens in zip(measures, counts, strict=True)}
+    slope = slopes.pop()
+    return None if slopes or slope is None else (slope, 0)
 
 
 @lru_cache(maxsize=4096)

@@ -67,6 +67,19 @@ class HuggingFaceImageProcessor(Fingerprinted):
             read[name] = array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array
         return {name: np.asarray(array) for name, array in read.items()}
 
+    def patches(self, height: int, width: int) -> int:
+        """Return the number of patches or tiles that the processor makes of an image of this size by its own rule; 1 if
+        it has none."""
+        tell = getattr(self.made, "get_number_of_image_patches", None)
+        told = 1 if tell is None else tell(height, width, {})
+        return int(told[0] if isinstance(told, tuple) else told)
+
+    def measure(self, height: int, width: int) -> int:
+        """Return the measure of an image of this size to which its tokens may be proportional: its patches or, if only
+        the class that prepares texts has a rule, the tokens by that rule."""
+        count = None if hasattr(self.made, "get_number_of_image_patches") else _token_rule(self.settings_json)
+        return self.patches(height, width) if count is None else count(image_sizes=[[height, width]])[_TOKENS][0]
+
     def axes(self, pixels: NDArray[np.uint8]) -> Mapping[str, int]:
         """Return the axis, by name, along which outputs of an image are joined to those of another one, if it is not
         the first one. That axis is twice as long for two such images."""
@@ -299,6 +312,29 @@ def _transformers_image_processor(settings_json: str) -> Any:
         except (OSError, ValueError, ImportError, TypeError) as error:
             first = str(error).strip().partition("\n")[0]
             raise UserError(f"the image processor cannot be made from its settings: {first}") from None
+
+
+_TOKENS = "num_image_tokens"
+
+
+@lru_cache(maxsize=8)
+def _token_rule(settings_json: str) -> Any:
+    """Return the method of the family's processor that counts the tokens of images from their sizes; None if it has
+    none, or one that needs more than the image processor."""
+    from transformers.models.auto import processing_auto
+
+    made = _transformers_image_processor(settings_json)
+    try:
+        family = type(made).__module__.split(".")[2]
+        # Its constructor wants a tokenizer, of which this method needs nothing.
+        whole: Any = object.__new__(
+            processing_auto.processor_class_from_name(processing_auto.PROCESSOR_MAPPING_NAMES[family])
+        )
+        whole.image_processor = made
+        count = whole._get_num_multimodal_tokens
+        return count if len(count(image_sizes=[[96, 96]])[_TOKENS]) == 1 else None
+    except Exception:  # no public API
+        return None
 
 
 @lru_cache(maxsize=8)

@@ -27,41 +27,27 @@ class TiledImageUnit(ImageUnitBase):
     marker: str = "<image>"
     written: MediaMarkup | None = None
 
-    def tiles(self, size: MediaSize) -> int:
-        """Return the number of encoder rows of one image."""
-        return tiles_of(self.processor, size.height, size.width)
-
     def encoder_tokens(self, size: MediaSize) -> int:
-        return self.tiles(size) * self.tokens_per_tile
+        return self.processor.patches(size.height, size.width) * self.tokens_per_tile
 
     def merged_tokens(self, size: MediaSize) -> int:
-        return self.tiles(size) * self.merged_per_tile
+        return self.processor.patches(size.height, size.width) * self.merged_per_tile
 
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
         rows = np.asarray(self.processor(pixels)["pixel_values"]).reshape(-1, *self.row_shape)
-        expected = tiles_of(self.processor, *pixels.shape[:2])
+        expected = self.processor.patches(*pixels.shape[:2])
         if len(rows) != expected:
             raise ValueError(f"it made {len(rows)} tiles where its sizes say {expected}")
         return {"pixel_values": rows}
 
 
-def tiles_of(processor: HuggingFaceImageProcessor, height: int, width: int) -> int:
-    """Return the number of encoder rows that the processor makes of an image of this size."""
-    made: Any = processor.made
-    tell = getattr(made, "get_number_of_image_patches", None)
-    if tell is None:
-        return 1
-    told = tell(height, width, {})
-    return int(told[0] if isinstance(told, tuple) else told)
-
-
 def check_tiles(processor: HuggingFaceImageProcessor, row_shape: tuple[int, int, int]) -> None:
     """Run the processor on images of two shapes. Raises UserError if the rows' shape differs from the encoder's, or
-    their number from `tiles_of`."""
+    their number from the processor's rule."""
     channels, height, width = row_shape
     for tall, wide in ((height + 7, width + 3), (height, 3 * width + 1)):
         made = np.asarray(processor(np.full((tall, wide, channels), 128, np.uint8))["pixel_values"])
-        told = tiles_of(processor, tall, wide)
+        told = processor.patches(tall, wide)
         if made.shape[-3:] != row_shape or made.size != told * channels * height * width:
             raise UserError(
                 f"model.processor makes {made.shape} of one image of {tall} x {wide}, but the encoder takes "
@@ -72,7 +58,7 @@ def check_tiles(processor: HuggingFaceImageProcessor, row_shape: tuple[int, int,
 RATIOS = "aspect_ratio_ids"
 """Keyword for the id of each image's tile layout: int64 [images, 1]."""
 TILES = "aspect_ratio_mask"
-"""Keyword for the mask of each image's tiles that are not padding: int64 [images, tiles]."""
+"""Keyword for the mask of each image's tiles that are not padding: int64 [images, 1, tiles]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +79,8 @@ class AspectImageUnit(ImageUnitBase):
         height, width = family.get_optimal_tiled_canvas(size.height, size.width, most, tile)
         rows, columns = int(height) // tile, int(width) // tile
         ratio = family.get_all_supported_aspect_ratios(most).index((rows, columns)) + 1
-        return {RATIOS: np.array([[ratio]], np.int64), TILES: (np.arange(most) < rows * columns).astype(np.int64)[None]}
+        used = np.arange(most) < rows * columns
+        return {RATIOS: np.array([[ratio]], np.int64), TILES: used.astype(np.int64)[None, None]}
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image
@@ -104,6 +91,6 @@ class AspectImageUnit(ImageUnitBase):
     def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
         tiles = np.asarray(self.processor(pixels)["pixel_values"])
         return {
-            "pixel_values": tiles.reshape(1, *tiles.shape[-4:]),
+            "pixel_values": tiles.reshape(1, 1, *tiles.shape[-4:]),
             **self.grid(MediaSize(pixels.shape[1], pixels.shape[0])),
         }

@@ -154,7 +154,8 @@ class EncoderStage(Stage):
 
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
             encoded = self.run_slice(forward, given)
-        return encoded if self.blocks_path is None else encoded.reshape(len(given), -1, encoded.shape[-1])
+        is_whole = self.blocks_path is None and encoded.ndim < 4  # not with tokens in several dimensions
+        return encoded if is_whole else encoded.reshape(len(given), -1, encoded.shape[-1])
 
     def run_slice(
         self, forward: Callable[[Tensor], Tensor], given: Tensor, taps: Mapping[int, Tensor] = MappingProxyType({})
@@ -177,8 +178,6 @@ class EncoderUnit(Unit, EncoderStage):
 
     parts = ("model", "projector")
     stage_type: type[EncoderStage] = EncoderStage
-    has_blocks = True
-    """False for a transformers model that is one layer, as modules of other libraries are."""
     stand_in: type[Placeholder] = ShapePlaceholder
     """Class of the placeholders for modules before the blocks, on later stages."""
     tail = "norm"
@@ -198,7 +197,7 @@ class EncoderUnit(Unit, EncoderStage):
         skip_tokens: int = 0,
         structure: Structure | None = None,
     ) -> None:
-        if self.has_blocks and isinstance(model, PreTrainedModel):
+        if geometry.example is None and isinstance(model, PreTrainedModel):
             structure = find_structure(model)
         if structure is not None:
             blocks = (f"layers.{i}" for i in range(structure.num_blocks))

@@ -52,6 +52,7 @@ from dilatant.models.encoders.narrow_encoder import (
     in_order,
     is_of_clip,
     items_of,
+    join_items,
     known_to,
     layout_of,
     method_of,
@@ -388,6 +389,16 @@ class GenericTower(Tower):
         side = TYPICAL_PATCHES * patch_of(config)
         return processor(np.full((side, side, processor.channels), 128, np.uint8))
 
+    def elongated(self, config: Any) -> Mapping[str, NDArray] | None:
+        """Return a blank image four times as wide as high, which some families encode in more parts than one; None if
+        the processor takes none."""
+        processor = default_processor(config, self.inputs)
+        side = TYPICAL_PATCHES * patch_of(config)
+        try:
+            return processor(np.full((side, 4 * side, processor.channels), 128, np.uint8))
+        except Exception:  # that images of other shapes are refused says nothing about these
+            return None
+
     def axes(self, config: Any) -> Mapping[str, int]:
         """Return the axis along which the arrays of items are concatenated, by name, if it is not the first one."""
         return _axes(default_processor(config, self.inputs), TYPICAL_PATCHES * patch_of(config))
@@ -405,6 +416,8 @@ class GenericTower(Tower):
         if self.inner is not None:
             in_order(self.shapes, layout_of(item))
             hidden_size(self.shapes, item, narrow_encoder(self.shapes)[0])
+            if (other := self.elongated(config)) is not None:
+                self.shapes(other)
 
     def media_unit(self, host: HostModel, settings: Settings | None, written: MediaMarkup) -> MediaUnit:
         processor = default_processor(host.config, self.inputs)
@@ -463,6 +476,9 @@ class GenericSoundTower(GenericTower):
         processor = default_sound_processor(config, self.inputs)
         return processor(np.zeros(TYPICAL_SECONDS * processor.sampling_rate, np.float32))
 
+    def elongated(self, config: Any) -> None:
+        return None
+
     def axes(self, config: Any) -> Mapping[str, int]:
         return {}
 
@@ -477,17 +493,3 @@ class GenericSoundTower(GenericTower):
 @lru_cache(maxsize=8)
 def _axes(processor: HuggingFaceImageProcessor, side: int) -> Mapping[str, int]:
     return processor.axes(np.full((side, side, processor.channels), 128, np.uint8))
-
-
-def join_items(arrays: list[Tensor], axis: int, padding: int = 0) -> Tensor:
-    """Concatenate arrays of items along an axis, padded to one shape in the others, as processors do."""
-    shape = torch.tensor([each.shape for each in arrays]).amax(0).tolist()
-    shape[axis] = sum(each.shape[axis] for each in arrays)
-    whole = arrays[0].new_full(shape, padding)
-    begin = 0
-    for each in arrays:
-        place = [slice(size) for size in each.shape]
-        place[axis] = slice(begin, begin + each.shape[axis])
-        whole[tuple(place)] = each
-        begin += each.shape[axis]
-    return whole

@@ -52,6 +52,20 @@ def items_of(arrays: Mapping[str, NDArray]) -> list[dict[str, NDArray]]:
     return [items[number] for number in sorted(items)]
 
 
+def join_items(arrays: list[Tensor], axis: int, padding: int = 0) -> Tensor:
+    """Concatenate arrays of items along an axis, padded to one shape in the others, as processors do."""
+    shape = torch.tensor([each.shape for each in arrays]).amax(0).tolist()
+    shape[axis] = sum(each.shape[axis] for each in arrays)
+    whole = arrays[0].new_full(shape, padding)
+    begin = 0
+    for each in arrays:
+        place = [slice(size) for size in each.shape]
+        place[axis] = slice(begin, begin + each.shape[axis])
+        whole[tuple(place)] = each
+        begin += each.shape[axis]
+    return whole
+
+
 def is_of_clip(names: Iterable[str]) -> bool:
     """Return True if these arrays of an item are those of a clip (see `IS_CLIP`)."""
     return any("video" in name for name in names)

@@ -70,6 +70,11 @@ class MediaProof:
     clips: str | None = None
     """The first problem of clips, alone in whole units, packed and cut; None if there is none, or none are read."""
 
+    @property
+    def is_wrong(self) -> bool:
+        """True if neither parts nor one unit train as in transformers."""
+        return None not in (self.alone, self.one_unit)
+
 
 def prove_media(model: MultimodalModel, attend: Callable[[MultimodalModel], None]) -> str | None:
     """Set the first mask of `masks_of` under which the generic family of `model` trains as in transformers. attend:
@@ -93,9 +98,11 @@ def proof_of(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) 
     """Prove a pretrained multimodal model on its small copy, or read the proof of an earlier run. A family that is
     listed is proven under its own mask."""
     reads = (is_torchvision_available(), whole.family.clips)
-    path = proof_path(["media", SAMPLES, _narrow_settings(whole), whole.attn_implementation, reads])
+    of_media = [_narrow_settings(whole), *whole.family.towers]
+    path = proof_path(["media", SAMPLES, *of_media, whole.attn_implementation, reads])
     proof = read_proof(path, MediaProof) or _first_right(whole, attend)
-    if None in (proof.alone, proof.one_unit):
+    # A wrong proof of several media decides which are read; a model that opens no way is tried again.
+    if not proof.is_wrong or len(whole.family.towers) > 1:
         store_proof(path, proof)
     return proof
 
@@ -144,8 +151,9 @@ def in_proven_units(whole: PretrainedModel, attend: Callable[[MultimodalModel], 
     transformers. It is one unit if only the whole would train alike. Raises UserError if both would train otherwise."""
     if not whole.family.narrow:
         return whole
+    whole = of_proven_media(whole, attend)
     proof = proof_of(whole, attend)
-    if None not in (proof.alone, proof.one_unit):
+    if proof.is_wrong:
         raise _refused(whole, proof)
     if proof.clips is not None:
         warnings.warn(
@@ -154,6 +162,18 @@ def in_proven_units(whole: PretrainedModel, attend: Callable[[MultimodalModel], 
         towers = {name: replace(tower, clips=None) for name, tower in whole.family.towers.items()}
         whole = replace(whole, family=replace(whole.family, towers=towers))
     return whole if proof.alone is None else whole.as_one_unit(proof.alone)
+
+
+def of_proven_media(whole: PretrainedModel, attend: Callable[[MultimodalModel], None]) -> PretrainedModel:
+    """Return a pretrained model with the encoders of all media or, if it would train otherwise than in transformers,
+    without those of one kind if it trains right without them."""
+    proof = proof_of(whole, attend)
+    if proof.is_wrong and len(whole.family.towers) > 1:
+        for name in reversed([*whole.family.towers]):
+            fewer = whole.without(name, proof.alone or "")
+            if not proof_of(fewer, attend).is_wrong:
+                return fewer
+    return whole
 
 
 def _refused(whole: PretrainedModel, proof: MediaProof) -> UserError:
@@ -188,7 +208,15 @@ def small_copy(whole: PretrainedModel, lora: LoraConfig | None = None) -> Pretra
     """Return the small copy of a pretrained model: the same family with a narrow config, in the same units."""
     config = type(whole.config).from_dict(json.loads(_narrow_settings(whole)))
     small = PretrainedModel.of(config, "model", attn_implementation=whole.attn_implementation, lora=lora)
-    own = replace(small.family, media_attention=whole.family.media_attention, one_unit=whole.family.one_unit)
+    as_in = whole.family
+    own = replace(
+        small.family,
+        towers={name: tower for name, tower in small.family.towers.items() if name in as_in.towers},
+        spatial=as_in.spatial,
+        media_attention=as_in.media_attention,
+        unread=as_in.unread,
+        one_unit=as_in.one_unit,
+    )
     return replace(small, family=own)
 
 

@@ -80,6 +80,19 @@ class PretrainedModel:
         """Return the model as one unit. why: the reason."""
         return replace(self, family=replace(self.family, one_unit=why))
 
+    def without(self, name: str, why: str) -> PretrainedModel:
+        """Return the model without the encoder of unit `name`, whose weights stay as they are. why: the reason."""
+        own, tower = self.family, self.family.towers[name]
+        line = f"{'sounds' if tower.kind == 'audio' else 'images'} are not read: {why}"
+        fewer = replace(
+            own,
+            towers={key: each for key, each in own.towers.items() if key != name},
+            spatial=own.spatial and tower.kind != "image",
+            unread=(*own.unread, tower.path, *tower.projector),
+            refused=(*own.refused, line),
+        )
+        return replace(self, family=fewer)
+
     def composite(self, **options: Any) -> PreTrainedModel:
         """Build the model on the meta device, with its own copy of the config. options: of `from_config`. Raises
         UserError."""

@@ -49,7 +49,7 @@ _OF_BLOCKS = re.compile(
 _SECTIONS = re.compile(r"^n_\w+_layers$")
 _NUMBERS_OF_BLOCKS = re.compile(r"(_layers|_layer_ids|_idxs)$")
 _BORDERS = re.compile(r"^(max_window_layers|moe_layer_(start|end)_index|loop_layer_index_(start|end))$")
-_IDS = re.compile(r"(token_id|token_index)s?$|^vocab_offset$")
+_IDS = re.compile(r"(token_id|token_index|patch_id)s?$|^vocab_offset$")
 _MULTIPLIERS = re.compile(r"(multiplier|_scale|_scaling|scaling_factor)$|^scale_(emb|depth)$")
 
 

@@ -111,7 +111,7 @@ class CrossAttention(Extension):
             if not len(own) or not len(here):
                 seen.append(None)
                 continue
-            tiles = np.asarray(sample.media[self.unit][TILES])
+            tiles = np.asarray(sample.media[self.unit][TILES])[:, 0]
             sees = torch.as_tensor(visible_tiles(sample.input_ids, self.placeholder_id, tiles)[here])
             sees = to_device(sees.flatten(1).repeat_interleave(self.rows_of_tile, 1), own.device)
             # The family's rule: a token before any image is not masked, and the block's feed-forward is zeroed for it.
