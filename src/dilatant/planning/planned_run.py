@@ -276,7 +276,11 @@ def _data_parallel(planned: PlannedRun) -> list[str]:
         ]
     layers = [(unit.name, layer) for unit in units for layer in unit.layers]
     state = sum(target.rules.held(layer.held(ONE), layer.held_trained(ONE)) for _, layer in layers)
-    divided = sum(target.rules.shared(layer.held_trained(ONE), True, name) for name, layer in layers)
+    divided = sum(
+        target.rules.shared(layer.held_trained(ONE), True, name)
+        + target.rules.shared(layer.held_frozen(ONE), False, name)
+        for name, layer in layers
+    )
     among = 1 if target.rules.zero == "none" else target.cluster.num_devices
     held, room = state - divided * (1.0 - 1.0 / among), target.cluster.bytes_per_device
     takes = f"weights and their state take {bytes_text(held)} of {bytes_text(room)} on each device"

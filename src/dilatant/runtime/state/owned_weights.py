@@ -1,4 +1,5 @@
-"""Sharded optimizer parameters: the boxes of trainable weights that a rank updates, and their all-gather afterwards."""
+"""Sharded parameters: the boxes of weights that a rank updates, or holds for others if they are frozen, and their
+all-gather."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class OwnedWeights:
     writes them to checkpoints. pieces: key → the parts that one rank of every node owns (see `BucketShard`). before:
     the owned weights of the last generation; if this rank owns the same boxes (`stays`), the parameters are reused.
     sharded: weights that are not held whole between uses; their boxes are never views, and `gather` leaves them out
-    (see `ShardedStage`).
+    (see `ShardedStage`). Of frozen weights, all are sharded, and nobody updates the boxes.
     """
 
     def __init__(
@@ -141,14 +142,19 @@ class OwnedWeights:
             self._copies[box.key] = view
         if kept is not None:
             return kept
+        # A sharded stage is still on the host, so that its device never holds all of it.
+        place = self.comm.device if box.name in self.sharded else view.device
+        source, dtype = view, torch.float32
         if not self._keeps_masters:
-            return self._as_held(view.clone(memory_format=torch.contiguous_format))
-        source = exact[box.name][self.held[box.name].place(box)] if box.name in exact else view
-        return nn.Parameter(torch.empty(box.shape, dtype=torch.float32, device=view.device).copy_(source))
+            dtype = view.dtype
+        elif box.name in exact:
+            source = exact[box.name][self.held[box.name].place(box)]
+        own = torch.empty(box.shape, dtype=dtype, device=place).copy_(source)
+        return self._as_held(own, self.weights[box.name].requires_grad)
 
-    def _as_held(self, own: Tensor) -> nn.Parameter:
-        parameter = nn.Parameter(own)
-        if own.dtype != torch.float32:
+    def _as_held(self, own: Tensor, trains: bool = True) -> nn.Parameter:
+        parameter = nn.Parameter(own, trains)
+        if own.dtype != torch.float32 and trains:
             parameter.grad_dtype = torch.float32
         return parameter
 
