@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 
 from cases.planning.planned_project import VISION, config, model_section, text_config, write_samples
+from dilatant.config import ClusterConfig
+from dilatant.config.degrees import ONE
 from dilatant.config.memory_modes import SHARDS, Shard
+from dilatant.cost.memory import GLOO_COPIES, NCCL_COPIES, bytes_text
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.assemble import assemble_samples
-from dilatant.planning.planned_run import training_plan
+from dilatant.planning.planned_run import plan_report, training_plan
 from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of
+from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.planning.sharded_weights import NOTABLE, with_best_memory
 
 GPUS, BATCH = 4, 4
@@ -74,6 +78,29 @@ def test_few_long_rows_get_sharded_weights(tmp_path: Path) -> None:
     assert training_plan(found.problem, winner).shard == {"language": "weights"}
     assert "train.shard: weights" in found.notes[-1]
     assert not found.result.proven
+
+
+def test_adapters_on_long_rows_get_a_sharded_base(tmp_path: Path) -> None:
+    """The frozen weights alone overflow a GPU that holds all of them, and a pipeline has bubbles."""
+    cluster = {"hardware": "H100", "gpus_per_node": GPUS, "memory_gib": 0.9}
+    deep = {**LLAMA, "num_hidden_layers": 24}
+    asked = text_config(tmp_path, deep, BATCH, (3000, 900), cluster=cluster, model={"lora": {"r": 8}})
+    problem = planning_problem(asked, assemble_samples(asked))
+    specs = plan_from_specs({"language": 26}, {"language": ParallelSpec(GPUS)}, {"language": ()})
+    assert fastest_of(problem, [(specs, 1)]) == float("inf")
+    searched = plan_run(problem)
+    found = with_best_memory(searched)
+    assert training_plan(found.problem, found.result.winner).shard == {"language": "weights"}
+    assert len(found.result.winner.plan.units[0].replicas) == GPUS
+    assert found.result.seconds < (1 - NOTABLE) * searched.result.seconds
+    frozen = 2 * sum(layer.held_frozen(ONE) for layer in problem.model.spec.units[0].layers)
+    (reason,) = (text for text in plan_report(found, "any").reasons if "frozen weights" in text)
+    assert f"of {bytes_text(frozen)} each keeps {bytes_text(frozen / GPUS)}" in reason
+
+
+def test_plans_count_the_copies_of_their_backend() -> None:
+    targets = [plan_target(ClusterConfig(hardware=name, gpus_per_node=2)) for name in ("CPU", "H100")]
+    assert [target.rules.sum_copies for target in targets] == [GLOO_COPIES, NCCL_COPIES]
 
 
 @pytest.mark.slow

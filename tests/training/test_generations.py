@@ -246,8 +246,9 @@ def test_sharded_weights_without_values_do_not_move_to_the_host() -> None:
     module, moved = torch.nn.Linear(3, 2), list[torch.Size]()
     module.weight.untyped_storage().resize_(0)
     owned = SimpleNamespace(parameters={}, forget_views=lambda: None)
+    fixed = SimpleNamespace(parameters={"weight@0:1,0:3": torch.nn.Parameter(torch.zeros(1, 3), False)})
     state: Any = SimpleNamespace(
-        runtime=SimpleNamespace(owned=owned, modules={0: module}),
+        runtime=SimpleNamespace(owned=owned, fixed=fixed, modules={0: module}),
         optimizer=SimpleNamespace(masters={}, state={}),
         averages=None,
     )
@@ -257,7 +258,7 @@ def test_sharded_weights_without_values_do_not_move_to_the_host() -> None:
         return tensor.clone()
 
     RunState.to_host(state, move)
-    assert moved == [(2,)]
+    assert moved == [(1, 3), (2,)]  # the part of the frozen weight, and the bias
 
 
 def test_losses_faster_than_saves_do_not_starve_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

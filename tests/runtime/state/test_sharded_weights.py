@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,8 +68,9 @@ def test_a_hundred_sharded_steps_match_one_process(workers: WorkerPool, case: Ca
 
 @pytest.mark.slow
 @settings(max_examples=6, **COMMON)
-@given(case=generic_cases(["deepseek_vl"], 4, torch.float32, lora=True, alike=True), how=HOW)
-def test_sharded_steps_of_adapters_match_peft(workers: WorkerPool, case: GenericCase, how: Shard) -> None:
+@given(case=generic_cases(["deepseek_vl"], 4, torch.float32, lora=True, alike=True), how=HOW, dora=st.booleans())
+def test_sharded_steps_of_adapters_match_peft(workers: WorkerPool, case: GenericCase, how: Shard, dora: bool) -> None:
+    case = replace(case, dora=dora)
     trains = {name: any(flags) for name, flags in trainable_layers(opened(case, "meta").units).items()}
     shard = shard_by_unit(case.plan, trains, how)
     assume(shard)
@@ -93,7 +95,13 @@ def plan(*replicas: tuple[int, ...], cp: int = 1) -> Plan:
         (plan((0,), (0,)), True, "none", {"language": "weights"}, "train.zero is none"),
         (plan((0,)), True, "node", {"language": "weights"}, "held by one rank; give it replicas or cp"),
         (plan((0, 2), (0, 1)), True, "all", {"language": "gradients"}, "differ in cuts or degrees"),
-        (plan((0,), (0,)), False, "all", {"language": "weights"}, "nothing of language trains"),
+        (
+            plan((0,), (0,)),
+            False,
+            "all",
+            {"language": "gradients"},
+            "nothing of language trains, so it has no gradients",
+        ),
         (plan((0,), (0,)), True, "all", {"sound": "weights"}, "no unit 'sound'"),
     ],
 )
@@ -109,6 +117,8 @@ def test_a_word_means_all_units_that_can_be_sharded() -> None:
     assert shard_by_unit(plan((0,), (0,)), {"language": True}, "weights") == {"language": "weights"}
     assert shard_by_unit(plan((0,), cp=2), {"language": True}, "gradients") == {"language": "gradients"}
     assert shard_by_unit(plan((0,)), {"language": True}, "weights") == {}
+    assert shard_by_unit(plan((0,), (0,)), {"language": False}, "weights") == {"language": "weights"}
+    assert shard_by_unit(plan((0,), (0,)), {"language": False}, "gradients") == {}
     (problem,) = shard_problems(plan((0,)), {"language": True}, "node", {}, "weights")
     assert "held by one rank" in problem
     assert shard_problems(plan((0,)), {"language": True}, "node", {}, "none") == []
