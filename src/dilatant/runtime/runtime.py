@@ -28,6 +28,7 @@ from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
 from dilatant.plan.sharding import shard_problems
 from dilatant.runtime.build import (
+    boxes_to_read,
     build_bucketed_weights,
     build_stages,
     compile_stages,
@@ -106,7 +107,7 @@ class Runtime:
     """Build the stages of `comm.rank` under `plan` and execute steps on them until `close()`.
 
     model: if its units are on the meta device, only the layers held here are materialized, with weights determined by
-    `seed`. weights: logical name → tensor (the whole weight or its part in `boxes`) that replaces the random weight.
+    `seed`. weights: logical name → tensor that replaces the random one, or its part in `boxes` or `boxes_to_read`.
     Every rank passes the same model and plan. There is no global state: a process may close one runtime and build
     another for another plan. Raises UserError if the plan cannot be trained, or if replicas would start from different
     weights.
@@ -117,8 +118,8 @@ class Runtime:
 
     holdings: the holders of every weight; boxes: logical name → the part of each weight and buffer held here.
     parameters: logical name → parameter held here. After `execute`, any optimizer may update these ordinary parameters,
-    identically on all holders. owned: the parameters that an optimizer updates on this rank. fixed: the parts of
-    sharded frozen weights that it holds. unfinished: this rank's gradients of the current step, for recovery.
+    identically on all holders. fixed: this rank's parts of sharded frozen weights. unfinished: its gradients of the
+    current step, for recovery.
     """
 
     def __init__(
@@ -145,11 +146,8 @@ class Runtime:
         if layout.zero == "node" and layout.node_of is None:
             layout = replace(layout, node_of=comm.nodes)
         rank, before = comm.rank, recovery.before
-        self.model = model
-        self.plan = plan
-        self.comm = comm
-        self._owns_comm = execution.owns_comm
-        self._seed = seed or 0
+        self.model, self.plan, self.comm = model, plan, comm
+        self._owns_comm, self._seed = execution.owns_comm, seed or 0
         self._plan_digest = digest(plan.to_json(), f"{layout.zero} {layout.node_of} {sorted(layout.shard.items())}")
         attention = model.language.row_attention
         self._placement_digest = digest("" if attention is None else attention.placement)
@@ -161,9 +159,12 @@ class Runtime:
             for name, tensor in (weights or {}).items()
             if name in self.boxes
         }
+        parts = boxes_to_read(model, plan, comm, layout, execution.precision, self.holdings) if weights else {}
+        read = {n: parts[n] for n, t in weights.items() if t.shape == parts[n].shape != self.boxes[n].shape}
         if before is None:
-            gathered = [unit for unit, how in layout.shard.items() if how.startswith("weights")]
-            modules = build_stages(model, plan, comm, seed, weights, self.boxes, execution.precision, gathered)
+            modules = build_stages(
+                model, plan, comm, seed, weights, self.boxes, execution.precision, layout.shard, read
+            )
         else:
             held = [placed.index for placed in self._placed if rank in placed.stage.ranks]
             modules = dict(zip(held, before.modules.values(), strict=True))
@@ -179,7 +180,7 @@ class Runtime:
         kernels = kernel_set(own, comm.device) if isinstance(own, str) else own
         of_unit: dict[str, KernelSet] = {name: {} if name in compiled else kernels for name in model.units}
         earlier = None if before is None else before._shared
-        self._shared = build_bucketed_weights(model, plan, comm, modules, self.holdings, layout, weights, earlier)
+        self._shared = build_bucketed_weights(model, plan, comm, modules, self.holdings, layout, weights, earlier, read)
         if not recovery.weights_follow:
             self._shared.require_equal()
             costs = first_ranks_costs(comm, costs, plan)

@@ -125,26 +125,20 @@ def bucket_weights(
     before: BucketedWeights | None = None,
     apart: Mapping[str, str] = MappingProxyType({}),
     frozen: Set[str] = frozenset(),
+    read: Mapping[str, Box] = MappingProxyType({}),
 ) -> BucketedWeights:
     """Bucket the weights for ownership, gradient sync and sharding; called by all ranks, on which only `weights` and
     `stages_of` differ.
 
     weights: the trainable ones and those of `frozen` held here, by logical name. stages_of: this rank's stages that use
     them. formats: of every such weight on any rank. layout: see `shard_of`; without node_of all ranks are on one node.
-    exact: see `OwnedWeights`. before: those of the last generation. apart: weight that may be sharded → its layer.
-    frozen: weights that do not train, of units whose weights are sharded. Raises UserError if nothing of a unit can be
-    sharded.
+    exact, read: see `OwnedWeights`. before: those of the last generation. apart: weight that may be sharded → its
+    layer. frozen: weights that do not train, of units whose weights are sharded. Raises UserError if nothing of a unit
+    can be sharded.
     """
-    nodes = [0] * comm.size if layout.node_of is None else layout.node_of
-    buckets = make_buckets(holdings, formats, formats.keys() - frozen, layout.bucket_bytes, apart, layout.uncut)
-    fixed = make_buckets(holdings, formats, frozen, layout.bucket_bytes, apart)
-    layers = _divided_layers([*buckets, *fixed], layout, nodes, apart)
-    shares, of_fixed = (
-        tuple(shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in each if comm.rank in bucket.ranks)
-        for each in (buckets, fixed)
-    )
-    sharded = tuple(share for share in (*shares, *of_fixed) if apart.get(share.bucket.names[0]) in layers)
-    in_step = tuple(share for share in shares if apart.get(share.bucket.names[0]) not in layers)
+    shares, sharded = cut_shares(comm, holdings, formats, layout, apart, frozen)
+    apart_ids = {*map(id, sharded)}
+    in_step = tuple(share for share in shares if id(share) not in apart_ids)
     open_groups(comm, shares)
     open_groups(comm, sharded, SHARDS)
     gathered = {unit for unit, how in layout.shard.items() if how.startswith("weights")}
@@ -153,12 +147,33 @@ def bucket_weights(
     held = {name: weight for name, weight in weights.items() if name in frozen & names}
     masters, earlier = layout.keeps_masters, (None, None) if before is None else (before.owned, before.fixed)
     owned = OwnedWeights(comm, trained, holdings, shares, exact, masters, earlier[0], names - frozen)
-    of_fixed = tuple(share for share in of_fixed if share.bucket.names[0] in held)
+    of_fixed = tuple(share for share in sharded if share.bucket.names[0] in frozen)
     duplicates = frozenset(name for name in trained if comm.rank in holdings[name].duplicates)
     using = {name: frozenset(stages_of[name]) for name in trained}
     sync = GradientSync(comm, owned, using, in_step, duplicates)
-    fixed_parts = OwnedWeights(comm, held, holdings, of_fixed, None, False, earlier[1], held)
-    return BucketedWeights(shares, owned, sync, fixed_parts, sharded)
+    fixed = OwnedWeights(comm, held, holdings, of_fixed, exact, False, earlier[1], held, read)
+    return BucketedWeights(shares, owned, sync, fixed, sharded)
+
+
+def cut_shares(
+    comm: Comm,
+    holdings: Holdings,
+    formats: Mapping[str, Format],
+    layout: StateLayout,
+    apart: Mapping[str, str],
+    frozen: Set[str],
+) -> tuple[tuple[BucketShard, ...], tuple[BucketShard, ...]]:
+    """Return this rank's parts of the buckets of weights that train, and of all that are sharded, frozen ones last; see
+    `bucket_weights`."""
+    nodes = [0] * comm.size if layout.node_of is None else layout.node_of
+    buckets = make_buckets(holdings, formats, formats.keys() - frozen, layout.bucket_bytes, apart, layout.uncut)
+    fixed = make_buckets(holdings, formats, frozen, layout.bucket_bytes, apart)
+    layers = _divided_layers([*buckets, *fixed], layout, nodes, apart)
+    shares, of_fixed = (
+        tuple(shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in each if comm.rank in bucket.ranks)
+        for each in (buckets, fixed)
+    )
+    return shares, tuple(each for each in (*shares, *of_fixed) if apart.get(each.bucket.names[0]) in layers)
 
 
 def _divided_layers(
