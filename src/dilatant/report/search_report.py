@@ -163,8 +163,8 @@ def _parameter_bytes(
         frozen = np.array([layer.held_frozen(degrees) for layer in layers])
         weights += rules.weight * sum(layer.held(degrees) for layer in layers)
         gone = rules.weight * (shard == "weights") * (1.0 - 1.0 / by)
-        for held, trains in ((trained, True), (frozen, False)):
-            weights -= float((held * (gone + rules.spared_by_masters(placed.unit, trains) / by))[by > 1].sum())
+        for counts, trains in ((trained, True), (frozen, False)):
+            weights -= float((counts * (gone + rules.spared_by_masters(placed.unit, trains) / by))[by > 1].sum())
         weights -= sum(rules.spared(layer.held_in_four_bits(degrees)) for layer in layers)
         gradients += rules.gradients * float((trained if shard == "none" else trained / by).sum())
         orthogonal = np.array([layer.orthogonal for layer in layers])

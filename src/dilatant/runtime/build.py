@@ -128,7 +128,7 @@ def _share_rows(stage: Stage, placed: PlacedStage, comm: Comm) -> None:
         stage.extensions.insert(0, ContextParallel(group, stage.row_attention.placement))
 
 
-def build_bucketed_weights(
+def bucket_stages(
     model: MultimodalModel,
     plan: Plan,
     comm: Comm,

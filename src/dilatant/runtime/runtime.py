@@ -29,7 +29,7 @@ from dilatant.plan.plan import Plan
 from dilatant.plan.sharding import shard_problems
 from dilatant.runtime.build import (
     boxes_to_read,
-    build_bucketed_weights,
+    bucket_stages,
     build_stages,
     compile_stages,
     derive_boundaries,
@@ -45,7 +45,7 @@ from dilatant.runtime.state.exact_sums import ExactGradients
 from dilatant.runtime.state.full_state import gather_weights, load_full_state
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of, slice_of, trainable_layers
 from dilatant.runtime.state.host_copies import HostCopies
-from dilatant.runtime.state.shared_weights import StateLayout
+from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout
 from dilatant.runtime.step.agreement import Agreement, Diverged, digest
 from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.loss_sums import ForwardOutcome
@@ -145,7 +145,7 @@ class Runtime:
         self._refused_in_training = unkeyed_dropout(model.units.values()) or unheld_statistics(model.units)
         if layout.zero == "node" and layout.node_of is None:
             layout = replace(layout, node_of=comm.nodes)
-        rank, before = comm.rank, recovery.before
+        rank, before, kind = comm.rank, recovery.before, execution.precision
         self.model, self.plan, self.comm = model, plan, comm
         self._owns_comm, self._seed = execution.owns_comm, seed or 0
         self._plan_digest = digest(plan.to_json(), f"{layout.zero} {layout.node_of} {sorted(layout.shard.items())}")
@@ -159,12 +159,10 @@ class Runtime:
             for name, tensor in (weights or {}).items()
             if name in self.boxes
         }
-        parts = boxes_to_read(model, plan, comm, layout, execution.precision, self.holdings) if weights else {}
+        parts = boxes_to_read(model, plan, comm, layout, kind, self.holdings) if weights else {}
         read = {n: parts[n] for n, t in weights.items() if t.shape == parts[n].shape != self.boxes[n].shape}
         if before is None:
-            modules = build_stages(
-                model, plan, comm, seed, weights, self.boxes, execution.precision, layout.shard, read
-            )
+            modules = build_stages(model, plan, comm, seed, weights, self.boxes, kind, layout.shard, read)
         else:
             held = [placed.index for placed in self._placed if rank in placed.stage.ranks]
             modules = dict(zip(held, before.modules.values(), strict=True))
@@ -179,8 +177,10 @@ class Runtime:
         own = execution.kernels
         kernels = kernel_set(own, comm.device) if isinstance(own, str) else own
         of_unit: dict[str, KernelSet] = {name: {} if name in compiled else kernels for name in model.units}
-        earlier = None if before is None else before._shared
-        self._shared = build_bucketed_weights(model, plan, comm, modules, self.holdings, layout, weights, earlier, read)
+        old = None if before is None else before._shared
+        self._shared: BucketedWeights = bucket_stages(
+            model, plan, comm, modules, self.holdings, layout, weights, old, read
+        )
         if not recovery.weights_follow:
             self._shared.require_equal()
             costs = first_ranks_costs(comm, costs, plan)

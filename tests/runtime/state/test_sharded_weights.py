@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +15,14 @@ from hypothesis import strategies as st
 from cases.drawn_steps import cases
 from cases.engine_case import Case, build_model
 from cases.generic_steps import GenericCase, generic_cases, opened
+from dilatant.comm.comm import Comm
 from dilatant.config.memory_modes import Shard
+from dilatant.models.adapters.lora import MAGNITUDE, adapted_key
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.sharding import shard_by_unit, shard_problems
+from dilatant.runtime.build import boxes_to_read
 from dilatant.runtime.state.holders import trainable_layers
+from dilatant.runtime.state.shared_weights import StateLayout
 from harness.checked_generic_steps import check_generic_case
 from harness.checked_steps import COMMON, check_case
 from harness.worker_pool import WorkerPool
@@ -75,6 +81,31 @@ def test_sharded_steps_of_adapters_match_peft(workers: WorkerPool, case: Generic
     shard = shard_by_unit(case.plan, trains, how)
     assume(shard)
     check_generic_case(workers, case, "all", 1, shard)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_ranks_read_half_of_the_frozen_weights_that_two_share(dora: bool) -> None:
+    """At most a row more of each, and every row is read. DoRA's magnitudes need whole weights, since they are norms."""
+    model = opened(GenericCase("deepseek_vl", (0,), lora=True, dora=dora), "meta")
+    layout = StateLayout("all", shard=dict.fromkeys(model.units, "weights"))
+    units = {name: len(unit.layers) for name, unit in model.units.items()}
+    replicas = {name: tuple(Replica((Stage(0, end, (rank,)),)) for rank in (0, 1)) for name, end in units.items()}
+    both = Plan(tuple(UnitPlan(name, replicas[name], model.graph.feeds[name]) for name in units))
+    ranks = [cast(Comm, SimpleNamespace(rank=rank, size=2)) for rank in (0, 1)]
+    one, other = (boxes_to_read(model, both, rank, layout, torch.bfloat16) for rank in ranks)
+    read = total = rows = 0
+    for unit in model.units.values():
+        adapted = {adapted_key(name) for name, _ in unit.named_logical_parameters() if MAGNITUDE in name}
+        for name, weight in unit.named_logical_parameters():
+            if name not in unit.frozen or name in adapted:
+                assert one[name].is_whole
+                assert other[name].is_whole
+                continue
+            found = [range(*box.intervals[0][0]) for box in (one[name], other[name])]
+            assert {*itertools.chain(*found)} == {*range(len(weight))}, name
+            read, total = read + one[name].size, total + weight.numel()
+            rows += weight[0].numel()
+    assert read <= total / 2 + rows
 
 
 def plan(*replicas: tuple[int, ...], cp: int = 1) -> Plan:
