@@ -11,8 +11,10 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cases.tiny_project import Dilatant, tiny_config
+from dilatant.data.text.tokenizer import load_tokenizer
 from dilatant.report.plan_report import PlanReport
 
 
@@ -84,10 +86,16 @@ def test_state_of_three_ranks_resumes_in_one_and_two_ranks(project: Path, dilata
 def test_checkpoints_of_sharded_weights_load_under_any_setting(
     project: Path, dilatant: Dilatant, lora: dict[str, Any] | None
 ) -> None:
-    """With adapters, the parts of frozen weights are stored, too, once for all checkpoints."""
+    """With adapters on a pretrained base, a rank reads its parts of frozen weights, which are stored once for all."""
     config, one, run = project / "config.yaml", project / "one", project / "run"
     tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-    tree["model"] |= {} if lora is None else {"lora": lora}
+    if lora is not None:
+        tokenizer, shape = load_tokenizer("bytes"), tree["model"]["language_model"]["config"]
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model(vocab_size=len(tokenizer), **shape))
+        for part in (base, tokenizer):
+            part.save_pretrained(str(project / "base"))
+        tree["model"] |= {"language_model": {"id": "base"}, "lora": lora}
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     dilatant("train", config, "--set", "output_dir=one")
     code, out, err = dilatant("train", config, *layout(3), "--set", "train.zero=all", "--set", "train.shard=weights")
