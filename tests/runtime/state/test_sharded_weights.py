@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -17,15 +18,21 @@ from cases.engine_case import Case, build_model
 from cases.generic_steps import GenericCase, generic_cases, opened
 from dilatant.comm.comm import Comm
 from dilatant.config.memory_modes import Shard
+from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters.lora import MAGNITUDE, adapted_key
+from dilatant.models.core.freeze import thaw
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import use_row_attention
+from dilatant.plan.buckets import BucketShard
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.sharding import shard_by_unit, shard_problems
 from dilatant.runtime.build import boxes_to_read
+from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.state.shared_weights import StateLayout
 from harness.checked_generic_steps import check_generic_case
 from harness.checked_steps import COMMON, check_case
-from harness.worker_pool import WorkerPool
+from harness.worker_pool import Worker, WorkerPool
 
 HOW: Any = st.sampled_from(["weights", "weights_by_step", "gradients"])
 
@@ -81,6 +88,38 @@ def test_sharded_steps_of_adapters_match_peft(workers: WorkerPool, case: Generic
     shard = shard_by_unit(case.plan, trains, how)
     assume(shard)
     check_generic_case(workers, case, "all", 1, shard)
+
+
+def _gathered(worker: Worker) -> dict[str, set[str]]:
+    """Return kind of action → the first weight of each bucket that it gathers, where only the last block trains."""
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    model = MultimodalModel({}, {"model_type": "llama", "num_hidden_layers": 3, **shape}, seed=0, device="meta")
+    use_row_attention(model)
+    model.freeze(("language",))
+    thaw(model.units, ["language.layers.2"])
+    comm = Comm(worker.store, worker.rank, worker.size)
+    both = UnitPlan("language", tuple(Replica((Stage(0, 5, (rank,)),)) for rank in (0, 1)))
+    runtime = Runtime(model.train(), Plan((both,)), comm, layout=StateLayout("all", shard={"language": "weights"}))
+    (stage,), found = runtime._shared.stages.values(), dict[str, set[str]]()
+    for owned in (runtime.owned, runtime.fixed):
+
+        def gather(share: BucketShard, purpose: str, begin: Any = owned.start_gather) -> Any:
+            found.setdefault(str(stage._kind), set()).add(share.bucket.names[0].rpartition("layers.")[2][0])
+            return begin(share, purpose)
+
+        cast(Any, owned).start_gather = gather
+    ids = np.arange(3, 15)
+    samples = [EncodedSample(f"{n}", ids, ids.copy(), media={}, sizes={"language": len(ids)}) for n in range(2)]
+    runtime.execute(samples)
+    runtime.close()
+    comm.close()
+    return found
+
+
+def test_blocks_without_a_backward_are_gathered_in_forwards_only(workers: WorkerPool) -> None:
+    for found in workers.run(_gathered, 2):
+        assert found["F"] - found["B"] == {"0", "1"}
+        assert found["B"] > {"2"}  # and what is outside blocks
 
 
 @pytest.mark.parametrize("dora", [False, True])
