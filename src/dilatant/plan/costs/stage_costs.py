@@ -262,6 +262,8 @@ def _sharded(
     always_here, flat = weight * (used * ~is_block).sum(), gradient * (rules.sum_copies + part)
     behind = _behind(block)
     forward = always_here + weight * ran + coming * _behind(ran) + weight * _ahead(ran) * ~is_block
+    if shard == "weights_by_step":  # all are counted as whole, also those that the first forward has yet to gather
+        forward = np.maximum(0.0, forward - rules.weight * (ran.sum() - ran.cumsum()))
     gathered = always_here + weight * (again + (1.0 + part) * _ahead(again) + _behind(again) * ~is_block)
     gathered *= table.backward[layers]
     summed = flat * np.where(behind > 0.0, behind, outside.sum())

@@ -14,6 +14,7 @@ in one fixed order, whatever its forward uses, and replicas without an action ta
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -214,10 +215,12 @@ class ShardedStage:
     def _arrive(self, number: int) -> None:
         if self._shard == "weights_by_step" and self._gathering.get(number):
             self._here.add(number)
-        for share, flat, pending in self._gathering.pop(number, ()):
+        messages = deque(self._gathering.pop(number, ()))
+        while messages:  # each is freed as soon as its weights are filled
+            share = messages[0][0]
             for weight in self._weights_of(share):
                 weight.untyped_storage().resize_(weight.nbytes)
-            self._owner(share).finish_gather(share, flat, pending)
+            self._owner(share).finish_gather(*messages.popleft())
 
     def _leave(self, number: int) -> None:
         if self._kind in (ActionKind.B, ActionKind.W):
