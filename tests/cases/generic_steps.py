@@ -100,6 +100,8 @@ class GenericCase:
     numbers: tuple[int, ...]
     """The samples of the step, among `samples_of`."""
     lora: bool = False
+    dora: bool = False
+    """Whether adapters have magnitudes."""
     dtype: torch.dtype = torch.float32
     frozen: tuple[str, ...] = ()
     recompute: str = "none"
@@ -116,7 +118,7 @@ class GenericCase:
     def adapters(self) -> LoraConfig | None:
         """Adapters of all units; the projectors' too."""
         encoders = tuple(pretrained(self.family).family.towers)
-        return LoraConfig(r=2, lora_alpha=3, units=(*encoders, "language")) if self.lora else None
+        return LoraConfig(r=2, lora_alpha=3, use_dora=self.dora, units=(*encoders, "language")) if self.lora else None
 
 
 @lru_cache
@@ -186,6 +188,7 @@ def generic_cases(
         family,
         tuple(draw(st.permutations(range(len(samples_of(family)))))[: draw(st.integers(2, 5))]),
         with_lora,
+        False,
         dtype,
         () if with_lora else tuple(draw(st.lists(st.sampled_from(freezable), max_size=2, unique=True))),
         draw(st.sampled_from(["none", "block", "block_keep_attention", "block_offload"])),

@@ -97,6 +97,14 @@ def test_nodes_that_come_and_go(project: Path, dilatant: Dilatant) -> None:
     assert "resilience.enabled" in shown
 
 
+def test_failures_of_sharded_runs_are_not_simulated(project: Path, dilatant: Dilatant) -> None:
+    """They train in groups of nodes, which the replay of pipelines of unlike lengths does not know (decision 338)."""
+    trace = project / "trace.csv"
+    trace.write_text("0,add,0\n0,add,1\n600000,remove,1\n")
+    asked = "simulate", project / "config.yaml", "--cluster", "2x2:H100", "--failures", trace
+    refused(dilatant(*asked, "--set", "train.shard=weights"), "templates have unlike cuts", "train.shard")
+
+
 def test_mistakes_in_what_is_simulated(planned_two: Path, dilatant: Dilatant, tmp_path: Path) -> None:
     refused(dilatant("simulate", tmp_path / "none.json"), "cannot be read", "dilatant plan")
     (tmp_path / "not.json").write_text("{}")

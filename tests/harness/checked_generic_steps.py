@@ -15,6 +15,7 @@ from cases.generic_steps import GenericCase, opened, pretrained, samples_of, ste
 from dilatant.comm.comm import Comm
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
+from dilatant.runtime.build import boxes_to_read
 from dilatant.runtime.runtime import Execution, Runtime
 from dilatant.runtime.state.holders import slice_of
 from dilatant.runtime.state.shared_weights import StateLayout
@@ -27,8 +28,12 @@ def _step(
 ) -> Any:
     comm = Comm(worker.store, worker.rank, worker.size)
     layout = StateLayout(zero, [rank % nodes for rank in range(comm.size)], shard=shard)
+    model = opened(case, "meta")
+    if shard:  # as from files, of which a rank reads only its part of a frozen weight
+        boxes = boxes_to_read(model, case.plan, comm, layout, case.dtype)
+        weights = {name: slice_of(weights[name], box) for name, box in boxes.items() if name in weights}
     runtime = Runtime(
-        opened(case, "meta"),
+        model,
         case.plan,
         comm,
         weights=weights,

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 
 from cases.planning.planned_project import VISION, config, model_section, text_config, write_samples
+from dilatant.config import ClusterConfig
+from dilatant.config.degrees import ONE
 from dilatant.config.memory_modes import SHARDS, Shard
+from dilatant.cost.memory import GLOO_COPIES, NCCL_COPIES, bytes_text
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.assemble import assemble_samples
-from dilatant.planning.planned_run import training_plan
+from dilatant.planning.planned_run import plan_report, training_plan
 from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of
+from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.planning.sharded_weights import NOTABLE, with_best_memory
 
 GPUS, BATCH = 4, 4
@@ -76,6 +80,29 @@ def test_few_long_rows_get_sharded_weights(tmp_path: Path) -> None:
     assert not found.result.proven
 
 
+def test_adapters_on_long_rows_get_a_sharded_base(tmp_path: Path) -> None:
+    """The frozen weights alone overflow a GPU that holds all of them, and a pipeline has bubbles."""
+    cluster = {"hardware": "H100", "gpus_per_node": GPUS, "memory_gib": 0.9}
+    deep = {**LLAMA, "num_hidden_layers": 24}
+    asked = text_config(tmp_path, deep, BATCH, (3000, 900), cluster=cluster, model={"lora": {"r": 8}})
+    problem = planning_problem(asked, assemble_samples(asked))
+    specs = plan_from_specs({"language": 26}, {"language": ParallelSpec(GPUS)}, {"language": ()})
+    assert fastest_of(problem, [(specs, 1)]) == float("inf")
+    searched = plan_run(problem)
+    found = with_best_memory(searched)
+    assert training_plan(found.problem, found.result.winner).shard == {"language": "weights"}
+    assert len(found.result.winner.plan.units[0].replicas) == GPUS
+    assert found.result.seconds < (1 - NOTABLE) * searched.result.seconds
+    frozen = 2 * sum(layer.held_frozen(ONE) for layer in problem.model.spec.units[0].layers)
+    (reason,) = (text for text in plan_report(found, "any").reasons if "frozen weights" in text)
+    assert f"of {bytes_text(frozen)} each keeps {bytes_text(frozen / GPUS)}" in reason
+
+
+def test_plans_count_the_copies_of_their_backend() -> None:
+    targets = [plan_target(ClusterConfig(hardware=name, gpus_per_node=2)) for name in ("CPU", "H100")]
+    assert [target.rules.sum_copies for target in targets] == [GLOO_COPIES, NCCL_COPIES]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gib", [1.2, 2.0])
 def test_no_layout_beats_the_sharded_plan(tmp_path: Path, gib: float) -> None:
@@ -98,9 +125,16 @@ def test_whole_weights_stay_where_they_are_as_fast(tmp_path: Path, gib: float, t
 
 
 def tower_and_model(
-    folder: Path, gib: float, layers: tuple[int, int], text: int, dtype: str, hardware: str = "H100", batch: int = BATCH
+    folder: Path,
+    gib: float,
+    layers: tuple[int, int],
+    text: int,
+    dtype: str,
+    hardware: str = "H100",
+    batch: int = BATCH,
+    freeze: tuple[str, ...] = (),
 ) -> PlanningProblem:
-    """A vision tower and a language model that both train on equal samples, on four GPUs."""
+    """A vision tower and a language model that train on equal samples, but for what is frozen, on four GPUs."""
     write_samples(folder, 1)
     user = {"role": "user", "content": [{"type": "image", "image": "one.png"}, {"type": "text", "text": "a" * text}]}
     line = json.dumps({"messages": [user, {"role": "assistant", "content": "b" * 100}]})
@@ -111,7 +145,7 @@ def tower_and_model(
     asked = config(
         folder,
         model=model_section(config=language)
-        | {"encoders": {"vision": {"kind": "image", "projector": "linear", "config": tower}}, "freeze": []},
+        | {"encoders": {"vision": {"kind": "image", "projector": "linear", "config": tower}}, "freeze": [*freeze]},
         data={"train": [{"path": "train.jsonl"}], "max_length": 8192, "workers": 0},
         train={"steps": 2, "global_batch_size": batch, "report_to": [], "precision": dtype},
         cluster={"hardware": hardware, "gpus_per_node": GPUS, "memory_gib": gib},
@@ -165,19 +199,20 @@ def test_units_are_sharded_as_suits_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "layers", "text", "dtype"),
+    ("gib", "layers", "text", "dtype", "freeze"),
     [
-        pytest.param(2.6, (2, 8), 3000, "bf16", marks=pytest.mark.slow),
-        pytest.param(2.0, (8, 2), 1000, "bf16", marks=pytest.mark.slow),
-        pytest.param(1.6, (4, 4), 2000, "bf16", marks=pytest.mark.slow),
-        pytest.param(2.6, (6, 6), 500, "fp32", marks=pytest.mark.slow),
-        pytest.param(6.0, (4, 4), 500, "bf16", marks=pytest.mark.slow),
+        pytest.param(1.3, (24, 4), 2000, "bf16", ("vision.encoder",), marks=pytest.mark.slow),
+        pytest.param(2.6, (2, 8), 3000, "bf16", (), marks=pytest.mark.slow),
+        pytest.param(2.0, (8, 2), 1000, "bf16", (), marks=pytest.mark.slow),
+        pytest.param(1.6, (4, 4), 2000, "bf16", (), marks=pytest.mark.slow),
+        pytest.param(2.6, (6, 6), 500, "fp32", (), marks=pytest.mark.slow),
+        pytest.param(6.0, (4, 4), 500, "bf16", (), marks=pytest.mark.slow),
     ],
 )
 def test_no_choice_of_shards_by_unit_beats_the_plan(
-    tmp_path: Path, gib: float, layers: tuple[int, int], text: int, dtype: str
+    tmp_path: Path, gib: float, layers: tuple[int, int], text: int, dtype: str, freeze: tuple[str, ...]
 ) -> None:
-    problem = tower_and_model(tmp_path, gib, layers, text, dtype)
+    problem = tower_and_model(tmp_path, gib, layers, text, dtype, freeze=freeze)
     searched = plan_run(problem)
     found = with_best_memory(searched)
     assert found.result.seconds <= searched.result.seconds

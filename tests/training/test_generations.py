@@ -15,6 +15,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
 from dilatant.config import Config
 from dilatant.config.config import parse_config
+from dilatant.plan.boxes import Box
 from dilatant.report.metrics import StepMetrics
 from dilatant.resilience.partial_step.exchange import inherit_state
 from dilatant.training import trainer
@@ -246,8 +247,9 @@ def test_sharded_weights_without_values_do_not_move_to_the_host() -> None:
     module, moved = torch.nn.Linear(3, 2), list[torch.Size]()
     module.weight.untyped_storage().resize_(0)
     owned = SimpleNamespace(parameters={}, forget_views=lambda: None)
+    fixed = SimpleNamespace(parameters={"weight@0:1,0:3": torch.nn.Parameter(torch.zeros(1, 3), False)})
     state: Any = SimpleNamespace(
-        runtime=SimpleNamespace(owned=owned, modules={0: module}),
+        runtime=SimpleNamespace(owned=owned, fixed=fixed, modules={0: module}),
         optimizer=SimpleNamespace(masters={}, state={}),
         averages=None,
     )
@@ -257,7 +259,20 @@ def test_sharded_weights_without_values_do_not_move_to_the_host() -> None:
         return tensor.clone()
 
     RunState.to_host(state, move)
-    assert moved == [(2,)]
+    assert moved == [(1, 3), (2,)]  # the part of the frozen weight, and the bias
+
+
+def test_parts_of_frozen_weights_are_state_in_place_of_wholes() -> None:
+    """A rank that joins fills them in: the whole weight has no values between actions."""
+    module = torch.nn.Linear(3, 2).requires_grad_(False)
+    part = torch.nn.Parameter(torch.zeros(1, 3), False)
+    fixed = SimpleNamespace(parameters={"weight@0:1,0:3": part}, weights={"weight": module.weight})
+    held = {"weight": module.weight, "bias": module.bias}
+    boxes = {name: Box.of(name, tensor.shape) for name, tensor in held.items()}
+    runtime = SimpleNamespace(owned=SimpleNamespace(weights={}), fixed=fixed, boxes=boxes, tensors=lambda: held)
+    state: Any = SimpleNamespace(runtime=runtime, _masters=dict, beside_masters=dict)
+    state._fixed = lambda: RunState._fixed(state)
+    assert RunState.tensors(state)["model"] == {"bias": module.bias, "weight@0:1,0:3": part}
 
 
 def test_losses_faster_than_saves_do_not_starve_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,16 @@ def test_state_sharing_follows_config_then_plan_then_default(tmp_path: Path) -> 
     assert said.costs is None  # which count what is held, and sent, under the plan's
 
 
+def test_four_bit_weights_are_not_asked_to_be_sharded(tmp_path: Path) -> None:
+    model = build_model(CASE, "meta")
+    model.units["language"].four_bit = frozenset({"language.layers.0.mlp.up_proj.weight"})
+    parallel = {"plan": None, "units": {"language": {"replicas": 2}}, "colocated": {"vision": "language"}}
+    with pytest.raises(UserError, match=r"four-bit weights of language \(model.lora.load_in_4bit\) whole; write grad"):
+        plan_from_config(config(tmp_path, parallel=parallel, train={"shard": "weights"}), model)
+    asked = config(tmp_path, parallel=parallel, train={"shard": {"language": "gradients"}})
+    assert plan_from_config(asked, model).shard == {"language": "gradients"}
+
+
 @pytest.mark.parametrize("host", [{"pp": 2}, {"replicas": 2}])
 def test_colocated_unit_runs_in_first_stages_of_its_host(tmp_path: Path, host: dict[str, int]) -> None:
     layout = {"plan": None, "units": {"language": host}, "colocated": {"vision": "language"}}

@@ -22,8 +22,9 @@ class ParameterBytes:
     optimizer state. ranks_per_node: None if all are on one node. State offloaded to the host takes no device memory.
     keeps_gradients: a rank keeps its local gradients until the update, for partial-step recovery. integers: bytes of
     integer sums over samples (`train.deterministic`), in addition to one sample's gradients. shard: pairs of a unit and
-    what is sharded of it besides its state; the unit "" stands for all others. host_link: as in `Hardware`, for inputs
-    of blocks that are kept on the host.
+    what is sharded of it besides its state; the unit "" stands for all others. sum_copies: flat copies of a block's
+    gradients while ranks reduce-scatter them. host_link: as in `Hardware`, for inputs of blocks that are kept on the
+    host.
     """
 
     weight: float = 2.0
@@ -34,6 +35,7 @@ class ParameterBytes:
     keeps_gradients: bool = False
     integers: float = 0.0
     shard: tuple[tuple[str, Shard], ...] = ()
+    sum_copies: float = 2.0  # GLOO_COPIES
     host_link: float = 0.0
 
     def shard_of(self, unit: str) -> Shard:
@@ -76,16 +78,16 @@ class ParameterBytes:
 
     def shared(self, parameters: float, trainable: bool, unit: str = "") -> float:
         """Return the part of these bytes that ranks shard."""
-        if not trainable:
-            return 0.0
         shard = self.shard_of(unit)
         besides = self.gradients if shard != "none" else 0.0
-        return parameters * (self.optimizer + besides + (self.weight if shard == "weights" else 0.0))
+        state = self.optimizer + besides if trainable else 0.0
+        return parameters * (state + (self.weight if shard == "weights" else 0.0))
 
-    def spared_by_masters(self, unit: str) -> float:
+    def spared_by_masters(self, unit: str, trainable: bool = True) -> float:
         """Return the bytes of a parameter's own shard that its master replaces while its weight is not gathered;
         negative if there is no master and the shard exists beside the whole weight."""
-        spared = {"weights": self.weight * self.has_masters, "weights_by_step": self.weight * (self.has_masters - 1)}
+        has_master = self.has_masters and trainable
+        spared = {"weights": self.weight * has_master, "weights_by_step": self.weight * (has_master - 1)}
         return spared.get(self.shard_of(unit), 0.0)
 
 
@@ -108,6 +110,9 @@ FP32_MOMENTS = 8.0
 MUON_SAVES = 4.0
 """Bytes per parameter that Muon updates: its second moment."""
 EXACT_SUMS = 8.0
+GLOO_COPIES = 2.0
+NCCL_COPIES = 1.0
+"""Flat copies of gradients in a reduce-scatter: CPU ranks exchange parts into a second one."""
 FP32_AVERAGE = 4.0
 FOUR_BITS = 0.5 + 4 / 64
 """Bytes per frozen parameter: 64 numbers share a scale in fp32."""

@@ -54,6 +54,10 @@ class LayerSpec:
         """Trainable parameters on one rank."""
         return self.held(degrees) * self.trained_share
 
+    def held_frozen(self, degrees: Degrees) -> float:
+        """Frozen parameters on one rank that ranks can shard: those that are not in four bits."""
+        return self.held(degrees) - self.held_trained(degrees) - self.held_in_four_bits(degrees)
+
     def held(self, degrees: Degrees) -> float:
         """Parameters on one rank."""
         return self.held_beside_experts(degrees) + self.held_of_experts(degrees)

@@ -17,8 +17,8 @@ def shard_by_unit(
     trains: unit → True if any of its weights trains.
     """
     if wanted is None or isinstance(wanted, str):
-        how = wanted or "none"
-        wanted = {unit.name: how for unit in plan.units if not _why_not(unit, trains[unit.name])}
+        how: Shard = wanted or "none"
+        wanted = {unit.name: how for unit in plan.units if not _why_not(unit, trains[unit.name], how)}
     return {name: how for name, how in wanted.items() if how != "none"}
 
 
@@ -40,21 +40,22 @@ def shard_problems(
             "node or all"
         )
     units = {unit.name: unit for unit in plan.units}
-    for name in shard:
+    for name, how in shard.items():
         if name not in units:
             problems.append(f"train.shard: no unit {name!r}; there are {', '.join(units)}")
-        elif reason := _why_not(units[name], trains[name]):
+        elif reason := _why_not(units[name], trains[name], how):
             problems.append(f"train.shard: {reason}")
     if isinstance(wanted, str) and wanted != "none" and not shard:
-        problems += [f"train.shard: {reason}" for unit in plan.units if (reason := _why_not(unit, trains[unit.name]))]
+        reasons = [_why_not(unit, trains[unit.name], wanted) for unit in plan.units]
+        problems += [f"train.shard: {reason}" for reason in reasons if reason]
     return problems
 
 
-def _why_not(unit: UnitPlan, trains: bool) -> str:
-    """Return why a unit cannot be sharded, or an empty text."""
+def _why_not(unit: UnitPlan, trains: bool, how: Shard) -> str:
+    """Return why a unit cannot be sharded like this, or an empty text."""
     replicas = unit.replicas
-    if not trains:
-        return f"nothing of {unit.name} trains, and frozen weights are not sharded; leave it out"
+    if not trains and how == "gradients":
+        return f"nothing of {unit.name} trains, so it has no gradients to shard; write weights, or leave it out"
     if len({replica.shape for replica in replicas}) > 1:
         return (
             f"the replicas of {unit.name} differ in cuts or degrees, so their ranks hold unlike weights; give all of "

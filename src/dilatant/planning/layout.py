@@ -216,6 +216,7 @@ def plan_from_config(
     if not problems:
         wanted = planned.shard if searched is not None or config.train.shard is None else config.train.shard
         shard, problems = _sharded(wanted, planned.plan, model, zero or planned.zero)
+        problems += [] if config.train.shard is None else _whole_four_bit(shard, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
     if cut is not None and searched is None and parallel.is_cut_here:
@@ -251,6 +252,15 @@ def _sharded(
     trains = {name: any(layers) for name, layers in trainable_layers(model.units).items()}
     shard = shard_by_unit(plan, trains, wanted)
     return shard, shard_problems(plan, trains, zero, shard, wanted)
+
+
+def _whole_four_bit(shard: Mapping[str, Shard], model: MultimodalModel) -> list[str]:
+    return [
+        f"train.shard: ranks hold the four-bit weights of {name} (model.lora.load_in_4bit) whole; write gradients for "
+        "it, or leave one of these keys out"
+        for name, how in shard.items()
+        if how.startswith("weights") and model.units[name].four_bit
+    ]
 
 
 def _tolerating(config: Config, chain: ChainCosts) -> ChainCosts:

@@ -14,6 +14,7 @@ from dilatant.cost.analytic import FP8
 from dilatant.cost.memory import ZEROS, bytes_text
 from dilatant.cost.published_runs import PublishedRun, nearest_runs
 from dilatant.plan.costs.stable_batch import sample_work
+from dilatant.plan.costs.sync_time import sharing
 from dilatant.plan.model_spec import roles_of
 from dilatant.plan.plan import Plan
 from dilatant.plan.search.finals import RankedPlan
@@ -130,7 +131,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
 def _reasons(planned: PlannedRun) -> tuple[str, ...]:
     """Return why the search chose its plan, from the plan's shape to how sure the search is."""
     first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
-    limits = *device_reasons(planned), *link_reasons(planned), *_decoding(planned)
+    limits = *_frozen_parts(planned), *device_reasons(planned), *link_reasons(planned), *_decoding(planned)
     more = *planned.rows, *limits, *_compared(planned)
     return (first, *_groups(planned), *_data_parallel(planned), *reasons, *more, last)
 
@@ -276,13 +277,35 @@ def _data_parallel(planned: PlannedRun) -> list[str]:
         ]
     layers = [(unit.name, layer) for unit in units for layer in unit.layers]
     state = sum(target.rules.held(layer.held(ONE), layer.held_trained(ONE)) for _, layer in layers)
-    divided = sum(target.rules.shared(layer.held_trained(ONE), True, name) for name, layer in layers)
+    divided = sum(
+        target.rules.shared(layer.held_trained(ONE), True, name)
+        + target.rules.shared(layer.held_frozen(ONE), False, name)
+        for name, layer in layers
+    )
     among = 1 if target.rules.zero == "none" else target.cluster.num_devices
     held, room = state - divided * (1.0 - 1.0 / among), target.cluster.bytes_per_device
     takes = f"weights and their state take {bytes_text(held)} of {bytes_text(room)} on each device"
     if held >= room:
         return [f"Data parallelism alone does not fit: {takes}."]
     return [f"No plan with data parallelism alone was simulated that fits: {takes}, and activations the rest."]
+
+
+def _frozen_parts(planned: PlannedRun) -> list[str]:
+    """Return how many bytes of the frozen weights of sharded units a rank holds."""
+    problem, plan = planned.problem, planned.result.winner.plan
+    rules, largest = problem.target.sharing(planned.result.winner.zero).rules, dict[str, tuple[float, float]]()
+    shard = {unit: how for unit, how in _sharded(problem, plan).items() if how.startswith("weights")}
+    for placed, shared_by in zip(plan.stages(), sharing(plan, problem.model.spec, rules)):
+        layers = problem.model.spec.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
+        frozen = [rules.weight * layer.held_frozen(placed.stage.degrees) for layer in layers]
+        held = sum(frozen), sum(size / by for size, by in zip(frozen, shared_by))
+        largest[placed.unit] = max(held, largest.get(placed.unit, held))
+    return [
+        f"Ranks share the frozen weights of {unit}: of {bytes_text(largest[unit][0])} each keeps "
+        f"{bytes_text(largest[unit][1])} (train.shard: {how})."
+        for unit, how in shard.items()
+        if largest[unit][0]
+    ]
 
 
 def _searched(planned: PlannedRun) -> str:

@@ -23,7 +23,7 @@ from dilatant.report.text.wording import seconds_text
 NOTABLE = 0.05
 """Share of a step that sharded weights must save: predictions of published steps with them are off by as much."""
 SMALL = 0.05
-"""Units with a smaller share of all trained parameters are sharded like the largest unit, as are all but two."""
+"""Units with a smaller share of all that can be sharded are sharded like the largest unit, as are all but two."""
 
 
 def with_best_memory(searched: PlannedRun, all_devices: bool = False) -> PlannedRun:
@@ -88,9 +88,16 @@ def shard_choices(problem: PlanningProblem) -> list[dict[str, Shard]]:
     more bytes and less time."""
     rules, units = problem.target.rules, problem.model.spec.units
     words = [how for how in SHARDS if how != "gradients" or not rules.has_masters]
-    trained = {unit.name: sum(layer.held_trained(ONE) for layer in unit.layers) for unit in units}
-    least = SMALL * sum(trained.values())
-    large = sorted((name for name, count in trained.items() if count > least), key=lambda name: -trained[name])
+    whole = replace(rules, shard=(("", "weights"),))
+    size = {
+        unit.name: sum(
+            whole.shared(layer.held_trained(ONE), True) + whole.shared(layer.held_frozen(ONE), False)
+            for layer in unit.layers
+        )
+        for unit in units
+    }
+    least = SMALL * sum(size.values())
+    large = sorted((name for name, count in size.items() if count > least), key=lambda name: -size[name])
     names = ["", *large[1:2]] if problem.target.cluster.num_devices <= LARGE_CLUSTER else [""]
     choices = [dict(zip(names, each)) for each in itertools.product(words, repeat=len(names))]
     choices.sort(key=lambda choice: len({*choice.values()}))

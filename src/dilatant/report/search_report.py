@@ -160,9 +160,11 @@ def _parameter_bytes(
         degrees = placed.stage.degrees
         shard, by = rules.shard_of(placed.unit), shared_by[placed.index]
         trained = np.array([layer.held_trained(degrees) for layer in layers])
+        frozen = np.array([layer.held_frozen(degrees) for layer in layers])
         weights += rules.weight * sum(layer.held(degrees) for layer in layers)
-        gone = rules.weight * (shard == "weights") * (1.0 - 1.0 / by) + rules.spared_by_masters(placed.unit) / by
-        weights -= float((trained * gone)[by > 1].sum())
+        gone = rules.weight * (shard == "weights") * (1.0 - 1.0 / by)
+        for counts, trains in ((trained, True), (frozen, False)):
+            weights -= float((counts * (gone + rules.spared_by_masters(placed.unit, trains) / by))[by > 1].sum())
         weights -= sum(rules.spared(layer.held_in_four_bits(degrees)) for layer in layers)
         gradients += rules.gradients * float((trained if shard == "none" else trained / by).sum())
         orthogonal = np.array([layer.orthogonal for layer in layers])

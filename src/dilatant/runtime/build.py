@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
-from dilatant.models.core.dtype import cast_weights, quantize, require_shape
+from dilatant.config.memory_modes import Shard
+from dilatant.models.adapters.lora import MAGNITUDE, adapted_key
+from dilatant.models.core.dtype import cast_parameters, cast_weights, quantize, require_shape
 from dilatant.models.core.freeze import check
 from dilatant.models.core.fused_modules import FusedModules, KernelSet, fuse
 from dilatant.models.core.materialize import materialize
@@ -31,10 +34,10 @@ from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.compiled_blocks import CompiledBlocks
 from dilatant.runtime.routes import stages_before
 from dilatant.runtime.state.fp8_products import fp8_products
-from dilatant.runtime.state.owned_weights import OwnedWeights
+from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.sharded_stage import ShardedStage
 from dilatant.runtime.state.shared_unit import ShardedUnit
-from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights
+from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout, bucket_weights, cut_shares
 from dilatant.runtime.state.weight_gradients import ReplacedLayers, WeightGradients, replace_linears, restore_linears
 from dilatant.runtime.step.agreement import digest
 from dilatant.schedule.schedule import ActionKind
@@ -59,12 +62,16 @@ def build_stages(
     weights: Mapping[str, Tensor],
     boxes: Mapping[str, Box],
     precision: torch.dtype | None = None,
+    shard: Mapping[str, Shard] = MappingProxyType({}),
+    read: Collection[str] = (),
 ) -> dict[int, Stage]:
     """Build this rank's stages on its device, by stage number; weights are initialized from `seed`, or copied from
     `weights`.
 
     boxes: the part of each weight that this rank holds and `weights` contains. precision: the dtype to which every rank
-    converts all units' weights, since rows are sent in it; gradients are then fp32. None: the model's dtypes.
+    converts all units' weights, since rows are sent in it; gradients are then fp32. None: the model's dtypes. shard:
+    see `StateLayout`; stages whose weights are sharded stay in host memory until `release_sharded`. read: those of
+    `weights` that are parts of sharded ones, which are left out.
 
     Raises UserError for a weight of another shape.
     """
@@ -93,11 +100,11 @@ def build_stages(
         if placed.unit in shared:
             shared[placed.unit].share(stage, placed.stage)
         quantize(stage, unit.four_bit, comm.device, weights)
-        stage = stage.to(comm.device)
+        stage = stage if shard.get(placed.unit, "").startswith("weights") else stage.to(comm.device)
         stage.train(unit.training)
         check(stage.named_logical_parameters(), unit.frozen)
         for name, tensor in stage_tensors(stage).items():
-            if name in weights:
+            if name in weights and name not in read:
                 require_shape(name, weights[name], tensor)
                 tensor.copy_(weights[name])
         for _, parameter in stage.named_logical_parameters():
@@ -121,7 +128,7 @@ def _share_rows(stage: Stage, placed: PlacedStage, comm: Comm) -> None:
         stage.extensions.insert(0, ContextParallel(group, stage.row_attention.placement))
 
 
-def build_bucketed_weights(
+def bucket_stages(
     model: MultimodalModel,
     plan: Plan,
     comm: Comm,
@@ -129,16 +136,12 @@ def build_bucketed_weights(
     held: Holdings,
     layout: StateLayout,
     exact: Mapping[str, Tensor],
-    before: OwnedWeights | None,
+    before: BucketedWeights | None,
+    read: Mapping[str, Box],
 ) -> BucketedWeights:
-    """Group the trainable weights of `stages` into buckets, identically on all ranks; see `bucket_weights`."""
-    units = [model.units[unit.name] for unit in plan.units]
-    formats = {
-        name: Format(str(weight.dtype), weight.element_size())
-        for unit in units
-        for name, weight in unit.named_logical_parameters()
-        if name not in unit.frozen
-    }
+    """Group the weights of `stages` that train, and frozen ones that are sharded, into buckets, identically on all
+    ranks; see `bucket_weights`."""
+    formats, apart, frozen = _bucketed(model, plan, layout)
     weights: dict[str, nn.Parameter] = {}
     stages_of: dict[str, set[int]] = {}
     for index, stage in stages.items():
@@ -146,13 +149,64 @@ def build_bucketed_weights(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
+    return bucket_weights(comm, weights, stages_of, held, formats, layout, exact, before, apart, frozen, read)
+
+
+def _bucketed(
+    model: MultimodalModel, plan: Plan, layout: StateLayout, precision: torch.dtype | None = None
+) -> tuple[dict[str, Format], dict[str, str], set[str]]:
+    """Return the formats of the weights in buckets, the layers of those that may be sharded, and which are frozen.
+    precision: the dtype to which weights will be cast, if they are not yet."""
+    formats: dict[str, Format] = {}
+    frozen: set[str] = set()
+    for unit_plan in plan.units:
+        unit, gathers = model.units[unit_plan.name], layout.shard.get(unit_plan.name, "").startswith("weights")
+        cast = set() if precision is None else {*cast_parameters(unit, precision)}
+        for name, weight in unit.named_logical_parameters():
+            if name not in unit.frozen or (gathers and name not in unit.four_bit):
+                dtype = precision if precision is not None and weight in cast else weight.dtype
+                formats[name] = Format(str(dtype), dtype.itemsize)
+                frozen |= {name} & unit.frozen
     apart = _layers_apart(plan, model, formats.keys(), layout)
-    return bucket_weights(comm, weights, stages_of, held, formats, layout, exact, before, apart)
+    formats = {name: form for name, form in formats.items() if name in apart or name not in frozen}
+    return formats, apart, frozen & apart.keys()
 
 
-def _layers_apart(plan: Plan, model: MultimodalModel, trained: Collection[str], layout: StateLayout) -> dict[str, str]:
-    """Return weight → layer for the trained weights of sharded units. A weight that is tied between stages is left out:
-    its holders run different actions."""
+def boxes_to_read(
+    model: MultimodalModel,
+    plan: Plan,
+    comm: Comm,
+    layout: StateLayout,
+    precision: torch.dtype | None = None,
+    holdings: Holdings | None = None,
+) -> dict[str, Box]:
+    """Return logical name → the part of each weight and buffer with which this rank begins: what it holds or, of a
+    frozen weight that is sharded, the rows around its own part (one row if it has none). Weights from which DoRA's
+    magnitudes begin are needed whole."""
+    holdings = holdings or holdings_of(plan, model.units)
+    held = boxes_held_on(holdings, comm.rank)
+    formats, apart, frozen = _bucketed(model, plan, layout, precision)
+    own: dict[str, list[Box]] = {}
+    for share in cut_shares(comm, holdings, formats, layout, apart, frozen)[1] if frozen else ():
+        for name in frozen.intersection(share.bucket.names):
+            own.setdefault(name, []).extend(box for box in share.own if box.name == name)
+    measured = {adapted_key(name) for name in held if MAGNITUDE in name}
+    return held | {name: _rows_around(held[name], boxes) for name, boxes in own.items() if name not in measured}
+
+
+def _rows_around(held: Box, parts: Sequence[Box]) -> Box:
+    if not held.whole:
+        return held
+    begin = held.intervals[0][0][0]
+    first = min((part.intervals[0][0][0] for part in parts), default=begin)
+    end = max((part.intervals[0][-1][1] for part in parts), default=begin + 1)
+    rows = tuple((max(low, first), min(high, end)) for low, high in held.intervals[0] if low < end and first < high)
+    return Box(held.name, held.whole, (rows, *held.intervals[1:]))
+
+
+def _layers_apart(plan: Plan, model: MultimodalModel, chosen: Collection[str], layout: StateLayout) -> dict[str, str]:
+    """Return weight → layer for the `chosen` weights of sharded units. A weight that is tied between stages is left
+    out: its holders run different actions."""
     apart = {}
     for unit_plan in plan.units:
         unit = model.units[unit_plan.name]
@@ -160,7 +214,7 @@ def _layers_apart(plan: Plan, model: MultimodalModel, trained: Collection[str], 
             continue
         layers: dict[str, dict[int, None]] = {}
         for weight in unit.weights:
-            if weight.canonical in trained:
+            if weight.canonical in chosen:
                 layers.setdefault(weight.canonical, {})[unit.layers.index(weight.layer)] = None
         for name, numbers in layers.items():
             stages = {
@@ -201,21 +255,38 @@ def blocks_of(unit: Unit, module: Stage) -> list[nn.Module]:
     return held_blocks(part.get_submodule(structure.blocks))
 
 
+def release_sharded(modules: Iterable[Stage], shared: BucketedWeights) -> None:
+    """Free the sharded weights of stages that `build_stages` left on the host, whose parts are in `shared`; move the
+    rest to this rank's device."""
+    device = shared.owned.comm.device
+    for owned in (shared.owned, shared.fixed):
+        for weight in (owned.weights[name] for name in owned.sharded):
+            if weight.untyped_storage().nbytes():  # not those of an earlier generation
+                weight.data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                weight.untyped_storage().resize_(0)
+    for stage in modules:
+        stage.to(device)
+
+
 def shard_stages(
     model: MultimodalModel, stages: Mapping[int, LocalStage], shared: BucketedWeights, layout: StateLayout
 ) -> None:
-    """Release the sharded weights of this rank's `stages`, which then run with those of each block gathered."""
+    """Let this rank's `stages` run with their sharded weights, those of each block gathered."""
     for index, local in stages.items():
-        unit = local.placed.unit
-        held = {name for name, _ in local.module.named_logical_parameters()}
+        unit, module = local.placed.unit, local.module
+        held = {name for name, _ in module.named_logical_parameters()}
         own = [share for share in shared.sharded if held.issuperset(share.bucket.names)]
         if not own:
             continue
-        blocks = blocks_of(model.units[unit], local.module) if local.module.runs_blocks_once else []
+        blocks = blocks_of(model.units[unit], module) if module.runs_blocks_once else []
+        first = 0
+        if not any(needs_gradient for _, needs_gradient in local.inbound.values()):
+            trained = [module.layers.index(w.layer) for w in module.weights if w.canonical in shared.owned.weights]
+            first = min(trained, default=len(module.layers))
+        forward_only = sum("layers." in layer for layer in module.layers[:first])
         local.sharded = shared.stages[index] = ShardedStage(
-            shared.owned.comm, shared.owned, blocks, own, layout.shard[unit], shared.sync.duplicates
+            shared.owned, shared.fixed, blocks, own, layout.shard[unit], shared.sync.duplicates, forward_only
         )
-        local.sharded.release_all()
 
 
 @dataclass(slots=True)

@@ -196,9 +196,9 @@ class Executor:
     def _join(self, rounds: Sequence[tuple[int, ActionKind]]) -> None:
         for number, kind in rounds:
             self._agreement.require()
-            sharded = self._stages[number].sharded
-            if sharded is not None:
-                sharded.take_part(kind)
+            stage = self._stages[number]
+            if stage.sharded is not None and (kind == ActionKind.F or stage.needs_backward):
+                stage.sharded.take_part(kind)
 
     def _forward(
         self, stage: LocalStage, action: Action, samples: tuple[int, ...], routes: Routes, data: StepData

@@ -28,12 +28,14 @@ from dilatant.plan.costs.step_costs import StepCosts, token_costs
 from dilatant.plan.plan import Plan
 from dilatant.plan.sharding import shard_problems
 from dilatant.runtime.build import (
-    build_bucketed_weights,
+    boxes_to_read,
+    bucket_stages,
     build_stages,
     compile_stages,
     derive_boundaries,
     first_ranks_costs,
     local_stages,
+    release_sharded,
     shard_stages,
 )
 from dilatant.runtime.compiled_blocks import compiles
@@ -43,8 +45,7 @@ from dilatant.runtime.state.exact_sums import ExactGradients
 from dilatant.runtime.state.full_state import gather_weights, load_full_state
 from dilatant.runtime.state.holders import boxes_held_on, holdings_of, slice_of, trainable_layers
 from dilatant.runtime.state.host_copies import HostCopies
-from dilatant.runtime.state.owned_weights import OwnedWeights
-from dilatant.runtime.state.shared_weights import StateLayout
+from dilatant.runtime.state.shared_weights import BucketedWeights, StateLayout
 from dilatant.runtime.step.agreement import Agreement, Diverged, digest
 from dilatant.runtime.step.cost_correction import CostCorrection
 from dilatant.runtime.step.loss_sums import ForwardOutcome
@@ -106,7 +107,7 @@ class Runtime:
     """Build the stages of `comm.rank` under `plan` and execute steps on them until `close()`.
 
     model: if its units are on the meta device, only the layers held here are materialized, with weights determined by
-    `seed`. weights: logical name → tensor (the whole weight or its part in `boxes`) that replaces the random weight.
+    `seed`. weights: logical name → tensor that replaces the random one, or its part in `boxes` or `boxes_to_read`.
     Every rank passes the same model and plan. There is no global state: a process may close one runtime and build
     another for another plan. Raises UserError if the plan cannot be trained, or if replicas would start from different
     weights.
@@ -117,7 +118,8 @@ class Runtime:
 
     holdings: the holders of every weight; boxes: logical name → the part of each weight and buffer held here.
     parameters: logical name → parameter held here. After `execute`, any optimizer may update these ordinary parameters,
-    identically on all holders. unfinished: this rank's gradients of the current step, for recovery.
+    identically on all holders. fixed: this rank's parts of sharded frozen weights. unfinished: its gradients of the
+    current step, for recovery.
     """
 
     def __init__(
@@ -143,12 +145,9 @@ class Runtime:
         self._refused_in_training = unkeyed_dropout(model.units.values()) or unheld_statistics(model.units)
         if layout.zero == "node" and layout.node_of is None:
             layout = replace(layout, node_of=comm.nodes)
-        rank, before = comm.rank, recovery.before
-        self.model = model
-        self.plan = plan
-        self.comm = comm
-        self._owns_comm = execution.owns_comm
-        self._seed = seed or 0
+        rank, before, kind = comm.rank, recovery.before, execution.precision
+        self.model, self.plan, self.comm = model, plan, comm
+        self._owns_comm, self._seed = execution.owns_comm, seed or 0
         self._plan_digest = digest(plan.to_json(), f"{layout.zero} {layout.node_of} {sorted(layout.shard.items())}")
         attention = model.language.row_attention
         self._placement_digest = digest("" if attention is None else attention.placement)
@@ -160,8 +159,10 @@ class Runtime:
             for name, tensor in (weights or {}).items()
             if name in self.boxes
         }
+        parts = boxes_to_read(model, plan, comm, layout, kind, self.holdings) if weights else {}
+        read = {n: parts[n] for n, t in weights.items() if t.shape == parts[n].shape != self.boxes[n].shape}
         if before is None:
-            modules = build_stages(model, plan, comm, seed, weights, self.boxes, execution.precision)
+            modules = build_stages(model, plan, comm, seed, weights, self.boxes, kind, layout.shard, read)
         else:
             held = [placed.index for placed in self._placed if rank in placed.stage.ranks]
             modules = dict(zip(held, before.modules.values(), strict=True))
@@ -176,21 +177,25 @@ class Runtime:
         own = execution.kernels
         kernels = kernel_set(own, comm.device) if isinstance(own, str) else own
         of_unit: dict[str, KernelSet] = {name: {} if name in compiled else kernels for name in model.units}
+        old = None if before is None else before._shared
+        self._shared: BucketedWeights = bucket_stages(
+            model, plan, comm, modules, self.holdings, layout, weights, old, read
+        )
+        if not recovery.weights_follow:
+            self._shared.require_equal()
+            costs = first_ranks_costs(comm, costs, plan)
+        release_sharded(modules.values(), self._shared)
+        self.owned, self.fixed = self._shared.owned, self._shared.fixed
         self._stages = local_stages(model, plan, rank, modules, self._boundaries, trainability.backward, of_unit)
         if own == "liger" and not any(stage.fused and stage.fused.places for stage in self._stages.values()):
             warnings.warn(f"train.kernels: liger has no kernel for the modules of rank {rank}", stacklevel=2)
         self.parameters = {
             name: parameter for module in modules.values() for name, parameter in module.named_logical_parameters()
         }
-        owned_before = None if before is None else before.owned
-        self._shared = build_bucketed_weights(model, plan, comm, modules, self.holdings, layout, weights, owned_before)
         self._sync = self._shared.sync
         self._sync.keeps = recovery.keeps_gradients and not self._shared.sharded
         if execution.exact:
             self._sync.exact = ExactGradients(self._shared.owned.weights)
-        if not recovery.weights_follow:
-            self._shared.require_equal()
-            costs = first_ranks_costs(comm, costs, plan)
         shard_stages(model, self._stages, self._shared, layout)
         self._eager: set[type[nn.Module]] = set() if before is None else before._eager
         compile_stages(model, self._stages, compiled, execution.compiler, self._eager)
@@ -232,11 +237,6 @@ class Runtime:
         """Drop the gradients of all weights held here; a reused runtime still has those of the earlier generation."""
         for parameter in (*self.parameters.values(), *self.owned.parameters.values()):
             parameter.grad = None
-
-    @property
-    def owned(self) -> OwnedWeights:
-        """The parameters that an optimizer updates on this rank."""
-        return self._shared.owned
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -366,7 +366,7 @@ class Runtime:
         its host until `restore` of the result. Until then, what needs weights raises RuntimeError."""
         if weights:
             self._require_weights()
-        held = [*self.tensors().values(), *self.owned.parameters.values()]
+        held = [*self.tensors().values(), *self.owned.parameters.values(), *self.fixed.parameters.values()]
         copies = HostCopies(self.comm.device, held, optimizers, weights)
         self._on_host = copies if weights else self._on_host
         return copies

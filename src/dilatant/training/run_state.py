@@ -96,13 +96,14 @@ class RunState:
     @property
     def stays(self) -> bool:
         """True if all of this is what this rank held in the previous generation."""
-        return self.runtime.owned.stays
+        return self.runtime.owned.stays and self.runtime.fixed.stays
 
     def tensors(self) -> Tensors:
         """Return the masters of the parts of weights that this rank owns, with their moments and averages, frozen
         weights and buffers, by key; not copies. Parts that other ranks own come from them, with
         `OwnedWeights.gather`."""
         fixed = {self.runtime.boxes[name].key: tensor for name, tensor in self._fixed()}
+        fixed |= self.runtime.fixed.parameters
         return {"model": {**fixed, **self._masters()}, "optimizer": self.beside_masters()}
 
     @torch.no_grad()
@@ -111,7 +112,8 @@ class RunState:
         may not hold them beside its part of that one. Gradients stay, and no step can follow. move: copies a tensor."""
         owned, optimizer = self.runtime.owned, self.optimizer
         owned.forget_views()
-        held: list[Tensor] = [*owned.parameters.values(), *optimizer.masters.values()]
+        held: list[Tensor] = [*owned.parameters.values(), *self.runtime.fixed.parameters.values()]
+        held += optimizer.masters.values()
         for module in self.runtime.modules.values():
             held += [*module.parameters(), *module.buffers()]
         for tensor in {id(each): each for each in held}.values():
@@ -133,6 +135,7 @@ class RunState:
             for name, tensor in self._fixed()
             for cell in cells[name]
         }
+        model |= {box.key: part for box, part in self.runtime.fixed.primary_parts(self.runtime.fixed.parameters)}
         model |= {box.key: part for box, part in owned.primary_parts(self._masters())}
         state = self.beside_masters()
         moments: Tensors = {}
@@ -255,6 +258,6 @@ class RunState:
         return {key: master.detach() for key, master in self.optimizer.masters.items()}
 
     def _fixed(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the frozen weights and buffers held here by logical name."""
-        trained = self.runtime.owned.weights
-        yield from ((name, tensor) for name, tensor in self.runtime.tensors().items() if name not in trained)
+        """Yield the frozen weights and buffers held whole here by logical name."""
+        others = self.runtime.owned.weights.keys() | self.runtime.fixed.weights.keys()
+        yield from ((name, tensor) for name, tensor in self.runtime.tensors().items() if name not in others)

@@ -99,6 +99,7 @@ class Saving:
             if not parameter.requires_grad
             for cell in self._written[name]
         ]
+        frozen += [cell.key for cells in state.runtime.fixed.primary_cells.values() for cell in cells]
         self._writer.save(state.step, tensors, state.values(), frozen, state.shapes)
         self._unpublished = True
         self.step = state.step

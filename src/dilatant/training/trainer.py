@@ -29,9 +29,9 @@ from dilatant.planning.assemble import Samples
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.problem.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
+from dilatant.runtime.build import boxes_to_read
 from dilatant.runtime.precision import compute_repeatably, pick_precision
 from dilatant.runtime.runtime import Execution, Recovery, Runtime
-from dilatant.runtime.state.holders import boxes_held_on, holdings_of
 from dilatant.runtime.state.shared_weights import StateLayout
 from dilatant.runtime.step.step_result import StepResult
 from dilatant.schedule.schedule import DataWait
@@ -94,15 +94,11 @@ class Trainer:
         place = worker.store, worker.rank, worker.size
         self.comm = Comm(*place, membership.generation, worker.device, config.parallel.timeout_seconds)
         membership.opened(self.comm)
-        weights: Mapping[str, Tensor] = {}
-        if before is None:
-            holds = boxes_held_on(holdings_of(planned.plan, model.units), worker.rank)
-            weights = first_weights(model, config, holds, zeros=membership.weights_follow)
         sources = samples.train.source_names if isinstance(samples.train, Blend) else ()
         own_loss, pair_loss = model.language.token_loss, model.language.pair_loss
         if pair_loss is not None or (own_loss is not None and not own_loss.is_per_token):
             sources = ()  # a data set's share of the loss is unknown
-        self.runtime = _open_runtime(config, model, planned, self.comm, weights, len(sources), membership, before)
+        self.runtime, weights = _open_runtime(config, model, planned, self.comm, len(sources), membership, before)
         self._profiler = StepProfiler(config, worker, self.runtime.named_ranges)
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
         shared = before.state if before is not None and self.runtime.owned.stays else None
@@ -125,8 +121,7 @@ class Trainer:
         self._steps: Steps | None = None
         self._schedule = find_schedule(config)
         self.callbacks: CallbackList | None = open_callbacks(config) if before is None else before.callbacks
-        units = model.units.values()
-        self._layer_of = {weight.name: weight.layer for unit in units for weight in unit.weights}
+        self._layer_of = {weight.name: weight.layer for unit in model.units.values() for weight in unit.weights}
         self._skipped_updates = 0
         self._half_updated = self.is_torn = False
         self._reported_slowness = 0.0
@@ -410,11 +405,11 @@ def _open_runtime(
     model: MultimodalModel,
     planned: TrainingPlan,
     comm: Comm,
-    weights: Mapping[str, Tensor],
     num_sources: int,
     membership: RunMembership,
     before: Trainer | None,
-) -> Runtime:
+) -> tuple[Runtime, Mapping[str, Tensor]]:
+    """Return the runtime, and the weights with which it begins."""
     if config.train.deterministic:
         compute_repeatably(comm.device)
     execution = Execution(
@@ -427,7 +422,18 @@ def _open_runtime(
         compile=config.train.compile,
         kernels=config.train.kernels,
     )
-    return Runtime(
+    layout = StateLayout(
+        planned.zero,
+        comm.nodes if membership.node_of is None else membership.node_of,
+        not config.train.optimizer.offload,
+        shard=planned.shard,
+        uncut=frozenset().union(*(unit.orthogonal for unit in model.units.values())),
+    )
+    weights: Mapping[str, Tensor] = {}
+    if before is None:
+        boxes = boxes_to_read(model, planned.plan, comm, layout, execution.precision)
+        weights = first_weights(model, config, boxes, zeros=membership.weights_follow)
+    runtime = Runtime(
         model,
         planned.plan,
         comm,
@@ -435,18 +441,13 @@ def _open_runtime(
         costs=planned.costs,
         seed=config.seed,
         weights=weights,
-        layout=StateLayout(
-            planned.zero,
-            membership.node_of,
-            not config.train.optimizer.offload,
-            shard=planned.shard,
-            uncut=frozenset().union(*(unit.orthogonal for unit in model.units.values())),
-        ),
+        layout=layout,
         execution=execution,
         recovery=Recovery(
             None if before is None else before.runtime, membership.weights_follow, membership.keeps_gradients
         ),
     )
+    return runtime, weights
 
 
 def _open_optimizer(

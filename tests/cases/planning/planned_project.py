@@ -82,7 +82,7 @@ def text_config(
     train = {"steps": 2, "global_batch_size": batch, "report_to": [], **sections.pop("train", {})}
     return config(
         folder,
-        model={"language_model": {"tokenizer": "bytes", "config": language}},
+        model={"language_model": {"tokenizer": "bytes", "config": language}, **sections.pop("model", {})},
         data={"train": [{"path": "train.jsonl"}], "max_length": 4096, "workers": 0},
         train=train,
         plan={"microbatch_sizes": [1, 2], "measure_seconds": 0},

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cases.tiny_project import Dilatant, tiny_config
+from dilatant.data.text.tokenizer import load_tokenizer
 from dilatant.report.plan_report import PlanReport
 
 
@@ -79,14 +82,30 @@ def test_state_of_three_ranks_resumes_in_one_and_two_ranks(project: Path, dilata
 
 
 @pytest.mark.slow
-def test_checkpoints_of_sharded_weights_load_under_any_setting(project: Path, dilatant: Dilatant) -> None:
+@pytest.mark.parametrize("lora", [None, {"r": 4, "train": ["vision.projector"]}], ids=["all", "adapters"])
+def test_checkpoints_of_sharded_weights_load_under_any_setting(
+    project: Path, dilatant: Dilatant, lora: dict[str, Any] | None
+) -> None:
+    """With adapters on a pretrained base, a rank reads its parts of frozen weights, which are stored once for all."""
     config, one, run = project / "config.yaml", project / "one", project / "run"
+    tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+    if lora is not None:
+        tokenizer, shape = load_tokenizer("bytes"), tree["model"]["language_model"]["config"]
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model(vocab_size=len(tokenizer), **shape))
+        for part in (base, tokenizer):
+            part.save_pretrained(str(project / "base"))
+        tree["model"] |= {"language_model": {"id": "base"}, "lora": lora}
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     dilatant("train", config, "--set", "output_dir=one")
     code, out, err = dilatant("train", config, *layout(3), "--set", "train.zero=all", "--set", "train.shard=weights")
     assert code == 0, err
     assert "they also share gradients and weights" in " ".join(out.split())
     assert json.loads((run / "plan.json").read_text())["step"]["shard"] == {"language": "weights"}
     assert any("@" in key for key in stored(step(run, 6), "model"))
+    if lora is not None:
+        stores = [safe_open(file, framework="pt") for file in (run / "checkpoints").glob("frozen/*")]
+        assert any("@" in key for store in stores for key in store.keys())  # noqa: SIM118
     go_back(run, 2)
     code, _, err = dilatant(
         "resume", run, "--set", "parallel=null", "--set", "train.zero=null", "--set", "train.shard=null"

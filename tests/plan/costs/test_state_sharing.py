@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilatant.config.degrees import ONE
-from dilatant.config.memory_modes import Shard
+from dilatant.config.memory_modes import SHARDS, Shard
 from dilatant.cost.layer import LayerCost
-from dilatant.cost.memory import ParameterBytes, Zero
+from dilatant.cost.memory import GLOO_COPIES, NCCL_COPIES, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.boxes import Box
@@ -97,6 +97,65 @@ def test_what_is_sharded_travels_in_actions_instead_of_after_them() -> None:
     assert seconds("gradients") == (0.0, pytest.approx(6), pytest.approx((0, 12, 0, 12, 0, 0.8)))
     assert seconds("weights") == (0.0, 0.0, pytest.approx((6, 18, 6, 12, 0, 0.8)))
     assert seconds("weights_by_step") == (0.0, 0.0, pytest.approx((0, 12, 0, 12, 6, 0.8)))
+
+
+ADAPTED = ModelSpec(
+    (
+        UnitSpec(
+            "u",
+            (
+                LayerSpec("u.embedding", "u", 1000, trainable=False),
+                LayerSpec("u.layers.0", "u", 1000, trainable=False),
+                LayerSpec("u.layers.1", "u", 1000, fixed=900),
+                LayerSpec("u.head", "u", 1000, trainable=False),
+            ),
+        ),
+    )
+)
+"""Only the second block has an adapter, so that the first one runs forward alone."""
+
+
+def test_frozen_weights_are_gathered_in_backwards_that_need_them() -> None:
+    """As above: 3 s for each byte of 4,000 parameters. A backward needs 3,000 of them, and 100 train."""
+    plan = Plan((UnitPlan("u", tuple(Replica((Stage(0, LAYERS, (rank,)),)) for rank in range(4))),))
+    link = Link(bandwidth=1000.0)
+    cluster = Cluster(1, 4, math.inf, link, link)
+    found: dict[Shard, tuple[float, ...]] = {}
+    for shard in SHARDS[1:]:
+        rules = ParameterBytes(zero="all", shard=(("u", shard),))
+        found[shard] = shard_seconds(plan, ADAPTED, cluster, rules)[0]
+    exposed = 0.75 + 0.25 * 0.2
+    assert found["gradients"] == pytest.approx((0, 0.3, 0, 0.3, 0, 1.0))  # all in the largest block
+    assert found["weights"] == pytest.approx((6, 4.5 + 0.3, 4.5, 0.3, 0, exposed))
+    assert found["weights_by_step"] == pytest.approx((0, 0.3, 0, 0.3, 6, exposed))
+
+
+@pytest.mark.parametrize(
+    ("shard", "trained", "frozen"),
+    # A frozen weight has no master that could be its only part: under `weights_by_step` the part is beside the whole.
+    [("none", 2 + 4 + 3, 2), ("gradients", 2 + 1 + 3, 2), ("weights", 1 + 3, 0.5), ("weights_by_step", 2 + 1 + 3, 2.5)],
+)
+def test_four_ranks_hold_parts_of_frozen_weights(shard: Shard, trained: float, frozen: float) -> None:
+    plan = Plan((UnitPlan("u", tuple(Replica((Stage(0, LAYERS, (rank,)),)) for rank in range(4))),))
+    cost = LayerCost(Quadratic(c=1.0), Quadratic(c=1.0), Quadratic(), Quadratic())
+    costs = CostModel("any", "synthetic", "float32", {"u": {ONE: cost}})
+    rules = ParameterBytes(zero="all", shard=(("u", shard),))
+    held = stage_costs(plan, ADAPTED, costs, rules).static_bytes
+    assert held == pytest.approx([100 * trained + 3900 * frozen] * 4)
+
+
+def test_nccl_needs_one_copy_less_of_a_block_of_gradients() -> None:
+    """When a backward has run, the block's gradients, their copies and a part are there: of 4 bytes for 1,000."""
+    names = ("embedding", "layers.0", "layers.1", "head")
+    model = ModelSpec((UnitSpec("u", tuple(LayerSpec(f"u.{name}", "u", 1000) for name in names)),))
+    plan = Plan((UnitPlan("u", tuple(Replica((Stage(0, LAYERS, (rank,)),)) for rank in range(4))),))
+    cost = LayerCost(Quadratic(c=1.0), Quadratic(c=1.0), Quadratic(), Quadratic())
+    costs = CostModel("any", "synthetic", "float32", {"u": {ONE: cost}})
+    gloo, nccl = (
+        stage_costs(plan, model, costs, ParameterBytes(zero="all", shard=(("u", "weights"),), sum_copies=copies))
+        for copies in (GLOO_COPIES, NCCL_COPIES)
+    )
+    np.testing.assert_allclose((gloo.shard_bytes - nccl.shard_bytes)[:, 0, 2], 4 * 1000)
 
 
 @pytest.mark.parametrize(("layer", "first"), [(2.5, 10 + 0.8 * 6), (0.1, 6.0)])

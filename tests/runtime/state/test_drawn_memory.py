@@ -263,6 +263,9 @@ def check(workers: WorkerPool, seed: int, **instead: Any) -> np.ndarray:
         (5, {"word": "weights"}),
         (6, {"word": "weights"}),
         (7, IN_GROUPS),
+        (5, {"word": "weights", "frozen": ("vision.encoder",)}),
+        (6, {"word": "weights", "frozen": ("vision.encoder", "language")}),
+        (5, {"word": "weights_by_step", "frozen": ("vision.encoder", "language")}),
     ],
 )
 def test_peak_memory_of_random_step_matches_planner_on_each_rank(

@@ -1,4 +1,8 @@
-"""Gradients that survive the loss of ranks in a step count once: loss and gradients equal those of one process."""
+"""Gradients that survive the loss of ranks in a step count once: loss and gradients equal those of one process.
+
+No layout here shards weights or gradients: such runs repeat the interrupted step whole (decision 338), which
+`test_sharded_recovery` tests.
+"""
 
 from __future__ import annotations
 

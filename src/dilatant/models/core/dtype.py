@@ -36,13 +36,8 @@ def cast_weights(unit: Unit, dtype: torch.dtype) -> None:
     (positions and frequencies). Running statistics are cast, as weights are, and so are buffers of a user's own module,
     as in `Module.to`.
     """
-    patterns = [*(getattr(unit.model, "_keep_in_fp32_modules_strict", None) or ())]
-    if dtype == torch.float16:
-        patterns += getattr(unit.model, "_keep_in_fp32_modules", None) or ()
-    in_fp32 = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns) or "$^")
-    for name, parameter in unit.named_parameters():
-        if parameter.is_floating_point() and not (name.startswith("model.") and in_fp32.search(name)):
-            parameter.data = parameter.data.to(dtype)
+    for parameter in cast_parameters(unit, dtype):
+        parameter.data = parameter.data.to(dtype)
     for module in unit.modules():
         if unit.config is not None and not has_statistics(module):
             continue
@@ -50,6 +45,17 @@ def cast_weights(unit: Unit, dtype: torch.dtype) -> None:
             if buffer.is_floating_point():
                 weight = next(module.parameters(recurse=False), None)
                 setattr(module, key, buffer.to(dtype if weight is None else weight.dtype))
+
+
+def cast_parameters(unit: Unit, dtype: torch.dtype) -> Iterator[nn.Parameter]:
+    """Yield the parameters that `cast_weights` casts to `dtype`."""
+    patterns = [*(getattr(unit.model, "_keep_in_fp32_modules_strict", None) or ())]
+    if dtype == torch.float16:
+        patterns += getattr(unit.model, "_keep_in_fp32_modules", None) or ()
+    in_fp32 = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns) or "$^")
+    for name, parameter in unit.named_parameters():
+        if parameter.is_floating_point() and not (name.startswith("model.") and in_fp32.search(name)):
+            yield parameter
 
 
 def dtype_of_config(config: Any) -> torch.dtype:

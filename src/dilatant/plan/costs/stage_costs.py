@@ -127,7 +127,9 @@ def layer_table(
             "output_bytes": _triple(cost.output_bytes),
             "common_bytes": _triple(work.common_bytes),
             "static_bytes": rules.held(held, trained) - rules.spared(layer.held_in_four_bits(degrees)) - saved,
-            "shared_bytes": rules.shared(trained, True, unit.name) - saved,
+            "shared_bytes": rules.shared(trained, True, unit.name)
+            + rules.shared(layer.held_frozen(degrees), False, unit.name)
+            - saved,
             "tied_bytes": rules.of(tied, layer.trainable),
             "tied_shared_bytes": rules.shared(tied, layer.trainable, unit.name),
             "backward": layer.trainable or before,
@@ -206,8 +208,9 @@ def _sum_stage(
     summing = np.zeros((3, 3))
     if shards:
         transient, forward, summing = _sharded(entry, unit, table, shared_by, rules)
-        trained = np.array([layer.held_trained(degrees) for layer in unit.layers[layers]])
-        static -= rules.spared_by_masters(unit.name) * float((trained / shared_by)[shared_by > 1].sum())
+        for trains in (True, False):
+            parts = _held(unit, entry, trains) / shared_by
+            static -= rules.spared_by_masters(unit.name, trains) * float(parts[shared_by > 1].sum())
     gradients = rules.gradients * np.array(
         [
             layer.held_trained(degrees) - (layer.held_before(degrees) * layer.trained_share if entry.is_first else 0.0)
@@ -241,6 +244,12 @@ def _sum_stage(
     )
 
 
+def _held(unit: UnitSpec, entry: PlacedStage, trains: bool) -> NDArray[np.float64]:
+    """Return [layers]: parameters of a stage's layers on one rank that train, or frozen ones that can be sharded."""
+    degrees, layers = entry.stage.degrees, unit.layers[entry.stage.first : entry.stage.end]
+    return np.array([layer.held_trained(degrees) if trains else layer.held_frozen(degrees) for layer in layers])
+
+
 EARLY = 1 / 3
 """Share of a block's gradients that exist when its backward holds most: those of the last products of the MLP."""
 
@@ -251,28 +260,32 @@ def _sharded(
     """Return the `transient_bytes` and `forward_bytes` [layers, 3] of a sharded stage, and its `shard_bytes`.
 
     Besides its parts it holds all weights outside blocks, those of the running block, and those of the block to run
-    next with their parts in a message. Gradients of a block are summed in two flat copies and a part, while the block
-    before runs its backward; those of weights outside blocks at the end, until the first block of the next backward has
-    run.
+    next with their parts in a message; in a backward those of blocks that have one. Gradients of a block are summed in
+    flat copies (`ParameterBytes.sum_copies`) and a part, while the block before runs its backward; those of weights
+    outside blocks at the end, until the first block of the next backward has run.
     """
     layers = slice(entry.stage.first, entry.stage.end)
-    own = unit.layers[layers]
-    held = np.array([layer.held_trained(entry.stage.degrees) for layer in own]) * (shared_by > 1)
-    is_block = np.array(["layers." in layer.name for layer in own])
-    block, outside, part = held * is_block, held * ~is_block, 1.0 / shared_by.max()
-    ahead, behind = np.append(0.0, block[:-1]), np.append(block[1:], 0.0)  # of earlier and of later layers
+    trained, frozen = (_held(unit, entry, trains) * (shared_by > 1) for trains in (True, False))
+    is_block = np.array(["layers." in layer.name for layer in unit.layers[layers]])
+    block, outside, part = trained * is_block, trained * ~is_block, 1.0 / shared_by.max()
     shard, gradient, always = rules.shard_of(unit.name), rules.gradient, np.array([0.0, 0.0, 1.0])
     weight = rules.weight if shard == "weights" else 0.0
     coming = rules.weight * (1.0 + part) * shard.startswith("weights")
-    here = weight * (outside.sum() + block)
-    summed = gradient * (2.0 + part) * np.where(behind > 0.0, behind, outside.sum())
-    forward = here + coming * behind + weight * ahead * ~is_block
-    gathered = here + weight * ((1.0 + part) * ahead + behind * ~is_block)
+    used = trained + frozen  # weights, of blocks in forwards and backwards, and of the layers before and behind
+    ran, again = used * is_block, used * is_block * table.backward[layers]
+    always_here, flat = weight * (used * ~is_block).sum(), gradient * (rules.sum_copies + part)
+    behind = _behind(block)
+    forward = always_here + weight * ran + coming * _behind(ran) + weight * _ahead(ran) * ~is_block
+    if shard == "weights_by_step":  # all are counted as whole, also those that the first forward has yet to gather
+        forward = np.maximum(0.0, forward - rules.weight * (ran.sum() - ran.cumsum()))
+    gathered = always_here + weight * (again + (1.0 + part) * _ahead(again) + _behind(again) * ~is_block)
+    gathered *= table.backward[layers]
+    summed = flat * np.where(behind > 0.0, behind, outside.sum())
     backward = gathered + gradient * np.cumsum(outside[::-1])[::-1]
-    end = backward + gradient * (3.0 + part) * block
-    end[0] = max(end[0], outside.sum() * (weight + gradient * (3.0 + part)))
+    end = backward + (gradient + flat) * block
+    end[0] = max(end[0], always_here + outside.sum() * (gradient + flat))
     transient, kept, summing = table.transient_bytes[layers], table.kept_bytes[layers], np.zeros((3, 3))
-    running, flies = backward + gradient * EARLY * block + summed, behind > 0.0
+    running, flies = backward + gradient * EARLY * block + summed, (behind > 0.0) & table.backward[layers]
     if flies.any():
         beside = transient + np.outer(running, always)
         beside[~flies] = -np.inf
@@ -282,6 +295,14 @@ def _sharded(
     summing[1] = end[last] * always + table.output_bytes[layers][last] - kept[last:].sum(axis=0)
     summing[2] = (end - gathered)[last] * always - table.weight_bytes[layers][last:].sum(axis=0)
     return transient, table.forward_bytes[layers] + np.outer(forward, always), summing
+
+
+def _ahead(block: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.append(0.0, block[:-1])
+
+
+def _behind(block: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.append(block[1:], 0.0)
 
 
 def stage_peaks(transient: NDArray[np.float64], kept: NDArray[np.float64], cuts: Sequence[int]) -> NDArray[np.float64]:

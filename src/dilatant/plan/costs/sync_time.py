@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Shard
+from dilatant.cost.layer import trainable_before
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -180,8 +181,12 @@ def shard_seconds(
             continue
         for position, stage in enumerate(unit.replicas[0].stages):
             peers = [e for e in plan.stages() if (e.unit, e.position) == (unit.name, position)]
-            layers = model.unit(unit.name).layers[stage.first : stage.end]
+            spec, own = model.unit(unit.name), slice(stage.first, stage.end)
+            layers = spec.layers[own]
+            trained = sum(layer.held_trained(stage.degrees) for layer in layers)
             held = [layer.held_trained(stage.degrees) for layer in layers]
+            if shard.startswith("weights"):
+                held = [size + layer.held_frozen(stage.degrees) for size, layer in zip(held, layers)]
             if not sum(held):
                 continue
             domains: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -191,15 +196,24 @@ def shard_seconds(
             rings = [(ranks, len(layers)) for ranks in domains.values()]
             blocks = [size for size, layer in zip(held, layers) if "layers." in layer.name]
             exposed = (sum(held) - sum(blocks) + max(blocks, default=0.0)) / sum(held)
-            gather, total = (
+            before = trainable_before(spec.trainable, model.upstream_trainable(unit.name))[own]
+            again = sum(  # blocks without a backward are not gathered for one
+                size
+                for size, layer, earlier in zip(held, layers, before)
+                if earlier or layer.trainable or "layers." not in layer.name
+            )
+            weight = rules.weight * shard.startswith("weights")
+            gather, backward, total = (
                 max(_ring_seconds([_Ring(size, 1, *one) for one in rings], plan.ranks, cluster).values())
                 if size
                 else 0.0
-                for size in (sum(held) * rules.weight * shard.startswith("weights"), sum(held) * rules.gradient)
+                for size in (sum(held) * weight, again * weight, trained * rules.gradient)
             )
-            once, gather = (gather, 0.0) if shard == "weights_by_step" else (0.0, gather)
+            once = 0.0
+            if shard == "weights_by_step":
+                once, gather, backward = gather, 0.0, 0.0
             if max(map(len, domains.values())) > 1:
-                seconds = (gather, gather + total, gather, total, once, exposed + BESIDE * (1.0 - exposed))
+                seconds = (gather, backward + total, backward, total, once, exposed + BESIDE * (1.0 - exposed))
                 found |= {entry.index: seconds for entry in peers}
     return found
 

@@ -29,6 +29,8 @@ from dilatant.cost.memory import (
     FP32,
     FP32_AVERAGE,
     FP32_MOMENTS,
+    GLOO_COPIES,
+    NCCL_COPIES,
     MemoryReserve,
     ParameterBytes,
     Zero,
@@ -129,6 +131,8 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
         on_gpu = not is_same_hardware("CPU", hardware.name)
         dtype = "bfloat16" if train.precision == "bf16" or (train.precision == "auto" and on_gpu) else "float32"
     dtype = FP8 if train.precision == "fp8" else dtype
+    copies = GLOO_COPIES if is_same_hardware("CPU", hardware.name) else NCCL_COPIES
+    rules = _rules(dtype, train, per_node, keeps_gradients)
     return Target(
         hardware=hardware,
         requested=config.hardware or here.name,
@@ -136,7 +140,7 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
         is_local=is_local,
         threads=threads,
         dtype=dtype,
-        rules=replace(_rules(dtype, train, per_node, keeps_gradients), host_link=hardware.host_link),
+        rules=replace(rules, host_link=hardware.host_link, sum_copies=copies),
     )
 
 
@@ -146,7 +150,11 @@ def _target_of_groups(config: ClusterConfig, train: TrainConfig) -> Target:
     each = [plan_target(group, train) for group in config.of_groups]
     dtype = "float32" if any(target.dtype == "float32" for target in each) else each[0].dtype
     rules = _rules(dtype, train, math.gcd(*(target.cluster.gpus_per_node for target in each)))
-    rules = replace(rules, host_link=min(target.hardware.host_link for target in each))
+    rules = replace(
+        rules,
+        host_link=min(target.hardware.host_link for target in each),
+        sum_copies=max(target.rules.sum_copies for target in each),
+    )
     groups = tuple(
         replace(
             target,

@@ -1,8 +1,10 @@
-"""Sharded optimizer parameters: the boxes of trainable weights that a rank updates, and their all-gather afterwards."""
+"""Sharded parameters: the boxes of weights that a rank updates, or holds for others if they are frozen, and their
+all-gather."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,12 @@ class OwnedWeights:
     A weight with unsharded optimizer state is its own parameter. In a sharded weight, a contiguous fp32 box is a view
     of the weight; any other box is an fp32 master copy. Without `masters` (the optimizer keeps its own) boxes keep the
     weight's dtype: contiguous ones are views, others copies. exact: name → the weight's values before rounding, if
-    known. primary_cells: key → the cells whose primary owner is this rank, which alone includes them in norms and
-    writes them to checkpoints. pieces: key → the parts that one rank of every node owns (see `BucketShard`). before:
-    the owned weights of the last generation; if this rank owns the same boxes (`stays`), the parameters are reused.
+    known, or those of its part in `read`. primary_cells: key → the cells whose primary owner is this rank, which alone
+    includes them in norms and writes them to checkpoints. pieces: key → the parts that one rank of every node owns (see
+    `BucketShard`). before: the owned weights of the last generation; if this rank owns the same boxes (`stays`), the
+    parameters are reused.
     sharded: weights that are not held whole between uses; their boxes are never views, and `gather` leaves them out
-    (see `ShardedStage`).
+    (see `ShardedStage`). Of frozen weights, all are sharded, and nobody updates the boxes.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class OwnedWeights:
         masters: bool = True,
         before: OwnedWeights | None = None,
         sharded: Collection[str] = frozenset(),
+        read: Mapping[str, Box] = MappingProxyType({}),
     ) -> None:
         self.comm = comm
+        self._read = read
         self._keeps_masters = masters
         self.weights = dict(weights)
         self.held = {name: holdings[name].boxes[comm.rank] for name in weights}
@@ -141,14 +146,16 @@ class OwnedWeights:
             self._copies[box.key] = view
         if kept is not None:
             return kept
-        if not self._keeps_masters:
-            return self._as_held(view.clone(memory_format=torch.contiguous_format))
-        source = exact[box.name][self.held[box.name].place(box)] if box.name in exact else view
-        return nn.Parameter(torch.empty(box.shape, dtype=torch.float32, device=view.device).copy_(source))
+        # A sharded stage is still on the host, so that its device never holds all of it.
+        place = self.comm.device if box.name in self.sharded else view.device
+        known = exact[box.name][self._read.get(box.name, self.held[box.name]).place(box)] if box.name in exact else view
+        dtype = torch.float32 if self._keeps_masters else view.dtype
+        own = torch.empty(box.shape, dtype=dtype, device=place).copy_(known)
+        return self._as_held(own, self.weights[box.name].requires_grad)
 
-    def _as_held(self, own: Tensor) -> nn.Parameter:
-        parameter = nn.Parameter(own)
-        if own.dtype != torch.float32:
+    def _as_held(self, own: Tensor, trains: bool = True) -> nn.Parameter:
+        parameter = nn.Parameter(own, trains)
+        if own.dtype != torch.float32 and trains:
             parameter.grad_dtype = torch.float32
         return parameter
 

@@ -4,7 +4,8 @@ The rows are the boxes whose optimizer state the rank owns, so an update needs n
 action gathers a block before its forward and before its backward, while the previous block computes, and releases it
 afterwards; under `weights_by_step` the first action that uses it gathers it, and the end of the step releases it.
 Weights outside blocks (embedding, head, projector) are whole during the action. Gradients are reduce-scattered block by
-block in every backward, and accumulated in the boxes.
+block in every backward, and accumulated in the boxes. Frozen weights are gathered alike and sum nothing; blocks before
+the first one with a gradient are gathered in forwards only.
 
 Members of a group must run the same collectives in the same order. So an action always runs all collectives of its kind
 in one fixed order, whatever its forward uses, and replicas without an action take part in those of others
@@ -13,6 +14,7 @@ in one fixed order, whatever its forward uses, and replicas without an action ta
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilatant.comm.comm import Comm
 from dilatant.comm.group import Pending
 from dilatant.config.memory_modes import Shard
 from dilatant.plan.buckets import BucketShard
@@ -39,21 +40,24 @@ class ShardedStage:
     """The sharded buckets of one stage on this rank. Run every action of the stage in `running`, and those of other
     replicas in `take_part`; call `begin` and `finish` in each step.
 
-    blocks: modules that run one after the other. shares: this rank's parts of the stage's sharded buckets. shard: what
-    is sharded. duplicates: see `GradientSync`.
+    owned, fixed: the boxes of trained and of frozen weights. blocks: modules that run one after the other. shares: this
+    rank's parts of the stage's sharded buckets. shard: what is sharded. duplicates: see `GradientSync`. forward_only:
+    number of first blocks without a backward.
     """
 
     def __init__(
         self,
-        comm: Comm,
         owned: OwnedWeights,
+        fixed: OwnedWeights,
         blocks: Sequence[nn.Module],
         shares: Sequence[BucketShard],
         shard: Shard,
         duplicates: Set[str],
+        forward_only: int,
     ) -> None:
-        self._comm = comm
-        self._owned = owned
+        self._comm = owned.comm
+        self._owned, self._fixed = owned, fixed
+        self._forward_only = forward_only
         self._shard = shard
         self._gathers = shard.startswith("weights")
         self._here: set[int] = set()  # groups whose weights stay until the step ends
@@ -65,7 +69,7 @@ class ShardedStage:
         self._groups: list[list[BucketShard]] = [[] for _ in range(len(blocks) + 1)]
         self._group_of_weight: dict[nn.Parameter, int] = {}
         for share in shares:
-            weights = [owned.weights[name] for name in share.bucket.names]
+            weights = [*self._weights_of(share)]
             numbers = {place.get(weight, _OUTSIDE) for weight in weights}
             number = numbers.pop() if len(numbers) == 1 else _OUTSIDE
             self._groups[number].append(share)
@@ -82,11 +86,6 @@ class ShardedStage:
                 block.register_forward_pre_hook(partial(self._before_block, number)),
                 block.register_forward_hook(partial(self._behind_block, number)),
             ]
-        if self._gathers:
-            for weight in self._group_of_weight:
-                storage = weight.untyped_storage()
-                if storage.nbytes() not in (0, weight.nbytes) or not storage.resizable():
-                    weight.data = weight.data.clone()
 
     def begin(self) -> None:
         """Start a step or an evaluation without gradients, and without weights of before."""
@@ -169,7 +168,7 @@ class ShardedStage:
     @torch.no_grad()
     def _open(self, kind: ActionKind) -> None:
         blocks = range(1, len(self._groups))
-        self._order = [_OUTSIDE, *(blocks if kind == ActionKind.F else reversed(blocks))]
+        self._order = [_OUTSIDE, *(blocks if kind == ActionKind.F else reversed(blocks[self._forward_only :]))]
         self._kind, self._at = kind, 0
         self._launch(_OUTSIDE)
         self._launch_next()
@@ -211,15 +210,17 @@ class ShardedStage:
 
     def _launch(self, number: int) -> None:
         if self._gathers and self._kind != ActionKind.W and number not in self._here:
-            self._gathering[number] = [self._owned.start_gather(share, SHARDS) for share in self._groups[number]]
+            self._gathering[number] = [self._owner(share).start_gather(share, SHARDS) for share in self._groups[number]]
 
     def _arrive(self, number: int) -> None:
         if self._shard == "weights_by_step" and self._gathering.get(number):
             self._here.add(number)
-        for share, flat, pending in self._gathering.pop(number, ()):
+        messages = deque(self._gathering.pop(number, ()))
+        while messages:  # each is freed as soon as its weights are filled
+            share = messages[0][0]
             for weight in self._weights_of(share):
                 weight.untyped_storage().resize_(weight.nbytes)
-            self._owned.finish_gather(share, flat, pending)
+            self._owner(share).finish_gather(*messages.popleft())
 
     def _leave(self, number: int) -> None:
         if self._kind in (ActionKind.B, ActionKind.W):
@@ -235,14 +236,15 @@ class ShardedStage:
     def _scatter(self, number: int) -> None:
         """Begin to sum the gradients of a group over the ranks that share it, and drop this rank's own."""
         self._settle()
-        for share in self._groups[number]:
+        trained = [share for share in self._groups[number] if self._owner(share) is self._owned]
+        for share in trained:
             weight = self._owned.weights[share.bucket.names[0]]
             like = weight.new_empty(0, dtype=weight.grad_dtype or weight.dtype)
             flat = pack_gradients(share, self._owned.held, self._gradient_of, like)
             own = like.new_empty(flat.numel() // len(share.sharing))
             group = group_of(self._comm, share.sharing, SHARDS)
             self._reducing.append((share, own, group.reduce_scatter(own, flat, _what("gradients", share))))
-        for share in self._groups[number]:
+        for share in trained:
             for weight in self._weights_of(share):
                 weight.grad = None
 
@@ -260,7 +262,11 @@ class ShardedStage:
         return None if name in self._duplicates else self._owned.weights[name].grad
 
     def _weights_of(self, share: BucketShard) -> Iterator[nn.Parameter]:
-        return (self._owned.weights[name] for name in share.bucket.names)
+        weights = self._owner(share).weights
+        return (weights[name] for name in share.bucket.names)
+
+    def _owner(self, share: BucketShard) -> OwnedWeights:
+        return self._owned if share.bucket.names[0] in self._owned.weights else self._fixed
 
 
 def _what(content: str, share: BucketShard) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -43,12 +43,14 @@ class StateLayout:
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketedWeights:
     """A rank's trainable weights. shares: its parts of buckets. owned: boxes it updates. sync: their gradient sync.
-    sharded: those of `shares` whose gradients are summed in every backward, see `ShardedStage`. stages: number of a
-    stage here → its sharded weights, once they are released."""
+    fixed: boxes of frozen weights that are sharded. sharded: the parts of buckets in `ShardedStage`: those of `shares`
+    whose gradients are summed in every backward, and those of frozen weights. stages: number of a stage here → its
+    sharded weights, once they are released."""
 
     shares: tuple[BucketShard, ...]
     owned: OwnedWeights
     sync: GradientSync
+    fixed: OwnedWeights
     sharded: tuple[BucketShard, ...] = ()
     stages: dict[int, ShardedStage] = field(default_factory=dict)
 
@@ -120,32 +122,58 @@ def bucket_weights(
     formats: Mapping[str, Format],
     layout: StateLayout,
     exact: Mapping[str, Tensor] | None = None,
-    before: OwnedWeights | None = None,
+    before: BucketedWeights | None = None,
     apart: Mapping[str, str] = MappingProxyType({}),
+    frozen: Set[str] = frozenset(),
+    read: Mapping[str, Box] = MappingProxyType({}),
 ) -> BucketedWeights:
-    """Bucket the trainable weights for ownership and gradient sync; called by all ranks, on which only `weights` and
+    """Bucket the weights for ownership, gradient sync and sharding; called by all ranks, on which only `weights` and
     `stages_of` differ.
 
-    weights: the trainable ones held here, by logical name. stages_of: this rank's stages that use them. formats: of
-    every trainable weight on any rank. layout: see `shard_of`; without node_of all ranks are on one node. exact,
-    before: see `OwnedWeights`. apart: weight that may be sharded → its layer. Raises UserError if nothing of a unit can
-    be sharded.
+    weights: the trainable ones and those of `frozen` held here, by logical name. stages_of: this rank's stages that use
+    them. formats: of every such weight on any rank. layout: see `shard_of`; without node_of all ranks are on one node.
+    exact, read: see `OwnedWeights`. before: those of the last generation. apart: weight that may be sharded → its
+    layer. frozen: weights that do not train, of units whose weights are sharded. Raises UserError if nothing of a unit
+    can be sharded.
     """
-    nodes = [0] * comm.size if layout.node_of is None else layout.node_of
-    buckets = make_buckets(holdings, formats, formats, layout.bucket_bytes, apart, layout.uncut)
-    layers = _divided_layers(buckets, layout, nodes, apart)
-    shares = tuple(shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in buckets if comm.rank in bucket.ranks)
-    sharded = tuple(share for share in shares if apart.get(share.bucket.names[0]) in layers)
-    in_step = tuple(share for share in shares if apart.get(share.bucket.names[0]) not in layers)
+    shares, sharded = cut_shares(comm, holdings, formats, layout, apart, frozen)
+    apart_ids = {*map(id, sharded)}
+    in_step = tuple(share for share in shares if id(share) not in apart_ids)
     open_groups(comm, shares)
     open_groups(comm, sharded, SHARDS)
     gathered = {unit for unit, how in layout.shard.items() if how.startswith("weights")}
     names = {name for share in sharded for name in share.bucket.names if name.partition(".")[0] in gathered}
-    owned = OwnedWeights(comm, weights, holdings, shares, exact, layout.keeps_masters, before, names)
-    duplicates = frozenset(name for name in weights if comm.rank in holdings[name].duplicates)
-    using = {name: frozenset(stages_of[name]) for name in weights}
+    trained = {name: weight for name, weight in weights.items() if name not in frozen}
+    held = {name: weight for name, weight in weights.items() if name in frozen & names}
+    masters, earlier = layout.keeps_masters, (None, None) if before is None else (before.owned, before.fixed)
+    owned = OwnedWeights(comm, trained, holdings, shares, exact, masters, earlier[0], names - frozen)
+    of_fixed = tuple(share for share in sharded if share.bucket.names[0] in frozen)
+    duplicates = frozenset(name for name in trained if comm.rank in holdings[name].duplicates)
+    using = {name: frozenset(stages_of[name]) for name in trained}
     sync = GradientSync(comm, owned, using, in_step, duplicates)
-    return BucketedWeights(shares, owned, sync, sharded)
+    fixed = OwnedWeights(comm, held, holdings, of_fixed, exact, False, earlier[1], held, read)
+    return BucketedWeights(shares, owned, sync, fixed, sharded)
+
+
+def cut_shares(
+    comm: Comm,
+    holdings: Holdings,
+    formats: Mapping[str, Format],
+    layout: StateLayout,
+    apart: Mapping[str, str],
+    frozen: Set[str],
+) -> tuple[tuple[BucketShard, ...], tuple[BucketShard, ...]]:
+    """Return this rank's parts of the buckets of weights that train, and of all that are sharded, frozen ones last; see
+    `bucket_weights`."""
+    nodes = [0] * comm.size if layout.node_of is None else layout.node_of
+    buckets = make_buckets(holdings, formats, formats.keys() - frozen, layout.bucket_bytes, apart, layout.uncut)
+    fixed = make_buckets(holdings, formats, frozen, layout.bucket_bytes, apart)
+    layers = _divided_layers([*buckets, *fixed], layout, nodes, apart)
+    shares, of_fixed = (
+        tuple(shard_of(bucket, comm.rank, layout.zero, nodes) for bucket in each if comm.rank in bucket.ranks)
+        for each in (buckets, fixed)
+    )
+    return shares, tuple(each for each in (*shares, *of_fixed) if apart.get(each.bucket.names[0]) in layers)
 
 
 def _divided_layers(
