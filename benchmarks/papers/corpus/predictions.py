@@ -60,7 +60,7 @@ def predicted_seconds(run: Measured) -> float:
     chain = even_chain(
         "language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed, work
     )
-    case = Case((unit,), run.hardware, cluster, workload, run.batch, rules)
+    case = Case((unit,), run.hardware.among(gpus), cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
     score = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums)
@@ -227,11 +227,8 @@ def in_turn(path: Path, every: int, console: Console) -> list[dict[str, Any]]:
 
 def _slower(run: Measured, products: float, traffic: float) -> Measured:
     """Return the run on devices whose products and attention, and whose traffic, take so many times as long."""
-    hardware = run.hardware
-    attention = {name: (one / products, other / products) for name, (one, other) in hardware.attention.items()}
-    efficiency, memory = hardware.matmul_efficiency / products, hardware.memory_efficiency / traffic
-    slower = replace(hardware, matmul_efficiency=efficiency, memory_efficiency=memory, attention=attention)
-    return replace(run, hardware=slower)
+    slower = run.hardware.clocked(1 / products)
+    return replace(run, hardware=replace(slower, memory_efficiency=slower.memory_efficiency / traffic))
 
 
 WORKSPACES = 64.0 * 2**20

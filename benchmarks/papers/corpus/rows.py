@@ -284,10 +284,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
         port = hardware.between.bandwidth / hardware.ports
         hardware = replace(hardware, between=Link(port * DOMAIN, hardware.between.latency), ports=DOMAIN)
     if "500 W" in row["hardware"]:  # of 700: power grows with the cube of the clock; HBM2e
-        clock = (5 / 7) ** (1 / 3)
-        attention = {kernel: (one * clock, other * clock) for kernel, (one, other) in hardware.attention.items()}
-        efficiency = hardware.matmul_efficiency * clock
-        hardware = replace(hardware, matmul_efficiency=efficiency, attention=attention, bandwidth=2.4e12)
+        hardware = replace(hardware.clocked((5 / 7) ** (1 / 3)), bandwidth=2.4e12)
     found = re.search("(fp|float)([48])", row["precision"].lower())
     low = f"float{found[2]}" if found else None
     if low is not None and low not in hardware.peak_flops:

@@ -79,12 +79,13 @@ def modelled_costs(
     """Return the modelled costs of layers as `runner` computes them. joined: `cp` ranks are replicas that divide
     nothing but experts among each other, so no keys and values are sent."""
     degrees, per_node = planned_degrees(config.plan, model, target), target.cluster.reach
+    slowest = target.hardware.among(target.cluster.num_devices)
     shapes = counted_shapes(model)
     if joined:
         shapes = {kind: replace(shape, key_value_width=0) for kind, shape in shapes.items()}
         widths = {1 << power for power in range(per_node.bit_length())}
         degrees = [Degrees(tp, cp) for tp in {one.tp for one in degrees} for cp in widths if tp * cp <= per_node]
-    return analytic_costs(shapes, target.hardware, degrees_by_kind(model, degrees), target.dtype, per_node, runner)
+    return analytic_costs(shapes, slowest, degrees_by_kind(model, degrees), target.dtype, per_node, runner)
 
 
 def _costs_of_groups(config: Config, model: ModelDescription, target: Target, say: Say) -> CostModel:
