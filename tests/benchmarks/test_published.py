@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from rich.console import Console
 from benchmarks.papers.corpus.predictions import corpus_report, predicted_bytes, predicted_seconds
 from benchmarks.papers.corpus.rows import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from benchmarks.papers.planner import cuts_by_work, even_chain
-from dilatant.cost.hardware import load_hardware
 from dilatant.cost.published_runs import published_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,21 +24,22 @@ CORPUS = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "data
 needs_corpus = pytest.mark.skipif(not CORPUS.exists(), reason="the measured runs are absent")
 
 REACHED = {
-    "bloom-prequel": 0.05,
+    "bloom-prequel": 0.043,
     "fms-fsdp": 0.065,
-    "torchtitan": 0.03,
-    "torchtitan, FP8": 0.13,
-    "megatron-bridge-summary, FP8": 0.065,
-    "megatron-bridge-summary, FP4": 0.08,
-    "megatron-bridge-summary, experts": 0.35,
-    "megatron-bridge-summary, experts, FP8": 0.15,
+    "torchtitan": 0.021,
+    "torchtitan, FP8": 0.124,
+    "megatron-bridge-summary, FP8": 0.068,  # 24 of 76 ran on GB300; 5.8 percent without
+    "megatron-bridge-summary, FP4": 0.073,
+    "megatron-bridge-summary, experts": 0.343,  # 24 of 28 are GPT OSS; 7 percent without
+    "megatron-bridge-summary, experts, FP8": 0.148,
     "nemo-24.07, FP8": 0.095,
-    "nanotron-ultrascale": 0.145,
-    "internevo": 0.045,
-    "llm-foundry": 0.04,
-    "llm-foundry, FP8": 0.04,
+    "nanotron-ultrascale": 0.139,
+    "internevo": 0.039,
+    "llm-foundry": 0.034,
+    "llm-foundry, FP8": 0.036,
 }
-"""Largest mean distance by source, held-out ones first: what the committed results reach, rounded up."""
+"""Largest mean distance by source, held-out ones first: what the committed results reach, rounded up to a
+tenth of a percent. docs/results.md says why it is not less."""
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +60,8 @@ def test_constants_of_one_source_hold_for_others():
     # Eight runs, of which most recompute an unknown part, fit nothing.
     other = [own for (fitted, tested), own in pairs.items() if fitted not in (tested, "fms-fsdp")]
     assert len(other) == 16
-    assert np.mean(other) < 0.07
-    assert max(other) < 0.14
-
-
-def test_hardware_says_how_far_its_runs_were():
-    document = json.loads((ROOT / "benchmarks/results/published.json").read_text(encoding="utf-8"))
-    found: dict[str, dict[str, float]] = {}
-    for one in document["corpus"]["groups"]:
-        if match := re.fullmatch("([a-z0-9.-]+) on ([A-Z0-9]+)((?:, FP[48])?)", one["runs"]):
-            found.setdefault(match[2], {})[match[1] + match[3]] = round(one["mean_distance"], 2)
-    assert found == {name: load_hardware(name).compared for name in found}
+    assert np.mean(other) < 0.058  # 5.7 percent
+    assert max(other) < 0.107  # 10.6 percent, of llm-foundry by what is fitted on BLOOM's kernels of 2021
 
 
 def test_bytes_of_committed_large_runs_are_near():
