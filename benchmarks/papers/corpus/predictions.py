@@ -24,7 +24,7 @@ from benchmarks.papers.corpus.rows import (
     measured_runs,
     read_lines,
 )
-from benchmarks.papers.models import PaperUnit, model_spec
+from benchmarks.papers.models import PaperUnit, model_spec, parameters
 from benchmarks.papers.planner import Case, even_chain, same_samples
 from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import MEGATRON, analytic_cost
@@ -64,7 +64,10 @@ def predicted_seconds(run: Measured) -> float:
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
     score = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums)
-    return score.seconds + sums.broadcast * run.dp * (run.zero == "all")
+    if run.zero != "all" or run.dp == 1:
+        return score.seconds
+    held = run.parts[1].count / run.pp, parameters(run.parts) / (run.tp * run.pp)
+    return score.seconds + sums.gather_seconds(run.dp, *held)
 
 
 def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> list[dict[str, Any]]:
