@@ -188,7 +188,7 @@ def model_operations(parts: tuple[Part, ...], tokens: int) -> float:
 
 def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
     """Return a run's row: predicted and published seconds, MFU by one count of operations, our plan if `searched`."""
-    hardware = load_hardware(run.hardware)
+    hardware = load_hardware(run.hardware).among(run.gpus)
     # Megatron and Llama 3 shard optimizer state over replicas; older runs did not, which costs no time here.
     rules = ParameterBytes(zero="all", gradient=run.sums.bytes)
     layers = sum(part.count for part in run.parts)

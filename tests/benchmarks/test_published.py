@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,17 @@ import pytest
 from rich.console import Console
 
 from benchmarks.papers.corpus.predictions import corpus_report, predicted_bytes, predicted_seconds
-from benchmarks.papers.corpus.rows import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
+from benchmarks.papers.corpus.rows import (
+    OVERLAPPED,
+    SUMS,
+    Measured,
+    MeasuredMemory,
+    Sums,
+    measured_memory,
+    measured_runs,
+    read_lines,
+)
 from benchmarks.papers.planner import cuts_by_work, even_chain
-from dilatant.cost.hardware import load_hardware
 from dilatant.cost.published_runs import published_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,21 +33,22 @@ CORPUS = Path(os.environ.get("DILATANT_SHARED", ROOT.parent / "shared")) / "data
 needs_corpus = pytest.mark.skipif(not CORPUS.exists(), reason="the measured runs are absent")
 
 REACHED = {
-    "bloom-prequel": 0.05,
+    "bloom-prequel": 0.043,
     "fms-fsdp": 0.065,
-    "torchtitan": 0.03,
-    "torchtitan, FP8": 0.13,
-    "megatron-bridge-summary, FP8": 0.065,
-    "megatron-bridge-summary, FP4": 0.08,
-    "megatron-bridge-summary, experts": 0.35,
-    "megatron-bridge-summary, experts, FP8": 0.15,
+    "torchtitan": 0.021,
+    "torchtitan, FP8": 0.124,
+    "megatron-bridge-summary, FP8": 0.068,  # 24 of 76 ran on GB300; 5.8 percent without
+    "megatron-bridge-summary, FP4": 0.073,
+    "megatron-bridge-summary, experts": 0.343,  # 24 of 28 are GPT OSS; 7 percent without
+    "megatron-bridge-summary, experts, FP8": 0.148,
     "nemo-24.07, FP8": 0.095,
-    "nanotron-ultrascale": 0.145,
-    "internevo": 0.045,
-    "llm-foundry": 0.04,
-    "llm-foundry, FP8": 0.04,
+    "nanotron-ultrascale": 0.127,
+    "internevo": 0.039,
+    "llm-foundry": 0.034,
+    "llm-foundry, FP8": 0.036,
 }
-"""Largest mean distance by source, held-out ones first: what the committed results reach, rounded up."""
+"""Largest mean distance by source, held-out ones first: what the committed results reach, rounded up to a
+tenth of a percent. docs/results.md says why it is not less."""
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +69,8 @@ def test_constants_of_one_source_hold_for_others():
     # Eight runs, of which most recompute an unknown part, fit nothing.
     other = [own for (fitted, tested), own in pairs.items() if fitted not in (tested, "fms-fsdp")]
     assert len(other) == 16
-    assert np.mean(other) < 0.07
-    assert max(other) < 0.14
-
-
-def test_hardware_says_how_far_its_runs_were():
-    document = json.loads((ROOT / "benchmarks/results/published.json").read_text(encoding="utf-8"))
-    found: dict[str, dict[str, float]] = {}
-    for one in document["corpus"]["groups"]:
-        if match := re.fullmatch("([a-z0-9.-]+) on ([A-Z0-9]+)((?:, FP[48])?)", one["runs"]):
-            found.setdefault(match[2], {})[match[1] + match[3]] = round(one["mean_distance"], 2)
-    assert found == {name: load_hardware(name).compared for name in found}
+    assert np.mean(other) < 0.058  # 5.7 percent
+    assert max(other) < 0.107  # 10.6 percent, of llm-foundry by what is fitted on BLOOM's kernels of 2021
 
 
 def test_bytes_of_committed_large_runs_are_near():
@@ -87,7 +86,7 @@ def test_runs_that_nothing_was_fitted_to_are_predicted_near(runs):
     own = [run for run in dense if run.source in ("bloom-prequel", "fms-fsdp", "torchtitan")][::14]
     off = [abs(predicted_seconds(run) / run.seconds - 1.0) for run in own]
     assert len(own) >= 8
-    assert np.mean(off) < 0.11  # 10.4 percent of this fourteenth, 7 of all (docs/results.md)
+    assert np.mean(off) < 0.05  # 4.8 percent of this fourteenth, 4.2 of all (docs/results.md)
 
 
 @needs_corpus
@@ -177,3 +176,25 @@ def test_table_of_runs_in_the_package_is_that_of_the_corpus(runs):
             run.tp * run.cp * run.pp * run.dp,
         )
         assert predicted_seconds(run) / run.seconds == pytest.approx(one.ratio, abs=0.01)  # two digits are written
+
+
+@needs_corpus
+def test_gathers_of_nanotron_cost_more_than_their_bytes(runs):
+    """Of runs that differ in ZeRO alone, where tensor parallelism fills the nodes: ZeRO-1 is measured to be slower."""
+    of_layout: dict[tuple[int, int], dict[str, Measured]] = {}
+    for run in runs:
+        if (run.source, run.model, run.tp, run.pp, run.group) == ("nanotron-ultrascale", "Llama 8B", 8, 1, ""):
+            of_layout.setdefault((run.dp, run.microbatch), {})[run.zero] = run
+    pairs = [own for (ranks, _), own in of_layout.items() if ranks == 32 and len(own) == 2]
+    assert len(pairs) == 4
+    assert all(own["all"].seconds > own["none"].seconds for own in pairs)
+
+    def off(own: dict[str, Measured], sums: Sums) -> float:
+        whole, sharded = (replace(own[zero], sums=sums) for zero in ("none", "all"))
+        more = predicted_seconds(sharded) - predicted_seconds(whole)
+        return abs(more - (sharded.seconds - whole.seconds))
+
+    # A third of what is missing in the mean; the rest is in sums that overlap less than is taken.
+    assert np.mean([off(own, SUMS["nanotron-ultrascale"]) for own in pairs]) < 0.75 * np.mean(
+        [off(own, OVERLAPPED) for own in pairs]
+    )

@@ -130,7 +130,8 @@ def test_the_plan_uses_costs_of_tensor_parallel_groups(project: Path, dilatant: 
     code, out, err = dilatant(*profile, *two, "--tp", "2", "--cp", "1,2")
     assert code == 0, err
     assert "llama block 16 tp 2" in out
-    assert {degree for known in load_costs(costs).layers.values() for degree in known} == {(2, 1), (2, 2)}
+    degrees = {degree for known in load_costs(costs).layers.values() for degree in known}
+    assert {(degree.tp, degree.cp, degree.ep) for degree in degrees} == {(2, 1, 1), (2, 2, 1)}
     report = planned(dilatant, project / "config.yaml", *two, "--costs", costs)
     assert {(placed.stage.tp, placed.stage.cp) for placed in report.plan.stages()} == {(2, 1)}
     code, _, err = dilatant(

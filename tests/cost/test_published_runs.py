@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 
 from dilatant.cost.hardware import load_hardware
-from dilatant.cost.published_runs import nearest_runs, published_runs
+from dilatant.cost.published_runs import mean_errors, nearest_runs, published_runs
 
 MOST_BYTES = 24_000
 """The package holds facts about a part of the published runs, not the corpus."""
@@ -41,3 +41,15 @@ def test_a_doubling_counts_like_another_sharding_and_half_of_experts():
 
 def test_hardware_without_runs_has_no_nearest_one():
     assert nearest_runs(replace(published_runs()[0], hardware="L4")) == ()
+
+
+def test_errors_are_means_over_runs_of_a_source_and_kind():
+    lines = files("dilatant.cost").joinpath("published_runs.csv").read_text(encoding="utf-8").splitlines()
+    of_source = [line for line in lines if line.startswith("torchtitan-") and ",H100," in line]
+    in_fp8 = [abs(float(line.rpartition(",")[2]) - 1.0) for line in of_source if ", FP8" in line]
+    in_16_bits = [abs(float(line.rpartition(",")[2]) - 1.0) for line in of_source if ", FP8" not in line]
+    found = mean_errors("H100")
+    assert len(in_fp8) > 1
+    assert found["torchtitan, FP8"] == pytest.approx(sum(in_fp8) / len(in_fp8))
+    assert found["torchtitan"] == pytest.approx(sum(in_16_bits) / len(in_16_bits))
+    assert not mean_errors("L4")

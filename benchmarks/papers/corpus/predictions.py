@@ -24,7 +24,7 @@ from benchmarks.papers.corpus.rows import (
     measured_runs,
     read_lines,
 )
-from benchmarks.papers.models import PaperUnit, model_spec
+from benchmarks.papers.models import PaperUnit, model_spec, parameters
 from benchmarks.papers.planner import Case, even_chain, same_samples
 from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import MEGATRON, analytic_cost
@@ -60,11 +60,14 @@ def predicted_seconds(run: Measured) -> float:
     chain = even_chain(
         "language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed, work
     )
-    case = Case((unit,), run.hardware, cluster, workload, run.batch, rules)
+    case = Case((unit,), run.hardware.among(gpus), cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
     score = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums)
-    return score.seconds + sums.broadcast * run.dp * (run.zero == "all")
+    if run.zero != "all" or run.dp == 1:
+        return score.seconds
+    held = run.parts[1].count / run.pp, parameters(run.parts) / (run.tp * run.pp)
+    return score.seconds + sums.gather_seconds(run.dp, *held)
 
 
 def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> list[dict[str, Any]]:
@@ -227,11 +230,8 @@ def in_turn(path: Path, every: int, console: Console) -> list[dict[str, Any]]:
 
 def _slower(run: Measured, products: float, traffic: float) -> Measured:
     """Return the run on devices whose products and attention, and whose traffic, take so many times as long."""
-    hardware = run.hardware
-    attention = {name: (one / products, other / products) for name, (one, other) in hardware.attention.items()}
-    efficiency, memory = hardware.matmul_efficiency / products, hardware.memory_efficiency / traffic
-    slower = replace(hardware, matmul_efficiency=efficiency, memory_efficiency=memory, attention=attention)
-    return replace(run, hardware=slower)
+    slower = run.hardware.clocked(1 / products)
+    return replace(run, hardware=replace(slower, memory_efficiency=slower.memory_efficiency / traffic))
 
 
 WORKSPACES = 64.0 * 2**20

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -47,8 +48,8 @@ class Hardware:
     kernel ("packed": ours). `processors`: units that each compute a tile of a product; 0: products have no tiles.
     `host_link`: bytes per second between a device and its host in one direction, while all devices of a node copy; 0:
     they share memory, or it is unknown. `node`: devices of a usual node. `domain`: devices of an NVLink domain that
-    spans nodes, which `inside` links; 0: none does. `source`: origin of the numbers. `compared`: by program, how far
-    modelled steps of its published runs on this device are from the measured ones in the mean.
+    spans nodes, which `inside` links; 0: none does. `spread`: standard deviation of the speeds of devices of this type,
+    as a share of the mean. `source`: origin of the numbers.
     """
 
     name: str
@@ -68,7 +69,19 @@ class Hardware:
     host_link: float = 0.0
     node: Annotated[int, Meta(ge=1)] = 8
     domain: Annotated[int, Meta(ge=0)] = 0
-    compared: Mapping[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+
+    def among(self, devices: int) -> Hardware:
+        """Return the slowest of so many devices, for which all others wait in each step: of normally distributed speeds
+        it is about `sqrt(2 ln devices)` standard deviations below the mean. The shares of peak hold for eight."""
+        fewest = 8
+        below, known = (math.sqrt(2 * math.log(max(fewest, one))) for one in (devices, fewest))
+        return self.clocked(1 / (1 + self.spread * (below - known)))
+
+    def clocked(self, share: float) -> Hardware:
+        """Return the device at `share` of its clock, which products and attention follow, but memory does not."""
+        attention = {kernel: (forth * share, back * share) for kernel, (forth, back) in self.attention.items()}
+        return replace(self, matmul_efficiency=self.matmul_efficiency * share, attention=attention)
 
     def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
         """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
@@ -159,7 +172,7 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     while isinstance(entry, dict) and entry.get("like") in document.keys() - seen:
         seen.add(like := entry["like"])
         own = {key: value for key, value in entry.items() if key != "like"}
-        entry = {**document[like], "compared": {}, **own} if isinstance(document[like], dict) else own
+        entry = {**document[like], **own} if isinstance(document[like], dict) else own
     return _read(name, entry, where)
 
 
@@ -175,12 +188,11 @@ _WORDS = {
     "ports": "a whole number from 1 on",
     **dict.fromkeys(("processors", "domain"), "a whole number"),
     "attention": "a mapping of kernels to two numbers",
-    "compared": "a mapping of names to numbers",
     "source": "a text",
 }
 
 
-_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "node", "domain", "compared"}
+_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "node", "domain", "spread"}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:

@@ -27,13 +27,17 @@ class PublishedRun:
     sharded: str
     ratio: float
 
+    @property
+    def kind(self) -> str:
+        """What it differs in from a dense model in 16 bits."""
+        return self.model.partition(", ")[2]
+
     def unlike(self, other: PublishedRun) -> float:
         """Return how far its size, devices and degrees are from those of another run, in doublings: another sharding
         counts as one, another precision or experts as two."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("billions", "devices", "tp", "pp"))
-        kinds = (one.model.partition(", ")[2] for one in (self, other))
         far = sum(abs(math.log2(own / theirs)) for own, theirs in pairs)
-        return far + (self.sharded != other.sharded) + 2 * (len({*kinds}) > 1)
+        return far + (self.sharded != other.sharded) + 2 * (self.kind != other.kind)
 
     def __str__(self) -> str:
         layout = f"tp {self.tp}, pp {self.pp}, sharded {self.sharded}"
@@ -53,3 +57,14 @@ def published_runs() -> tuple[PublishedRun, ...]:
 def nearest_runs(plan: PublishedRun, most: int = 3) -> tuple[PublishedRun, ...]:
     """Return up to `most` published runs on the hardware of a plan, described as a run, the most similar first."""
     return tuple(sorted((run for run in published_runs() if run.hardware == plan.hardware), key=plan.unlike)[:most])
+
+
+def mean_errors(hardware: str) -> dict[str, float]:
+    """Return by source and kind of model how far the modelled steps of its runs in the table, on this hardware, are
+    from the measured ones in the mean, as a share of these."""
+    errors: dict[str, list[float]] = {}
+    for run in published_runs():
+        if run.hardware == hardware:
+            source = run.source.rpartition("-")[0]
+            errors.setdefault(", ".join(filter(None, (source, run.kind))), []).append(abs(run.ratio - 1.0))
+    return {source: sum(own) / len(own) for source, own in errors.items()}

@@ -12,7 +12,7 @@ from dilatant.config.files.own_files import require_plain
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.analytic import FP8
 from dilatant.cost.memory import ZEROS, bytes_text
-from dilatant.cost.published_runs import PublishedRun, nearest_runs
+from dilatant.cost.published_runs import PublishedRun, mean_errors, nearest_runs
 from dilatant.plan.costs.stable_batch import sample_work
 from dilatant.plan.costs.sync_time import sharing
 from dilatant.plan.model_spec import roles_of
@@ -229,15 +229,15 @@ def _attention_text(problem: PlanningProblem) -> str:
 def _compared(planned: PlannedRun) -> list[str]:
     """Say how far modelled steps are from published ones on these devices."""
     problem = planned.problem
-    hardware = problem.target.hardware
+    hardware = problem.target.hardware.name
     if problem.measured.origin != "analytic" or problem.target.groups or problem.target.is_local:
         return []
-    found = [f"{name} {percent_text(off)}" for name, off in hardware.compared.items()]
+    found = [f"{name} {percent_text(off)}" for name, off in mean_errors(hardware).items()]
     if not found:
-        return [f"No published run on {hardware.name} was compared with its modelled step."]
+        return [f"No published run on {hardware} was compared with its modelled step."]
     nearest = "; ".join(map(str, _nearest(planned)))
     return [
-        f"Mean errors of modelled steps of published runs on {hardware.name}: {listed(found)}. Modelled over measured "
+        f"Mean errors of modelled steps of published runs on {hardware}: {listed(found)}. Modelled over measured "
         f"seconds of those most like this plan: {nearest or 'none is known'}."
     ]
 

@@ -117,8 +117,9 @@ def local_costs(
         costs = cached_costs(described, target, degrees, config.data.max_length)
     if costs is None:
         costs = analytic_costs(
-            layer_shapes(described, guess=True), target.hardware, degrees, target.dtype, target.cluster.reach
-        )
+            layer_shapes(described, guess=True), target.hardware.among(target.cluster.num_devices), degrees,
+            target.dtype, target.cluster.reach,
+        )  # fmt: skip
         note += f"; {_how_to_measure(config, target)}"
     in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
     return LocalCosts(described, costs, in_use, target, note)

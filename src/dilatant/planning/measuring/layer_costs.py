@@ -76,8 +76,8 @@ def layer_costs(
 def modelled_costs(config: Config, model: ModelDescription, target: Target, runner: Runner = DILATANT) -> CostModel:
     """Return the modelled costs of layers as `runner` computes them."""
     degrees = degrees_by_kind(model, planned_degrees(config.plan, model, target))
-    per_node = target.cluster.reach
-    return analytic_costs(counted_shapes(model), target.hardware, degrees, target.dtype, per_node, runner)
+    per_node, slowest = target.cluster.reach, target.hardware.among(target.cluster.num_devices)
+    return analytic_costs(counted_shapes(model), slowest, degrees, target.dtype, per_node, runner)
 
 
 def _costs_of_groups(config: Config, model: ModelDescription, target: Target, say: Say) -> CostModel:
