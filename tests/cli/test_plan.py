@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def slow_alone(costs: Path) -> None:
 def test_context_parallelism_is_planned_where_it_pays_and_trains(project: Path, dilatant: Dilatant) -> None:
     config, costs = project / "config.yaml", project / "costs.yaml"
     wide = ("--set", "plan.context_parallel=[1,2]", "--set", "model.language_model.config.num_key_value_heads=2")
-    two = (*H100, "--set", "cluster.gpus_per_node=2", *wide)
+    two = (*H100, "--set", "cluster.gpus_per_node=2", "--set", "plan.tensor_parallel=[1]", *wide)
     layers_of_a_few_weights = planned(dilatant, config, *two).plan
     assert {placed.stage.cp for placed in layers_of_a_few_weights.stages()} == {1}
     assert dilatant("profile", config, *two, "--out", costs)[0] == 0
@@ -225,7 +226,12 @@ def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dila
     tree["plan"] = {"microbatch_sizes": [1], "microbatch_tokens": []}
     config = project / "config.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    report = planned(dilatant, config, *H100, "--set", "cluster.gpus_per_node=2")
+    # Split backwards launch more kernels, which on a GPU is all that layers of a few weights take.
+    shipped = yaml.safe_load((files("dilatant.cost") / "hardware.yaml").read_text(encoding="utf-8"))
+    quick = shipped["H100"] | {"host": 1e-12, "launch": 1e-12}
+    (project / "quick.yaml").write_text(yaml.safe_dump({"quick H100": quick}), encoding="utf-8")
+    named = ("--set", "cluster.hardware=quick H100", "--set", f"cluster.hardware_file={project / 'quick.yaml'}")
+    report = planned(dilatant, config, *named, "--set", "cluster.gpus_per_node=2")
     file = project / "run" / "plan" / "plan.json"
     found = TrainingPlan.from_json(file.read_text())
     assert found.schedule == report.schedule
@@ -364,8 +370,6 @@ def test_mistakes_in_the_config(project: Path, dilatant: Dilatant, arguments: tu
 
 
 def test_a_hardware_file_of_ones_own(project: Path, dilatant: Dilatant) -> None:
-    from importlib.resources import files
-
     shipped = yaml.safe_load((files("dilatant.cost") / "hardware.yaml").read_text(encoding="utf-8"))
     (project / "mine.yaml").write_text(yaml.safe_dump({"B300": {**shipped["H200"], "source": "a guess"}}))
     report = planned(

@@ -13,7 +13,18 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
-from dilatant.plan import Cluster, Link, PlanScore, Workload
+from dilatant.plan import (
+    Cluster,
+    EncoderPosition,
+    Link,
+    Plan,
+    PlanScore,
+    RankedPlan,
+    Replica,
+    Stage,
+    UnitPlan,
+    Workload,
+)
 from dilatant.plan.costs.stable_batch import minimum_stable_batch
 from dilatant.plan.costs.stage_costs import stage_costs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -118,6 +129,24 @@ def test_memory_by_use_adds_up_to_the_simulated_peak(report):
     )
     assert all(use.bytes_by_use["activations"] > 0 for use in report.memory if use.bytes_by_use["optimizer"])
     assert all(0.0 < use.fraction <= 1.0 for use in report.memory)
+
+
+def test_a_weight_at_both_ends_of_a_stage_counts_once_by_use():
+    def by_use(stages, tied, trainable=True):
+        layers = [LayerSpec("in", "l", 900, trainable), LayerSpec("out", "l", 1000, trainable, tied=tied)]
+        model = ModelSpec((UnitSpec("language", tuple(layers)),))
+        bounds = [(0, 2)] if stages == 1 else [(0, 1), (1, 2)]
+        cut = tuple(Stage(first, end, (rank,)) for rank, (first, end) in enumerate(bounds))
+        plan = Plan((UnitPlan("language", (Replica(cut),)),))
+        score = PlanScore(1.0, 1.0, 0.0, {}, (1e6,) * stages)
+        ranked = RankedPlan(plan, EncoderPosition.PARALLEL, 1, 1, 1, {}, 0, 0.0, score)
+        uses = memory_use(ranked, model, Cluster(1, stages, 2e6, Link(1e10, 1e-6), Link(1e9, 1e-5)), RULES)
+        return [(use.bytes_by_use["parameters"], use.bytes_by_use["optimizer"]) for use in uses]
+
+    assert by_use(1, 0) == [(2 * 1900, 12 * 1900)]
+    assert by_use(1, 900) == [(2 * 1000, 12 * 1000)]
+    assert by_use(1, 900, trainable=False) == [(2 * 1000, 0)]
+    assert by_use(2, 900) == [(2 * 900, 12 * 900), (2 * 1000, 12 * 1000)]
 
 
 def test_the_report_round_trips_and_becomes_a_page(report):
