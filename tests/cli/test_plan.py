@@ -228,7 +228,8 @@ def test_a_chosen_zero_bubble_schedule_trains_as_one_process(project: Path, dila
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     # Split backwards launch more kernels, which on a GPU is all that layers of a few weights take.
     shipped = yaml.safe_load((files("dilatant.cost") / "hardware.yaml").read_text(encoding="utf-8"))
-    quick = shipped["H100"] | {"host": 1e-12, "launch": 1e-12}
+    links = {"inside": {"bandwidth": 3e11, "latency": 1e-12}}
+    quick = shipped["H100"] | {"host": 1e-12, "launch": 1e-12} | links
     (project / "quick.yaml").write_text(yaml.safe_dump({"quick H100": quick}), encoding="utf-8")
     named = ("--set", "cluster.hardware=quick H100", "--set", f"cluster.hardware_file={project / 'quick.yaml'}")
     report = planned(dilatant, config, *named, "--set", "cluster.gpus_per_node=2")
