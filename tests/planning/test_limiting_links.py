@@ -49,14 +49,16 @@ def test_fast_links_limit_nothing(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow", "order"),
+    ("slow", "slowest"),
     [
-        ({"bandwidth": 1e6}, ("memory bandwidth", "arithmetic")),
-        ({"matmul_efficiency": 1e-6, "attention": {}}, ("arithmetic", "memory bandwidth")),
+        ({"bandwidth": 1e6}, "memory bandwidth"),
+        ({"matmul_efficiency": 1e-6, "attention": {}}, "arithmetic"),
+        ({}, "kernel launches"),  # nearly all that layers of a few weights take
     ],
 )
-def test_the_slow_part_of_a_device_is_named_first(tmp_path, slow, order) -> None:
+def test_the_slow_part_of_a_device_is_named_first(tmp_path, slow, slowest) -> None:
     (said,) = device_reasons(planned_on(tmp_path, "language: {replicas: 2, pp: 1}", **slow))
-    first, share, second = re.match("Of the step, each device's (.*?) ([0-9.]+) % and (.*?) [0-9.]+ %: ", said).groups()
-    assert (first, second) == order
-    assert float(share) > 90
+    parts = re.findall(r"(memory bandwidth|arithmetic|kernel launches) ([0-9.]+) %", said)
+    assert {name for name, _ in parts} == {"memory bandwidth", "arithmetic", "kernel launches"}
+    assert parts[0][0] == slowest
+    assert float(parts[0][1]) > 90

@@ -49,13 +49,15 @@ def link_reasons(planned: PlannedRun) -> list[str]:
 
 
 def device_reasons(planned: PlannedRun) -> list[str]:
-    """Say how much of a step the devices' arithmetic and their memory bandwidth take; nothing for measured layers."""
+    """Say how much of a step the devices' arithmetic, memory bandwidth and kernel launches take; nothing for measured
+    layers."""
     problem, plan, simulated = planned.problem, planned.result.winner.plan, _simulated(planned)
     target, spec = problem.target, problem.model.spec
     hardware, cluster = target.hardware, target.cluster
     modelled = {
         "arithmetic": (replace(hardware, peak_flops=dict.fromkeys(hardware.peak_flops, math.inf)), cluster),
         "memory bandwidth": (replace(hardware, bandwidth=math.inf), replace(cluster, memory_bandwidth=math.inf)),
+        "kernel launches": (replace(hardware, host=0.0, launch=0.0), cluster),
     }
     free = {name: (remodelled(problem, device), machine) for name, (device, machine) in modelled.items()}
     if any(own is problem for own, _ in free.values()):
