@@ -64,3 +64,34 @@ def max_following_stages(capacity, static, transient, kept, microbatches, chunks
                 in_flight = (in_flight - (chunks - 1) * groups - 1) // 2 + 1
             headroom = min(headroom, in_flight - 1 - (groups - 1 - group))
     return int(headroom)
+
+
+@njit(cache=True)
+def undominated(worth):
+    """Return a mask of the rows that no earlier row of the mask equals or beats in every column; `worth` is [rows,
+    columns], less is better."""
+    rows, columns = worth.shape
+    mask, kept, count = np.zeros(rows, np.bool_), np.empty(rows, np.int64), 0
+    for row in range(rows):
+        for at in range(count):
+            column = 0
+            while column < columns and worth[kept[at], column] <= worth[row, column]:
+                column += 1
+            if column == columns:
+                break
+        else:
+            mask[row] = True
+            kept[count] = row
+            count += 1
+    return mask
+
+
+@njit(cache=True)
+def shorter_fills(devices, fill, budget):
+    """Return a mask of the rows whose fill is shorter than that of all earlier rows on as many devices."""
+    least, mask = np.full(budget + 1, np.inf), np.zeros(devices.size, np.bool_)
+    for row in range(devices.size):
+        if fill[row] < least[devices[row]]:
+            least[devices[row]] = fill[row]
+            mask[row] = True
+    return mask

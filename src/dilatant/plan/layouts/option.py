@@ -128,18 +128,19 @@ def _extended(
 ) -> dict[int, list[ParallelChains]]:
     """Return `combinations` with one of `options` added to each, on at most `budget` devices; only Pareto-optimal
     results."""
+    from dilatant.plan.layouts._chain_kernel import shorter_fills
+
     old = [one for group in combinations.values() for one in group]
-    gpus = np.add.outer([one.gpus for one in old], [option.gpus for option in options])
-    slowest = np.maximum.outer([one.slowest for one in old], [option.slowest for option in options])
-    fill = np.maximum.outer([one.fill for one in old], [option.total for option in options])
+    gpus = np.add.outer(*(np.array([one.gpus for one in own], dtype=np.int64) for own in (old, options)))
+    row, column = np.nonzero(gpus <= budget)
+    slowest = np.maximum(*(np.array([one.slowest for one in own])[at] for own, at in ((old, row), (options, column))))
+    fill = np.maximum(np.array([one.fill for one in old])[row], np.array([one.total for one in options])[column])
+    order = np.lexsort((fill, slowest))
+    devices = gpus[row, column][order]
+    kept = shorter_fills(devices, fill[order], budget)
     found: dict[int, list[ParallelChains]] = defaultdict(list)
-    least = np.full(budget + 1, np.inf)
-    for flat in np.lexsort((fill.ravel(), slowest.ravel())).tolist():
-        row, column = divmod(flat, len(options))
-        devices = int(gpus[row, column])
-        if devices <= budget and fill[row, column] < least[devices]:
-            least[devices] = fill[row, column]
-            found[devices].append(old[row].beside(options[column]))
+    for own, at, more in zip(devices[kept].tolist(), row[order][kept].tolist(), column[order][kept].tolist()):
+        found[own].append(old[at].beside(options[more]))
     return found
 
 

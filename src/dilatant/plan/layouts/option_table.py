@@ -19,6 +19,10 @@ from dilatant.plan.layouts.option import UNLIMITED, Option
 from dilatant.plan.rank_mapping import Chain
 
 
+ROUNDING = 1.0 - 1e-9
+"""Tolerance for sums in a different order."""
+
+
 class ChainRequest(NamedTuple):
     """A chain to lay out: `unit` in `stages` stages with these degrees each, `chunks` stages per group of devices.
 
@@ -114,14 +118,17 @@ class OptionTable:
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""
+        if behind >= self._overflows.get(request, UNLIMITED):
+            return None, False
         option = self._options.get(request)
+        if option is None and self._surely_overflows(request, behind):
+            self._overflows[request] = behind
+            return None, False
         if option is None:
             option = self._free_cut(request).option(request.microbatches, self._capacity)
             self._options[request] = option
         if option.headroom >= behind or request.chunks > 1 or request.unit in self._fixed:
             return (option if option.headroom >= behind else None), True
-        if behind >= self._overflows.get(request, UNLIMITED):
-            return None, False
         bound = request, behind
         if bound not in self._options:
             layers = self.layers(request)
@@ -130,6 +137,19 @@ class OptionTable:
             if tight is None:  # with more stages behind, more microbatches are in flight
                 self._overflows[request] = behind
         return self._options[bound], False
+
+    def _surely_overflows(self, request: ChainRequest, behind: int) -> bool:
+        """Return True if no cut fits: the first layer alone with the microbatches of the first stage in flight, or all
+        layers on all devices with those of the last stage. Each group of devices runs at least so many forwards before
+        its first backward, see `schedule.families.families.interleaved`."""
+        layers, groups = self.layers(request), request.stages // request.chunks
+        last, first = 1 + behind, request.stages + behind
+        if request.chunks > 1:
+            last = first = ((request.chunks - 1) * groups + 1 + 2 * behind) / request.chunks
+        last, first = min(last, request.microbatches), min(first, request.microbatches)
+        alone = layers.static[0] + layers.transient[0] + first * layers.kept[0]
+        together = layers.static.sum() + last * layers.kept.sum()
+        return bool(max(alone, together / groups) * ROUNDING > self._capacity)
 
     def _free_cut(self, request: ChainRequest) -> _ChainCosts:
         """Return the cut with the fastest slowest stage, without a memory limit. The number of microbatches matters

@@ -17,7 +17,7 @@ from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.limits import FEWEST, LARGE_CLUSTER, MOST_KINDS, NEAR, SMALL_CLUSTER, WORTH
 from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.search.separate_units import placed_candidates, separate_replica_candidates
-from dilatant.plan.search.shapes import exposed_seconds, shapes
+from dilatant.plan.search.shapes import exposed_seconds, shapes, textbook_shapes
 
 
 def enumerate_candidates(
@@ -32,9 +32,13 @@ def enumerate_candidates(
 
 def _enumerated(space: Space, most_seconds: float = math.inf, most_times: float = math.inf) -> list[PlanCandidate]:
     found: list[PlanCandidate] = []
-    pipelines = range(1, space.cluster.num_devices + 1)
-    # Many pipelines come first where the best estimate so far limits the others: it is rarely of few.
-    for replicas in pipelines if most_times == math.inf else reversed(pipelines):
+    pipelines: Iterable[int] = range(1, space.cluster.num_devices + 1)
+    if most_times < math.inf:
+        # Layouts that are soon made limit the others by their estimates; few pipelines rarely have the best one.
+        best = min((one.estimate for one in textbook_shapes(space)), default=math.inf)
+        most_seconds = min(most_seconds, most_times * best)
+        pipelines = sorted(pipelines, key=lambda number: (number.bit_count() > 1, -number))
+    for replicas in pipelines:
         for count, row_tokens in space.microbatch_counts(replicas).items():
             for one in shapes(space, replicas, count, row_tokens, most_seconds):
                 found.append(one)

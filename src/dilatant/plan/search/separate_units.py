@@ -12,14 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.layouts.option import ChainTimes, Option, PlanCandidate
-from dilatant.plan.layouts.option_table import ChainRequest
+from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.limits import MAX_UNIT_LAYOUTS
 from dilatant.plan.model_spec import EncoderPosition, Roles
 from dilatant.plan.search.shapes import chain_times, computed_seconds, shapes
-
-CHUNK = 256
-"""Rows that are compared at once with the rows already kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,15 +71,11 @@ class JointLayout:
 def pareto_layouts(own: Sequence[UnitLayout], alone: bool) -> list[UnitLayout]:
     """Return the Pareto-optimal layouts by slowest stage, fill and, unless the unit is alone on its group, devices.
     Of equal layouts the one on the fewest devices is kept."""
+    from dilatant.plan.layouts._chain_kernel import undominated
+
     order = sorted(own, key=lambda one: (one.slowest, one.total, one.devices, one.times.exposed_sync))
-    kept: list[UnitLayout] = []
-    least: list[tuple[float, int]] = []  # (fill, devices) of the kept layouts
-    for one in order:
-        fill, devices = one.total, 0 if alone else one.devices
-        if not any(total <= fill and fewer <= devices for total, fewer in least):
-            kept.append(one)
-            least.append((fill, devices))
-    return kept
+    worth = [(one.total, 0 if alone else one.devices) for one in order]
+    return [*itertools.compress(order, undominated(np.array(worth, dtype=np.float64)).tolist())]
 
 
 def joined(
@@ -113,32 +106,22 @@ def _best(
     after: NDArray[np.float64],
     left: NDArray[np.int64],
     last: bool,
-) -> list[int]:
+) -> NDArray[np.int64]:
     """Return the indices of the Pareto-optimal rows, fastest first. Arrays are [rows]; left: [rows, groups]."""
+    from dilatant.plan.layouts._chain_kernel import undominated
+
     order = np.lexsort((*-left.T[::-1], before + after, slowest))
     worth = np.column_stack([before, after, *([] if last else -left.T)])  # less is better
-    kept: list[int] = []
-    for first in range(0, len(order), CHUNK):
-        chunk = order[first : first + CHUNK]
-        if kept:
-            chunk = chunk[~_dominated(worth[chunk], worth[kept])]
-        known = len(kept)
-        for row in chunk.tolist():
-            if not (len(kept) > known and _dominated(worth[[row]], worth[kept[known:]])[0]):
-                kept.append(row)
-    return kept
-
-
-def _dominated(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of the rows that some other row equals or beats in every column."""
-    return np.any(np.all(others[None] <= rows[:, None], axis=2), axis=1)
+    return np.asarray(order[undominated(worth[order])])
 
 
 def least_by_devices(own: Sequence[UnitLayout], counts_devices: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return (devices, least seconds of any layout on at most that many), ascending; devices are 0 if not counted."""
-    order = sorted((one.devices if counts_devices else 0, one.times.least) for one in own)
-    devices, seconds = zip(*order)
-    return np.array(devices), np.minimum.accumulate(seconds)
+    devices = np.array([one.devices * counts_devices for one in own])
+    seconds = np.array([one.times for one in own])
+    least = np.minimum(seconds[:, :3].max(axis=1), seconds[:, 3:5].max(axis=1))
+    order = np.lexsort((least, devices))
+    return devices[order], np.minimum.accumulate(least[order])
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,10 +147,6 @@ class UnitLayouts:
             fitting = int(np.searchsorted(devices, free, side="right"))
             found = max(found, float(seconds[fitting - 1]) if fitting else np.inf)
         return found
-
-
-SUM_TOLERANCE = 1.0 - 1e-9
-"""Tolerance for sums in a different order."""
 
 
 def placed_candidates(spaces: Sequence[Space], most_seconds: float = math.inf) -> Iterator[PlanCandidate]:
@@ -228,7 +207,7 @@ class SeparateUnits:
         if free < list(self.away.values()).count(self.home):
             return
         later = space.heaviest(base.replicas * base.num_microbatches)
-        if base.estimate * SUM_TOLERANCE > most_seconds and base.num_microbatches >= later:
+        if base.estimate * ROUNDING > most_seconds and base.num_microbatches >= later:
             return  # other units can only lengthen the step
         at = next(number for number, option in enumerate(base.options) if language in option.chain.cuts)
         own, before, after = base.options[at], base.options[:at], base.options[at + 1 :]

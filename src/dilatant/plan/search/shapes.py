@@ -90,11 +90,15 @@ class _Shape:
 
     def beside(self, budget: int, encoders_at: EncoderPosition) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on separate devices, on all devices or fewer."""
-        for after in self._after(budget):
+        least = min((language.gpus for language in self._language(budget, 0)), default=budget + 1)
+        room = budget - least  # of the other units
+        if room < 0:
+            return
+        for after in self._after(room):
             for language in self._language(budget - after.gpus, after.stages):
                 left = budget - after.gpus - language.gpus
                 behind = language.stages + after.stages
-                for before in self._before(encoders_at, budget, behind, left):
+                for before in self._before(encoders_at, room, behind, left):
                     yield self.candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[PlanCandidate]:
@@ -114,7 +118,7 @@ class _Shape:
                     shape = roles.language, degrees, stages, self.samples, self.microbatches
                     request = ChainRequest(*shape, roles.encoders, whole_items=whole_items)
                     option = self.table.chain(request, after.stages)
-                    if option is not None:
+                    if option is not None and self._is_in_time(option):
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
@@ -126,8 +130,14 @@ class _Shape:
                 for degrees in self.table.units.all_degrees([unit])
                 for stages in self._numbers_of_stages(unit, degrees, budget)
             ]
-            self._known[key] = [option for option in found if option is not None]
+            self._known[key] = [option for option in found if option is not None and self._is_in_time(option)]
         return self._known[key]
+
+    def _is_in_time(self, option: Option) -> bool:
+        """Return False for a chain that takes more than `most_seconds` under any schedule."""
+        if self.most_seconds == math.inf:
+            return True
+        return chain_times(self.space, self.replicas, self.microbatches, option).least <= self.most_seconds
 
     def _numbers_of_stages(self, unit: str, degrees: Degrees, budget: int) -> range:
         """Return a unit's numbers of stages on at most `budget` devices, without those that surely take too long."""
