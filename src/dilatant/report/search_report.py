@@ -162,8 +162,8 @@ def _parameter_bytes(
         tied = np.array([layer.held_before(degrees) * placed.is_first for layer in layers])
         trained = np.array([layer.held_trained(degrees) for layer in layers])
         frozen = np.array([layer.held_frozen(degrees) for layer in layers])
-        trains = np.array([layer.trained_share for layer in layers])
-        trained, frozen = trained - tied * trains, frozen - tied * (1.0 - trains)
+        share = np.array([layer.trained_share for layer in layers])
+        trained, frozen = trained - tied * share, frozen - tied * (1.0 - share)
         weights += rules.weight * (sum(layer.held(degrees) for layer in layers) - float(tied.sum()))
         gone = rules.weight * (shard == "weights") * (1.0 - 1.0 / by)
         for counts, trains in ((trained, True), (frozen, False)):

@@ -18,7 +18,6 @@ from dilatant.plan.costs.unit_layers import MeanCosts, UnitLayers
 from dilatant.plan.layouts.option import UNLIMITED, Option
 from dilatant.plan.rank_mapping import Chain
 
-
 ROUNDING = 1.0 - 1e-9
 """Tolerance for sums in a different order."""
 
@@ -143,7 +142,7 @@ class OptionTable:
         layers on all devices with those of the last stage. Each group of devices runs at least so many forwards before
         its first backward, see `schedule.families.families.interleaved`."""
         layers, groups = self.layers(request), request.stages // request.chunks
-        last, first = 1 + behind, request.stages + behind
+        last, first = 1.0 + behind, 1.0 * request.stages + behind
         if request.chunks > 1:
             last = first = ((request.chunks - 1) * groups + 1 + 2 * behind) / request.chunks
         last, first = min(last, request.microbatches), min(first, request.microbatches)
