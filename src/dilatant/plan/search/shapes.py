@@ -134,8 +134,9 @@ class _Shape:
         return self._known[key]
 
     def _is_in_time(self, option: Option) -> bool:
-        """Return False for a chain that takes more than `most_seconds` under any schedule."""
-        if self.most_seconds == math.inf:
+        """Return False if any candidate with this chain takes more than `most_seconds`, by its bound and by its
+        estimate."""
+        if self.microbatches * option.slowest <= self.most_seconds:
             return True
         return chain_times(self.space, self.replicas, self.microbatches, option).least <= self.most_seconds
 
