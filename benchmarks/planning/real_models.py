@@ -67,6 +67,7 @@ class Case:
 CASES = {
     "Qwen2.5-VL-7B": Case(64, 512, qwen_vl(QWEN_7B, 3420)),
     "Qwen2.5-VL-72B": Case(1024, 2048, qwen_vl(QWEN_72B, 3456)),
+    "Qwen2.5-VL-72B on 1,296": Case(1296, 2048, qwen_vl(QWEN_72B, 3456)),
     "InternVL3-8B": Case(
         64, 512,
         {
