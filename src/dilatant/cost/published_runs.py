@@ -29,7 +29,7 @@ class PublishedRun:
 
     @property
     def kind(self) -> str:
-        """What it differs in from a dense model in 16 bits."""
+        """Return in what the model differs from a dense one in 16 bits; empty if in nothing."""
         return self.model.partition(", ")[2]
 
     def unlike(self, other: PublishedRun) -> float:
