@@ -109,8 +109,8 @@ class OptionTable:
             if option is None:
                 continue
             found.append(option if level == "none" else self._relaxed(request, option, behind))
-            if is_free:
-                break  # the fastest cut fits: more recomputation only takes longer
+            if is_free and level == "none":
+                break  # of other levels, one that keeps less may do so in fewer layers
         best = min(found, key=lambda one: one.total + (request.microbatches - 1) * one.slowest, default=None)
         self._laid_out[asked] = behind, best
         return best

@@ -130,7 +130,14 @@ class _Shape:
                 for degrees in self.table.units.all_degrees([unit])
                 for stages in self._numbers_of_stages(unit, degrees, budget)
             ]
-            self._known[key] = [option for option in found if option is not None and self._is_in_time(option)]
+            self._known[key] = [option for option in found if option is not None]
+        return self._known[key]
+
+    def _fast_chains(self, unit: str, budget: int, behind: int) -> list[Option]:
+        """Return `_chains` without those that take too long."""
+        key = unit, budget, behind, self.most_seconds
+        if key not in self._known:
+            self._known[key] = [option for option in self._chains(unit, budget, behind) if self._is_in_time(option)]
         return self._known[key]
 
     def _is_in_time(self, option: Option) -> bool:
@@ -153,7 +160,9 @@ class _Shape:
         name = self.space.roles.language
         key = name, budget, behind, self.space.settings.chunks
         if key not in self._known:
-            self._known[key] = self._with_chunks(name, self._chains(name, budget, behind), behind)
+            # A chain that takes too long may be fast enough in chunks, which are cut more evenly.
+            found = self._with_chunks(name, self._chains(name, budget, behind), behind)
+            self._known[key] = [option for option in found if self._is_in_time(option)]
         return self._known[key]
 
     def _with_chunks(self, name: str, plain: Sequence[Option], behind: int) -> list[Option]:
@@ -189,7 +198,7 @@ class _Shape:
         """Return for each chain of encoders the options whose memory allows `behind` stages after them."""
         encoders = self.space.roles.encoders
         if encoders_at is not EncoderPosition.COLOCATED:
-            return [self._chains(unit, budget, behind) for unit in encoders]
+            return [self._fast_chains(unit, budget, behind) for unit in encoders]
         most = min(self.space.model.unit(unit).most_stages for unit in encoders)
         options = [
             self.table.colocated(encoders, degrees, stages, self.samples, self.microbatches)
@@ -199,7 +208,7 @@ class _Shape:
         return [[option for option in options if option is not None and option.headroom >= behind]]
 
     def _after(self, budget: int) -> list[ParallelChains]:
-        chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]
+        chains = [self._fast_chains(unit, budget, 0) for unit in self.space.roles.generators]
         return _all(self.space.joined(chains, budget))
 
     def candidate(
