@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.models.one_device_trainer import SIZES, save_model, tree
+from benchmarks.models.one_device_trainer import SIZES, add_ways_to_train, save_model, tree
 
 if TYPE_CHECKING:
     from dilatant.schedule.schedule import MeasuredAction
@@ -246,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--size", choices=SIZES, default="1b")
     options.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    options.add_argument("--lora", action="store_true", help="train adapters of the language model alone")
+    add_ways_to_train(options)
     options.add_argument("--costs", nargs="+", choices=COSTS, default=list(COSTS))
     options.add_argument("--steps", type=int, default=5, help="that count, after --warm-up")
     options.add_argument("--warm-up", type=int, default=3)

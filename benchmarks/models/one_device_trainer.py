@@ -120,6 +120,14 @@ def tree(model: Path, data: Path, output: Path, settings: argparse.Namespace) ->
     }
 
 
+def add_ways_to_train(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tree` that choose how the model trains."""
+    parser.add_argument("--lora", action="store_true", help="train adapters of the language model alone")
+    parser.add_argument("--compile", choices=("blocks", "none"), default="none", help="train.compile of Dilatant")
+    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="train.recompute of Dilatant")
+    parser.add_argument("--muon", action="store_true", help="Dilatant updates matrices by Muon")
+
+
 class Turns:
     """Two loops in one process, of which one takes a step at a time while the other waits."""
 
@@ -347,13 +355,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
     parser.add_argument("--padded-batch", type=int, default=8, help="samples that the Trainer runs at once")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model; 1b needs a GPU of 80 GB")
-    parser.add_argument("--lora", action="store_true", help="both train adapters of the language model alone")
     parser.add_argument("--precision", choices=AGREEMENT, default="fp32")
-    parser.add_argument("--compile", choices=("blocks", "none"), default="none", help="train.compile of (a)")
-    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="train.recompute of (a)")
-    parser.add_argument(
-        "--muon", action="store_true", help="(a) updates matrices by Muon: the first losses are compared"
-    )
+    add_ways_to_train(parser)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--again", action="store_true", help="also what the file has already")

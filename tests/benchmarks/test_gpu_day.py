@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import gpu_day
 from benchmarks.models import fp8_products, gpu_prediction
-from benchmarks.models.one_device_trainer import SIZES, save_model
+from benchmarks.models.one_device_trainer import SIZES, save_model, tree
 
 
 def test_every_section_says_in_one_line_what_it_needs(
@@ -88,6 +88,12 @@ def test_kernels_belong_to_the_action_that_launched_them(tmp_path: Path) -> None
         "language B": {"kernels": 2.0, "issuing": pytest.approx(5e-5)},
     }
     assert kernels == {"product": 3.0, "update": 0.5}
+
+
+def test_a_run_whose_step_is_predicted_has_a_config(tmp_path: Path) -> None:
+    settings = gpu_prediction.parser().parse_args(["--compile", "blocks", "--steps", "2", "--warm-up", "1"])
+    train = tree(tmp_path / "model", tmp_path / "charts", tmp_path / "run", settings)["train"]
+    assert (train["steps"], train["compile"], train["recompute"]) == (3, "blocks", "none")
 
 
 @pytest.mark.slow

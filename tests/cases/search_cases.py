@@ -58,7 +58,8 @@ def closed_form(spec, costs, tokens, batch, rules=RULES):
         busy, held, seen = {}, {}, 0.0
         for placed in plan.stages():
             share = replicas // len(plan.unit(placed.unit).replicas)
-            samples = [tokens[placed.unit]] * (share * batch // (replicas * microbatches))
+            # Rounded up: a replica with fewer samples than microbatches has some of one sample.
+            samples = [tokens[placed.unit]] * -(-share * batch // (replicas * microbatches))
             seconds = polynomial(table.seconds[placed.index], samples)
             kept = polynomial(table.kept_bytes[placed.index], samples)
             running = table.transient_bytes, table.forward_bytes
