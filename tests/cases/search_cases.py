@@ -54,12 +54,10 @@ def closed_form(spec, costs, tokens, batch, rules=RULES):
     def evaluate(plan, microbatches, row_tokens=None, schedule=None):
         table = stage_costs(plan, spec, costs, rules)
         depths = path_depths(plan)
-        replicas = max(len(one.replicas) for one in plan.units)
         busy, held, seen = {}, {}, 0.0
         for placed in plan.stages():
-            share = replicas // len(plan.unit(placed.unit).replicas)
-            # Rounded up: a replica with fewer samples than microbatches has some of one sample.
-            samples = [tokens[placed.unit]] * -(-share * batch // (replicas * microbatches))
+            rows = len(plan.unit(placed.unit).replicas) * microbatches
+            samples = [tokens[placed.unit]] * -(-batch // rows)  # of the fullest row
             seconds = polynomial(table.seconds[placed.index], samples)
             kept = polynomial(table.kept_bytes[placed.index], samples)
             running = table.transient_bytes, table.forward_bytes
