@@ -79,6 +79,17 @@ def test_rows_of_one_step_are_not_longer_than_it(tmp_path: Path) -> None:
     assert found[2].endswith("a replica has no more in a step.")
 
 
+def test_rows_of_all_samples_that_overflow_memory_are_not_made(tmp_path: Path) -> None:
+    """A step fits in one row of 2,048 tokens but not in memory: the plan keeps the microbatches of its search."""
+    data = {"train": [{"path": "train.jsonl"}], "max_length": 2048, "workers": 0}
+    roomy = _problem(tmp_path, data=data)
+    plan = plan_run(roomy).result.winner.plan
+    one_row = row_length(roomy, plan)
+    assert one_row is not None
+    tight = _problem(tmp_path, data=data, cluster={"memory_gib": 0.99 * max(one_row[1].peak_bytes) / 2**30})
+    assert row_length(tight, plan) is None
+
+
 @pytest.mark.parametrize(
     "sections",
     [

@@ -36,7 +36,8 @@ def row_length(
 ) -> tuple[PlanningProblem, PlanScore, str] | None:
     """Find the longest rows with which `plan` fits the memory of its GPUs. Return the problem with these rows
     (`row_tokens` of its config), the plan's score with them, and the reason as text. Return None for a plan with
-    pipelines, which keeps its microbatches, and if the config sets the row length (see `is_row_length_open`)."""
+    pipelines, which keeps its microbatches, if the config sets the row length (see `is_row_length_open`), and if the
+    shortest rows do not fit, so that the plan keeps the microbatches of its search."""
     groups, replicas = {placed.stage.ranks for placed in plan.stages()}, len(plan.units[-1].replicas)
     is_one_stage = len(groups) == replicas and len(plan.stages()) == replicas * len(plan.units)
     if not is_one_stage or not is_row_length_open(problem.config, problem.target):
@@ -52,8 +53,10 @@ def row_length(
         fullest = steps[np.argmax(held / np.ceil(held / tokens))]  # over all known steps, not only the simulated ones
         crowded = replace(longer, samples=replace(longer.samples, workload=fullest))
         worst = scorer_of(crowded, schedule)(plan, count, tokens)
-        if tokens == shortest or problem.target.cluster.overflow(plan.ranks, worst.peak_bytes) <= 0.0:
+        if problem.target.cluster.overflow(plan.ranks, worst.peak_bytes) <= 0.0:
             break
+    else:
+        return None
     if tokens != shortest:
         named = " and ".join(f"{length:,}" for length in lengths)
         why = f"the longest of {named} that fit memory, {problem.memory_text(plan, worst)}"
