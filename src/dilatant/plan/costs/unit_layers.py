@@ -129,6 +129,7 @@ class UnitLayers:
     def __post_init__(self) -> None:
         units = self.model.units
         self._free = {unit.name: unit.recompute is None for unit in units}
+        self._recomputable: dict[str, NDArray[np.bool_]] = {}
         self._experts = {unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in units}
 
     @property
@@ -267,9 +268,11 @@ class UnitLayers:
 
     def recomputable(self, unit: str) -> NDArray[np.bool_]:
         """Return a mask of the layers that keep less under recomputation, at the smallest degrees with costs."""
-        least = self.degrees([unit])[0]
-        none, block = (self._table(unit, least, level).kept_bytes for level in ("none", "block"))
-        return np.asarray((none - block)[:, :2].sum(axis=1) > 0.0)
+        if unit not in self._recomputable:
+            least = self.degrees([unit])[0]
+            none, block = (self._table(unit, least, level).kept_bytes for level in ("none", "block"))
+            self._recomputable[unit] = np.asarray((none - block)[:, :2].sum(axis=1) > 0.0)
+        return self._recomputable[unit]
 
     def recomputed(self, unit: str, level: Recompute, where: NDArray[np.bool_] | bool = True) -> tuple[Recompute, ...]:
         """Return `level` for layers `where` it saves memory, else "none"; empty if the model fixes recomputation."""

@@ -14,12 +14,16 @@ from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.costs.partition import missing_bytes, partition_layers, partition_layers_in_memory
+from dilatant.plan.costs.stage_costs import stage_peaks
 from dilatant.plan.costs.unit_layers import MeanCosts, UnitLayers
 from dilatant.plan.layouts.option import UNLIMITED, Option
 from dilatant.plan.rank_mapping import Chain
 
 ROUNDING = 1.0 - 1e-9
 """Tolerance for sums in a different order."""
+
+RECOMPUTED = ("seconds", "backward", "kept")
+"""Costs of a layer that depend on what it recomputes, besides its peak."""
 
 
 class ChainRequest(NamedTuple):
@@ -166,35 +170,38 @@ class OptionTable:
     def _relaxed(self, request: ChainRequest, option: Option, behind: int) -> Option:
         """Recompute fewer layers: in each stage, as many layers from the end as memory allows keep their activations.
         Memory must hold the largest number of microbatches in flight."""
+        if request.chunks > 1:
+            return option  # several stages share the device
         cuts = option.chain.cuts[request.unit]
         key = request, cuts, behind
         if key not in self._options:
             layers, free = self.layers(request), self.layers(request._replace(level="none"))
-            more, held = free.kept - layers.kept, layers.by_stage(cuts)
-            again = np.full(len(more), True)
-            for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
-                in_flight = min(request.stages - s + behind, request.microbatches)
-                left = self._capacity - held.static[s] - held.transient[s] - in_flight * held.kept[s]
-                if request.chunks > 1:
-                    left = 0.0  # several stages share the device
-                gains = in_flight * np.cumsum(more[first:end][::-1])[::-1]
-                again[first:end] = gains > left
+            costs = replace(option.costs, static=np.add.reduceat(layers.static, cuts))  # that of this ZeRO kind
+            again = self._kept_again(request, cuts, costs, (free.kept - layers.kept).tolist(), behind)
             again[0] |= bool(request.extra)  # the first layer includes extra units
-            mixed = replace(
-                layers,
-                seconds=np.where(again, layers.seconds, free.seconds),
-                backward=np.where(again, layers.backward, free.backward),
-                kept=np.where(again, layers.kept, free.kept),
-            )
-            laid_out = self._costs_of(request, cuts, mixed.by_stage(cuts)).option(request.microbatches, self._capacity)
-            recompute = {
-                request.unit: self.units.recomputed(request.unit, request.level, again),
-                **{other: self.units.recomputed(other, request.level) for other in request.extra},
-            }
-            self._options[key] = replace(laid_out, chain=replace(laid_out.chain, recompute=recompute))
+            mixed = {name: np.where(again, getattr(layers, name), getattr(free, name)) for name in RECOMPUTED}
+            sums = {name: np.add.reduceat(one, cuts) for name, one in mixed.items()}
+            costs = replace(costs, transient=stage_peaks(layers.transient, mixed["kept"], cuts), **sums)
+            recompute = {**option.chain.recompute, request.unit: self.units.recomputed(request.unit, request.level, again)}
+            laid_out = _ChainCosts.of(replace(option.chain, recompute=recompute), costs)
+            self._options[key] = laid_out.option(request.microbatches, self._capacity)
         found = self._options[key]
         assert found is not None
         return found
+
+    def _kept_again(
+        self, request: ChainRequest, cuts: tuple[int, ...], held: MeanCosts, more: list[float], behind: int
+    ) -> NDArray[np.bool_]:
+        """Return [layers]: True where a layer recomputes. more: bytes per microbatch that each layer keeps otherwise."""
+        again = [True] * len(more)
+        free = (self._capacity - held.static - held.transient).tolist()
+        for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
+            in_flight, gain = min(request.stages - s + behind, request.microbatches), 0.0
+            left = free[s] - in_flight * float(held.kept[s])
+            for layer in range(end - 1, first - 1, -1):
+                gain += more[layer]
+                again[layer] = in_flight * gain > left
+        return np.array(again)
 
     def excess(self, request: ChainRequest, behind: int) -> float:
         """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""
