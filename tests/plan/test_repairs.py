@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import numpy as np
 import pytest
 
-from cases.model_cases import cluster
-from cases.planning.drawn_searches import ROUNDING, drawn
-from cases.search_cases import find
 from dilatant.plan.search.repairs import cheapest
 
 
@@ -33,9 +29,3 @@ def test_levels_are_nearly_the_cheapest_that_save_enough(seed: int) -> None:
         # One layer may be raised further than it must be.
         most = float((seconds[-1] - seconds[0]).max())
         assert float(seconds[found, at].sum()) < min(enough) + most
-
-
-def searched(seed: int, activation: float, *bytes_per_device: float) -> list[float]:
-    draw = random.Random(seed)
-    spec, costs, tokens = drawn(draw, parameters=40, free=True, activation=activation)
-    return [find(spec, costs, tokens, 2, 4, machine=cluster(1, 2, own)).seconds for own in bytes_per_device]
