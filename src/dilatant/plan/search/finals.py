@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dilatant.config.errors import UserError
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore, PlanScorer
@@ -115,7 +116,7 @@ class Finals:
             and any({*unit.recompute} - {"none"} for unit in one.plan.units)
         ]
         for one, candidate in sorted(again, key=lambda found: found[0].score.seconds)[:most]:
-            plan = self._repair(candidate).fewest(one.plan, self._excess(one.plan, one.score))
+            plan = self._chosen_anew(candidate, one.plan, self._excess(one.plan, one.score))
             if plan is not None:
                 self._score(candidate, plan, one.score.schedule or None)
 
@@ -220,8 +221,14 @@ class Finals:
     def _repaired(self, candidate: PlanCandidate, plan: Plan, score: PlanScore, careful: int) -> Plan | None:
         """Return the plan with more recomputation on the ranks that overflow, if more is possible."""
         excess = {rank: own for rank, own in self._excess(plan, score).items() if own > 0.0}
-        found = self._repair(candidate).fewest(plan, excess) if careful > 0 else None
+        found = self._chosen_anew(candidate, plan, excess) if careful > 0 else None
         return found or self._repair(candidate).next_level(plan, excess)
+
+    def _chosen_anew(self, candidate: PlanCandidate, plan: Plan, excess: Mapping[int, float]) -> Plan | None:
+        """Return the plan with the cheapest recomputation that saves so many bytes of each rank, if any does."""
+        with suppress(UserError):  # other groups of devices may have degrees without costs here
+            return self._repair(candidate).fewest(plan, excess)
+        return None
 
     def _repair(self, candidate: PlanCandidate) -> Repair:
         return Repair(self._space.table.units, self._space.global_batch, candidate.num_microbatches)

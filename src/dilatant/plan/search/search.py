@@ -261,6 +261,7 @@ class _Search:
         finals = Finals(replace(spaces[0], cluster=cluster), self.scorer, best)
         unseen = self._simulate(finals, both, cluster.num_devices)
         if finals.ranked:
+            finals.relax(FEWEST)
             finals.reorder()
             unseen = min(finals.skipped, unseen)
             answers.append(answer_of(both, finals, unseen, self.settings.all_devices))
