@@ -95,6 +95,20 @@ def test_a_replica_has_samples_of_those_that_it_is_said_to_serve(encoders: int, 
         assert own <= set().union(*(held["language"][number] for number in numbers))
 
 
+@pytest.mark.parametrize(("encoders", "anchors"), [(2, 3), (3, 2), (4, 6), (5, 3), (2, 4), (4, 2)])
+def test_replicas_of_any_number_have_equally_many_of_equal_samples(encoders: int, anchors: int) -> None:
+    """Of every microbatch."""
+    ranks = iter(range(encoders + anchors))
+    vision, language = (
+        tuple(Replica((Stage(0, 4, (next(ranks),)),)) for _ in range(count)) for count in (encoders, anchors)
+    )
+    given = Plan((UnitPlan("vision", vision, ("language",)), UnitPlan("language", language)))
+    batch = Workload(dict.fromkeys(("vision", "language"), np.full(120, 8.0)))
+    found = assign_step(given, costs_of(given), batch, Microbatching(2), "language").microbatches["vision"]
+    assert {len(microbatch) for replica in found for microbatch in replica} == {120 // encoders // 2}
+    assert sorted(s for replica in found for microbatch in replica for s in microbatch) == [*range(120)]
+
+
 def test_early_rank_sums_gradients_while_others_compute() -> None:
     given = plan(pipelines=1)
     costs, batch = costs_of(given), samples(16, 0)

@@ -55,7 +55,7 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> PlanCandida
     for name in roles.units:
         own = allocations[name]
         behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
-        samples = size * (language.replicas // own.replicas)
+        samples = size * language.replicas / own.replicas
         held = table.shared_by(own.replicas, own.tp * own.pp)
         request = ChainRequest(name, Degrees(own.tp), own.pp, samples, answer.num_microbatches)
         options.append(held.chain(request, behind))

@@ -34,6 +34,14 @@ MAX_MOVED_CUTS, MOVED_CUTS = 192, 32
 """Most plans that are simulated with single layers moved to a neighbouring stage, fewer on more than SMALL_CLUSTER
 devices; and most of those that come from one plan, the fastest ones first."""
 
+MOST_CAREFUL = 2
+"""Times that as few layers as seem to do recompute more in a plan that overflows in simulation. If it still overflows,
+all layers of the overflowing ranks do, level by level."""
+
+MAX_RELAXED = 32
+"""Most plans whose recomputation is chosen anew by the memory that is left; fewer on more than SMALL_CLUSTER
+devices."""
+
 CLOSE, FAR = 1.25, 2.0
 """Limits for candidates that span unlike groups of more than SMALL_CLUSTER devices, as multiples of the best step on
 one group. Above CLOSE they are not simulated, above FAR not enumerated."""

@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dilatant.config.memory_modes import Recompute
+from dilatant.config.errors import UserError
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore, PlanScorer
 from dilatant.plan.costs.sync_time import sync_seconds
-from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.limits import CLOSE, MAX_EXTENDED_CANDIDATES, MOVED_CUTS
+from dilatant.plan.limits import CLOSE, MAX_EXTENDED_CANDIDATES, MOST_CAREFUL, MOVED_CUTS
 from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.rank_mapping import RankOrder, map_ranks, replicas_of
 from dilatant.plan.search.refusals import rejection
+from dilatant.plan.search.repairs import Repair, recomputing
 from dilatant.plan.templates.copies import copies_on_nodes
 
 
@@ -106,6 +106,20 @@ class Finals:
             self._overflowing.add((culprit, *counts))
         return False
 
+    def relax(self, most: int) -> None:
+        """Choose anew what the best plans recompute, up to `most` of them, by the memory that is left in simulation."""
+        again = [
+            (one, candidate)
+            for one, candidate in self._found
+            if one.score.seconds < CLOSE * self.best
+            and one.score.peak_bytes
+            and any({*unit.recompute} - {"none"} for unit in one.plan.units)
+        ]
+        for one, candidate in sorted(again, key=lambda found: found[0].score.seconds)[:most]:
+            plan = self._chosen_anew(candidate, one.plan, self._excess(one.plan, one.score))
+            if plan is not None:
+                self._score(candidate, plan, one.score.schedule or None)
+
     def reorder(self) -> None:
         """Simulate the two best plans in every other rank order, under the schedule that suited them best."""
         for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:2]:
@@ -113,7 +127,7 @@ class Finals:
                 continue
             for plan in self._plans(candidate):
                 again = {unit.name: unit.recompute for unit in one.plan.units}
-                self._score(candidate, _recomputing(plan, again), one.score.schedule or None)
+                self._score(candidate, recomputing(plan, again), one.score.schedule or None)
 
     def move_cuts(self, most: int) -> None:
         """Move single layers of the best plans to a neighbouring stage, as long as that makes them faster. At most
@@ -182,10 +196,11 @@ class Finals:
         return sync_seconds(plan, self._space.model, cluster, self._rules).longest
 
     def _score(
-        self, candidate: PlanCandidate, plan: Plan, schedule: str | None = None
+        self, candidate: PlanCandidate, plan: Plan, schedule: str | None = None, careful: int = MOST_CAREFUL
     ) -> tuple[Option, float, str] | None:
         """Rank the plan and return None (also if seen before); if it overflows return the option, the bytes and the
-        reason. schedule: the schedule family to simulate; default: the one that suits the plan best."""
+        reason. schedule: the schedule family to simulate; default: the one that suits the plan best. careful: how often
+        as few layers as seem to do may recompute more."""
         key = plan, candidate.num_microbatches, candidate.row_tokens
         if key in self._seen:
             return None  # several searches may find one plan
@@ -194,15 +209,34 @@ class Finals:
         score = self._scorer(*key, *filter(None, [schedule]))
         excess = cluster.overflow(plan.ranks, score.peak_bytes)
         if excess > 0.0:
-            most = cluster.bytes_of(plan.ranks).tolist()
-            frugal = _more_recomputed(plan, score, self._space.table.units, most)
+            frugal = self._repaired(candidate, plan, score, careful)
             if frugal is not None:
-                return self._score(candidate, frugal, schedule)
+                return self._score(candidate, frugal, schedule, careful - 1)
             culprit, text = rejection(plan, candidate, score, cluster, excess)
             return culprit, excess, text
         self._found.append((_ranked(plan, candidate, score, cluster, self._rules.zero), candidate))
         self.seconds[candidate] = min(self.seconds.get(candidate, math.inf), score.seconds)
         return None
+
+    def _repaired(self, candidate: PlanCandidate, plan: Plan, score: PlanScore, careful: int) -> Plan | None:
+        """Return the plan with more recomputation on the ranks that overflow, if more is possible."""
+        excess = {rank: own for rank, own in self._excess(plan, score).items() if own > 0.0}
+        found = self._chosen_anew(candidate, plan, excess) if careful > 0 else None
+        return found or self._repair(candidate).next_level(plan, excess)
+
+    def _chosen_anew(self, candidate: PlanCandidate, plan: Plan, excess: Mapping[int, float]) -> Plan | None:
+        """Return the plan with the cheapest recomputation that saves so many bytes of each rank, if any does."""
+        with suppress(UserError):  # other groups of devices may have degrees without costs here
+            return self._repair(candidate).fewest(plan, excess)
+        return None
+
+    def _repair(self, candidate: PlanCandidate) -> Repair:
+        return Repair(self._space.table.units, self._space.global_batch, candidate.num_microbatches)
+
+    def _excess(self, plan: Plan, score: PlanScore) -> dict[int, float]:
+        """Return rank → bytes that it lacks; negative if some are left."""
+        more = np.asarray(score.peak_bytes) - self._space.cluster.bytes_of(plan.ranks)
+        return dict(zip(plan.ranks, more.tolist(), strict=True))
 
 
 def _stage_seconds(candidate: PlanCandidate, cluster: Cluster) -> dict[str, tuple[float, ...]]:
@@ -230,38 +264,6 @@ def _ranked(plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Clu
         row_tokens=candidate.row_tokens,
         zero=zero,
     )
-
-
-def _recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Plan:
-    """Return the plan with the recomputation of `by_unit` for the layers of these units."""
-    return Plan(tuple(replace(unit, recompute=by_unit.get(unit.name, unit.recompute)) for unit in plan.units))
-
-
-def _more_recomputed(plan: Plan, score: PlanScore, units: UnitLayers, capacity_bytes: Sequence[float]) -> Plan | None:
-    """Raise the recomputation of all layers on overflowing ranks to the next cheapest level.
-    Returns None if the ranks already recompute all they can, or the model fixes recomputation. capacity_bytes: per
-    rank, in the order of `Plan.ranks`."""
-    capacities = zip(plan.ranks, score.peak_bytes, capacity_bytes, strict=True)
-    overflowing = {rank for rank, peak, most in capacities if peak > most}
-    changed: dict[str, tuple[Recompute, ...]] = {}
-    for unit in plan.units:
-        if not units.is_free(unit.name):
-            continue
-        can = units.recomputable(unit.name)
-        none: Recompute = "none"
-        nothing = (none,) * len(can)
-        layers: list[Recompute] = list(unit.recompute or nothing)
-        held = np.zeros(len(can), dtype=bool)
-        for replica in unit.replicas:
-            for stage in replica.stages:
-                if overflowing & {*stage.ranks}:
-                    held[stage.first : stage.end] = True
-        levels = units.levels([unit.name])
-        for layer in np.flatnonzero(held & can).tolist():
-            layers[layer] = levels[min(levels.index(layers[layer]) + 1, len(levels) - 1)]
-        if tuple(layers) != (unit.recompute or nothing):
-            changed[unit.name] = tuple(layers)
-    return _recomputing(plan, changed) if changed else None
 
 
 def moved_cuts(plan: Plan) -> Iterator[Plan]:

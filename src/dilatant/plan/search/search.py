@@ -29,6 +29,7 @@ from dilatant.plan.limits import (
     MAX_EXTENDED_PLANS,
     MAX_MOVED_CUTS,
     MAX_PROOF_CANDIDATES,
+    MAX_RELAXED,
     SLOW,
     SMALL_CLUSTER,
 )
@@ -161,8 +162,9 @@ class _Search:
             unseen = min(most, finals.prove(found, proofs))
         if not finals.ranked:
             raise self._refusal(found, finals, min(finals.skipped, unseen), space)
-        finals.reorder()
         share = SMALL_CLUSTER / max(SMALL_CLUSTER, devices)
+        finals.relax(int(MAX_RELAXED * share))
+        finals.reorder()
         if self.only is None:
             finals.move_cuts(int(MAX_MOVED_CUTS * share))
         if settings.fills_idle:
@@ -259,6 +261,7 @@ class _Search:
         finals = Finals(replace(spaces[0], cluster=cluster), self.scorer, best)
         unseen = self._simulate(finals, both, cluster.num_devices)
         if finals.ranked:
+            finals.relax(FEWEST)
             finals.reorder()
             unseen = min(finals.skipped, unseen)
             answers.append(answer_of(both, finals, unseen, self.settings.all_devices))

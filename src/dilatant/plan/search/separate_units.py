@@ -272,19 +272,17 @@ class SeparateUnits:
         return layouts
 
     def _all(self, replicas: int, microbatches: int, row_tokens: int | None, behind: int) -> UnitLayouts | None:
-        space, by_tokens = self.spaces[self.home], row_tokens is not None
-        roles, shared = space.roles, 1 if by_tokens else space.global_batch // (replicas * microbatches)
+        by_tokens, roles = row_tokens is not None, self.spaces[self.home].roles
+        samples = self.spaces[self.home].global_batch // microbatches
         left = {group: self.spaces[group].cluster.num_devices for group in self.away.values()}
         rows: list[JointLayout] = [JointLayout((), (), 0.0, 0.0, 0.0, 0.0, tuple(left.values()))]
         least: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
         headroom = math.inf
         for number, (unit, group) in enumerate(self.away.items()):
             depth, at_home = behind * (unit in roles.encoders), group == self.home
-            counts = _counts(replicas, shared)
-            uneven = {
-                count: space.fullest_part(unit, shared, count // replicas) if count > replicas else 1.0
-                for count in counts
-            }
+            devices = self.spaces[group].cluster.num_devices
+            counts = _counts(replicas, samples, devices, by_tokens, are_few(self.spaces))
+            uneven = {count: self._uneven(unit, replicas, count, samples) for count in counts}
             own = [
                 UnitLayout(option, count, chain_times(self.spaces[group], count, microbatches, option), uneven[count])
                 for count in counts
@@ -306,6 +304,13 @@ class SeparateUnits:
         used = [left[self.home] - row.left[[*left].index(self.home)] if self.home in left else 0 for row in rows]
         return UnitLayouts(rows, least, np.array(used), headroom)
 
+    def _uneven(self, unit: str, replicas: int, count: int, samples: int) -> float:
+        """Return the seconds of the fullest of `count` replicas of a unit, as a multiple of the mean; see `_spread`."""
+        parts = math.gcd(replicas, count)
+        if count == parts:
+            return 1.0
+        return self.spaces[self.home].fullest_part(unit, samples // parts, count // parts)
+
     def _chains(self, unit: str, count: int, microbatches: int, by_tokens: bool, behind: int) -> list[Option]:
         """Return chains of a unit whose `count` replicas share the samples of each microbatch."""
         key = unit, count, microbatches, by_tokens, behind
@@ -324,8 +329,8 @@ class SeparateUnits:
         return self._known_chains[key]
 
 
-def _counts(replicas: int, size: int) -> list[int]:
-    """Return the possible replicas of a unit next to `replicas` language models: a divisor, or a multiple.
-    A multiple shares each microbatch of `size` samples."""
-    parts = [part for part in range(1, replicas + 1) if replicas % part == 0]
-    return [*parts, *(replicas * share for share in range(2, size + 1) if size % share == 0)]
+def _counts(replicas: int, samples: int, devices: int, by_tokens: bool, all_of_them: bool) -> list[int]:
+    """Return the possible replicas of a unit next to `replicas` language models, whose k-th microbatches have so many
+    `samples` together. Each has some of these, and unless all counts are asked for, equally many."""
+    most = min(devices, replicas if by_tokens else samples)
+    return [n for n in range(1, most + 1) if all_of_them or samples % n == 0 or replicas % n == 0]

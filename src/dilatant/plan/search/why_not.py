@@ -17,7 +17,7 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScorer
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.limits import MATCHES_EXPLAINED, MATCHES_PLANNED
+from dilatant.plan.limits import MATCHES_EXPLAINED, MATCHES_PLANNED, SMALL_CLUSTER
 from dilatant.plan.search.enumeration import all_candidates
 from dilatant.plan.search.finals import Finals, RankedPlan
 from dilatant.plan.search.search_result import SearchResult
@@ -121,6 +121,7 @@ def why_not(
     finals = Finals(space, scorer)
     for one in matching[: MATCHES_EXPLAINED if result else MATCHES_PLANNED]:
         finals.simulate(one)
+    finals.relax(MATCHES_EXPLAINED)
     plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
     known = {
         (one.plan, one.num_microbatches, one.row_tokens, one.zero)
@@ -245,8 +246,9 @@ def _nowhere(space: Space, asked: AskedLayout) -> str:
         return f"with all units it takes {least} devices, and there are {space.cluster.num_devices}"
     if len(replicas) > 1:
         return (
-            "replicas of unlike number are looked at only where an encoder's or generator's number divides the "
-            "language model's, or is a multiple of it that divides the samples of a microbatch"
+            "replicas of unlike number are looked at only where each has a sample of every microbatch and, on more "
+            f"than {SMALL_CLUSTER} devices, where an encoder's or generator's number divides the language model's or "
+            "the samples of its microbatches"
         )
     if asked.microbatch_tokens is not None:
         return (

@@ -1,10 +1,10 @@
 """The Assignment of a step: samples over the replicas of every unit, and over the microbatches of each replica.
 
 The replicas of the *anchor*, the unit that the encoders feed (the language model), each take a part of the samples and
-group them by one of the microbatch policies. Every other unit follows: a replica serves a fixed range of anchor
-replicas, and its k-th microbatch holds the samples of their k-th microbatches. So units may have any numbers of
-replicas: with fewer encoder replicas than language-model replicas, the encoder's microbatches are that much larger
-(DistTrain 5.1); with more, several encoder replicas share one language-model replica's microbatch.
+group them by one of the microbatch policies. Every other unit follows, with any number of replicas: their greatest
+common divisor is the number of parts of a plan, and the replicas of a part divide the k-th microbatches of its anchor
+replicas evenly. With fewer encoder replicas than language-model replicas, the encoder's microbatches are that much
+larger (DistTrain 5.1).
 
 Planner and training use one function, `assign_step`, with the same costs.
 """
@@ -12,6 +12,7 @@ Planner and training use one function, `assign_step`, with the same costs.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -277,10 +278,10 @@ def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) ->
 
 
 def served_by(replica: int, replicas: int, anchors: int) -> range:
-    """Return the anchor replicas whose samples this replica serves: several, or one that it shares with others."""
-    if replicas <= anchors:
-        return range(-(-replica * anchors // replicas), -(-(replica + 1) * anchors // replicas))
-    return range(replica * anchors // replicas, replica * anchors // replicas + 1)
+    """Return the anchor replicas whose samples this replica serves, perhaps together with others."""
+    parts = math.gcd(replicas, anchors)
+    part, served = replica * parts // replicas, anchors // parts
+    return range(part * served, (part + 1) * served)
 
 
 def intra_reorder(size: NDArray[np.float64], num_groups: int) -> NDArray[np.int64]:
@@ -302,25 +303,19 @@ def _spread(
     seconds: NDArray[np.float64], present: NDArray[np.bool_], slots: list[list[Microbatch]], replicas: int
 ) -> tuple[tuple[Microbatch, ...], ...]:
     """Distribute the microbatches of anchor replicas to the replicas of one unit that serve them."""
-    anchors = len(slots)
-    result: list[list[Microbatch]] = [[] for _ in range(replicas)]
-    if replicas == anchors:
-        result = slots
-    elif replicas < anchors:
-        for replica in range(replicas):
-            served = (slots[a] for a in served_by(replica, replicas, anchors))
-            together = itertools.zip_longest(*served, fillvalue=())
-            result[replica] = [tuple(itertools.chain.from_iterable(batches)) for batches in together]
-    else:
-        for a in range(anchors):
-            serving = range(-(-a * replicas // anchors), -(-(a + 1) * replicas // anchors))
-            for batch in slots[a]:
-                group = intra_reorder(seconds[list(batch)], len(serving))
-                parts: list[list[int]] = [[] for _ in serving]
-                for sample, part in zip(batch, group.tolist(), strict=True):
-                    parts[part].append(sample)
-                for replica, own in zip(serving, parts, strict=True):
-                    result[replica].append(tuple(own))
+    result, parts = slots, math.gcd(len(slots), replicas)
+    served, serving = len(slots) // parts, replicas // parts
+    if replicas != len(slots):
+        result = [[] for _ in range(replicas)]
+        for part in range(parts):
+            for batches in itertools.zip_longest(*slots[part * served : (part + 1) * served], fillvalue=()):
+                together = [*itertools.chain.from_iterable(batches)]
+                group = intra_reorder(seconds[together], serving).tolist() if serving > 1 else [0] * len(together)
+                own: list[list[int]] = [[] for _ in range(serving)]
+                for sample, number in zip(together, group, strict=True):
+                    own[number].append(sample)
+                for number, batch in enumerate(own):
+                    result[part * serving + number].append(tuple(batch))
     if present.all():
         return tuple(map(tuple, result))
     there = present.tolist()
