@@ -159,7 +159,7 @@ def placed_candidates(spaces: Sequence[Space], most_seconds: float = math.inf) -
         for where in itertools.product(range(len(spaces)), repeat=len(others)):
             away = {unit: group for unit, group in zip(others, where) if group != home}
             if away:
-                yield from SeparateUnits(spaces, home, away).candidates(most_seconds)
+                yield from SeparateUnits(spaces, home, away, most_seconds).candidates()
 
 
 def separate_replica_candidates(space: Space, most_seconds: float = math.inf) -> Iterator[PlanCandidate]:
@@ -167,7 +167,7 @@ def separate_replica_candidates(space: Space, most_seconds: float = math.inf) ->
     others = _others(space)
     for count in range(1, len(others) + 1):
         for chosen in itertools.combinations(others, count):
-            yield from SeparateUnits([space], 0, dict.fromkeys(chosen, 0)).candidates(most_seconds)
+            yield from SeparateUnits([space], 0, dict.fromkeys(chosen, 0), most_seconds).candidates()
 
 
 def _others(space: Space) -> list[str]:
@@ -177,16 +177,18 @@ def _others(space: Space) -> list[str]:
 @dataclass(eq=False)
 class SeparateUnits:
     """Adds units with separate replicas to candidates of the language model's device group, `home`.
-    `away`: unit → its device group, which may be `home` for devices left there. `spaces`: the spaces of all groups."""
+    `away`: unit → its device group, which may be `home` for devices left there. `spaces`: the spaces of all groups.
+    most_seconds: candidates with larger estimates are omitted."""
 
     spaces: Sequence[Space]
     home: int
     away: Mapping[str, int]
+    most_seconds: float = math.inf
     _layouts: dict[tuple[int, int, int | None, int], UnitLayouts | None] = field(default_factory=dict)
     _known_chains: dict[tuple[str, int, int, bool, int], list[Option]] = field(default_factory=dict)
 
-    def candidates(self, most_seconds: float) -> Iterator[PlanCandidate]:
-        """Yield the candidates whose estimates are not above `most_seconds`."""
+    def candidates(self) -> Iterator[PlanCandidate]:
+        """Yield the candidates."""
         space = self.spaces[self.home]
         here = Roles(
             tuple(unit for unit in space.roles.encoders if unit not in self.away),
@@ -196,10 +198,10 @@ class SeparateUnits:
         without_away = space.with_roles(here)
         for replicas in range(1, space.cluster.num_devices + 1):
             for count, row_tokens in space.microbatch_counts(replicas).items():
-                for one in shapes(without_away, replicas, count, row_tokens, most_seconds):
-                    yield from self._joined(one, most_seconds)
+                for one in shapes(without_away, replicas, count, row_tokens, self.most_seconds):
+                    yield from self._joined(one)
 
-    def _joined(self, base: PlanCandidate, most_seconds: float) -> Iterator[PlanCandidate]:
+    def _joined(self, base: PlanCandidate) -> Iterator[PlanCandidate]:
         """Yield the candidate joined with the most promising chains of the other units."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
@@ -207,7 +209,7 @@ class SeparateUnits:
         if free < list(self.away.values()).count(self.home):
             return
         later = space.heaviest(base.replicas * base.num_microbatches)
-        if base.estimate * ROUNDING > most_seconds and base.num_microbatches >= later:
+        if base.estimate * ROUNDING > self.most_seconds and base.num_microbatches >= later:
             return  # other units can only lengthen the step
         at = next(number for number, option in enumerate(base.options) if language in option.chain.cuts)
         own, before, after = base.options[at], base.options[:at], base.options[at + 1 :]
@@ -233,7 +235,7 @@ class SeparateUnits:
         most = None if are_few(self.spaces) else MAX_UNIT_LAYOUTS
         bound, groups = max(base.bound, layouts.least(free)), self._groups(base)
         for best in np.argsort(estimates, kind="stable")[:most].tolist():
-            if estimates[best] > most_seconds or np.isinf(estimates[best]):
+            if estimates[best] > self.most_seconds or np.isinf(estimates[best]):
                 break
             chosen = layouts.joint[best].options
             away = dict(zip(self.away, chosen, strict=True))
@@ -312,19 +314,20 @@ class SeparateUnits:
         return self.spaces[self.home].fullest_part(unit, samples // parts, count // parts)
 
     def _chains(self, unit: str, count: int, microbatches: int, by_tokens: bool, behind: int) -> list[Option]:
-        """Return chains of a unit whose `count` replicas share the samples of each microbatch."""
+        """Return chains of a unit whose `count` replicas share the samples of each microbatch, but none whose slowest
+        stage surely takes more than `most_seconds` for all microbatches."""
         key = unit, count, microbatches, by_tokens, behind
         if key not in self._known_chains:
             space = self.spaces[self.away[unit]]
             budget, most = space.cluster.num_devices // count, space.model.unit(unit).most_stages
             table = space.by_tokens if by_tokens else space.table
             table = table.shared_by(count, budget) if budget else table
-            samples = space.global_batch / microbatches
-            found = (
-                table.chain(ChainRequest(unit, degrees, stages, samples / count, microbatches), behind)
-                for degrees in table.units.all_degrees([unit])
-                for stages in range(1, min(most, budget // degrees.ranks) + 1)
-            )
+            samples, found = space.global_batch / microbatches / count, list[Option | None]()
+            for degrees in table.units.all_degrees([unit]):
+                together = microbatches * float(table.units.layers(unit, degrees, samples).seconds.sum())
+                fewest = max(1, math.ceil(together * ROUNDING / self.most_seconds))
+                for stages in range(fewest, min(most, budget // degrees.ranks) + 1):
+                    found.append(table.chain(ChainRequest(unit, degrees, stages, samples, microbatches), behind))
             self._known_chains[key] = [option for option in found if option is not None]
         return self._known_chains[key]
 
