@@ -155,9 +155,10 @@ def best_steps(
 ) -> list[Step]:
     """Simulate one step per batch under one family: the fastest of `families` on average that fits memory in all steps.
 
-    If none fits, the most frugal family is returned, and families that overflow in any case are not timed. On many devices only the `PROMISING` families are candidates if
-    one of them fits. `how` gives the remaining settings; its own family is ignored. `bytes_per_device` is one number
-    for all, or an array in the order of `Plan.ranks`. Raises ValueError for a family that cannot run this plan.
+    If none fits, the most frugal family is returned; families that overflow whenever actions start are not timed. On
+    many devices only the `PROMISING` families are candidates if one of them fits. `how` gives the remaining settings;
+    its own family is ignored. `bytes_per_device` is one number for all, or an array in the order of `Plan.ranks`.
+    Raises ValueError for a family that cannot run this plan.
     """
     families = families or families_for(plan)
     trainability = trainability_of(plan, model.trainable)

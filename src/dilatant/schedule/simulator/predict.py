@@ -176,9 +176,7 @@ def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.floa
     return np.einsum("ij,ij->i", costs.output_bytes[maker], sums)
 
 
-def step_bytes(
-    graph: Ops, costs: StageCosts, sums: NDArray[np.float64], message: NDArray[np.float64]
-) -> StepBytes:
+def step_bytes(graph: Ops, costs: StageCosts, sums: NDArray[np.float64], message: NDArray[np.float64]) -> StepBytes:
     """Return the input of the memory sweep. `sums` and `message` are as returned by `op_sums` and `message_bytes`."""
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums)
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums)
