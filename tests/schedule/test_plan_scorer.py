@@ -25,6 +25,8 @@ from dilatant.schedule.plan_scorer import (
     best_steps,
     step_costs,
 )
+from dilatant.schedule.simulator.graph import ops_of
+from dilatant.schedule.simulator.predict import least_peaks
 from dilatant.schedule.validate import validate
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
@@ -120,6 +122,8 @@ def test_a_deep_schedule_gives_way_to_memory():
     table, how = StepCosts(stage_costs(plan, alone, costs, RULES), cluster=cluster(1, 3)), Microbatching(8)
     free = best_steps(plan, alone, table, [samples], np.inf, how)[0]
     assert free.schedule == "zb-h2"
+    least = least_peaks(ops_of(plan, free.timeline.assignment, free.timeline.schedule), table, samples)
+    assert (least > 0.9 * free.timeline.peak_bytes).all()  # messages are the rest, a fiftieth of a layer's activations
     limit = 0.9 * free.timeline.peak_bytes.max()
     tight = best_steps(plan, alone, table, [samples], limit, how)[0]
     assert tight.timeline.peak_bytes.max() <= limit
@@ -177,6 +181,9 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
     # On one rank nothing waits, so nothing is split there.
     tried = {name: family for name, family in CANDIDATE_FAMILIES.items() if len(plan.ranks) > 1 or name[:2] != "zb"}
     alone = {name: steps({name: family}, np.inf) for name, family in tried.items()}
+    for line, batch in ((one.timeline, batch) for own in alone.values() for one, batch in zip(own, samples.steps(12))):
+        least = least_peaks(ops_of(plan, line.assignment, line.schedule), table, batch)
+        assert (least <= line.peak_bytes * (1 + 1e-9)).all()  # sums of bytes in another order
     peaks = {name: max(float(one.timeline.peak_bytes.max()) for one in own) for name, own in alone.items()}
     limit = float(draw.choice([np.inf, *peaks.values()]))
     fits = {name: sum(one.seconds for one in alone[name]) for name, peak in peaks.items() if peak <= limit}

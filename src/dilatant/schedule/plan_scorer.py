@@ -26,9 +26,9 @@ from dilatant.schedule.assignment.step_assignment import QUICK, Microbatching, a
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.families.families import ScheduleFamily
 from dilatant.schedule.packed import BACKWARD, FORWARD, WEIGHT_GRADIENT, pack, plan_arrays
-from dilatant.schedule.schedule import Assignment
-from dilatant.schedule.simulator.graph import build
-from dilatant.schedule.simulator.predict import TimedStep, time_step
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.simulator.graph import build, ops_of
+from dilatant.schedule.simulator.predict import TimedStep, least_peaks, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
@@ -45,6 +45,9 @@ PROMISING = ("eager", "zb-h2")
 
 FIRST, FRUGAL = "eager", "1f1b"
 """FIRST is simulated before the others and yields lower bounds for them; FRUGAL is the result if none fits memory."""
+
+ROUNDING = 1.0 - 1e-9
+"""Tolerance for bytes that are summed in a different order."""
 
 
 def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily]:
@@ -152,9 +155,10 @@ def best_steps(
 ) -> list[Step]:
     """Simulate one step per batch under one family: the fastest of `families` on average that fits memory in all steps.
 
-    If none fits, the most frugal family is returned. On many devices only the `PROMISING` families are candidates if
-    one of them fits. `how` gives the remaining settings; its own family is ignored. `bytes_per_device` is one number
-    for all, or an array in the order of `Plan.ranks`. Raises ValueError for a family that cannot run this plan.
+    If none fits, the most frugal family is returned; families that overflow whenever actions start are not timed. On
+    many devices only the `PROMISING` families are candidates if one of them fits. `how` gives the remaining settings;
+    its own family is ignored. `bytes_per_device` is one number for all, or an array in the order of `Plan.ranks`.
+    Raises ValueError for a family that cannot run this plan.
     """
     families = families or families_for(plan)
     trainability = trainability_of(plan, model.trainable)
@@ -169,11 +173,19 @@ def best_steps(
             assigned[key] = assign_step(plan, costs, batches[number], own, anchor)
         return assigned[key]
 
+    scheduled: dict[tuple[int, str], Schedule] = {}
+
+    def schedule_of(assignment: Assignment, name: str) -> Schedule:
+        key = id(assignment), name
+        if key not in scheduled:
+            scheduled[key] = families[name](plan, assignment, trainability)
+        return scheduled[key]
+
     built: dict[tuple[int, bytes], TimedStep] = {}
 
     def timed(number: int, name: str, how: Microbatching) -> TimedStep:
         assignment = assign(number, name, how)
-        schedule = families[name](plan, assignment, trainability)
+        schedule = schedule_of(assignment, name)
         packed = pack(plan_arrays(plan), assignment, schedule)
         order = b"".join(one.tobytes() for one in (packed.offsets, packed.kind, packed.stage, packed.piece))
         key = id(assignment), order
@@ -193,7 +205,19 @@ def best_steps(
         quick[name].append(timed(number, name, quickly))
         least[name][number] = quick[name][number].seconds_synced
 
-    if FIRST in families:
+    def overflows(name: str) -> bool:
+        """Return True if a batch overflows memory whenever its actions start."""
+        for number, batch in enumerate(batches):
+            assignment = assign(number, name, how)
+            ops = ops_of(plan, assignment, schedule_of(assignment, name))
+            if (least_peaks(ops, costs, batch) * ROUNDING > bytes_per_device).any():
+                return True
+        return False
+
+    tried = [*families]
+    if not searches and FIRST in families and FRUGAL in families and overflows(FIRST):
+        tried = [name for name in families if name == FRUGAL or (name != FIRST and not overflows(name))]
+    if FIRST in families and tried != [FRUGAL]:
         for _ in numbers:
             time_next(FIRST)
         for number, step in enumerate(quick[FIRST]):
@@ -202,7 +226,7 @@ def best_steps(
                 if name != FIRST:
                     least[name][number] = split if name in SPLIT_BACKWARD_FAMILIES else whole
     many = len(plan.ranks) > LARGE_CLUSTER
-    queue = [(many and name not in PROMISING, sum(least[name]), number, name) for number, name in enumerate(families)]
+    queue = [(many and name not in PROMISING, sum(least[name]), number, name) for number, name in enumerate(tried)]
     heapq.heapify(queue)
     # The memory sweep costs more than all the rest: only the fastest family is swept, unless it overflows.
     frugal: list[Step] = []
@@ -215,11 +239,17 @@ def best_steps(
             heapq.heappush(queue, (is_late, sum(least[name]), number, name))
             continue
         found = [timed(batch, name, how) for batch in numbers] if searches else quick[name]
-        steps = [Step(one.timeline(), one.seconds_synced, name) for one in found]
-        if all(_fits(step, bytes_per_device) for step in steps):
+        is_last = name == FRUGAL or FRUGAL not in families
+        steps: list[Step] = []
+        fits = True
+        for one in found:
+            if fits or is_last:
+                steps.append(Step(one.timeline(), one.seconds_synced, name))
+                fits = fits and _fits(steps[-1], bytes_per_device)
+        if fits:
             return steps
-        if not frugal or name == FRUGAL:
-            frugal = steps
+        if is_last:
+            frugal = frugal or steps
     return frugal
 
 

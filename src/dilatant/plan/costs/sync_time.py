@@ -4,7 +4,6 @@ the number of ranks that divide each layer's optimizer state under a plan (ZeRO 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,10 +112,28 @@ def _add_rings(
         sums += [_Ring(part, 2, alike) for alike in zip(*sharing.values(), strict=True)]
 
 
-@lru_cache(maxsize=2)
-def _places(ranks: tuple[int, ...], cluster: Cluster) -> tuple[dict[int, Cluster], dict[int, tuple[int, int]]]:
-    """Return by rank its group, and its node and port there; equal for all rank orders."""
-    return dict(zip(ranks, map(cluster.at, ranks))), dict(zip(ranks, map(cluster.place_of, ranks)))
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """For each of some ranks: its index, its node, its port (numbered over all nodes), and latency and bandwidth of its
+    links inside and between nodes."""
+
+    index: Mapping[int, int]
+    node: NDArray[np.int64]
+    port: NDArray[np.int64]
+    latency: NDArray[np.float64]
+    bandwidth: NDArray[np.float64]
+
+
+@lru_cache(maxsize=2)  # equal for all rank orders
+def _places(ranks: tuple[int, ...], cluster: Cluster) -> _Places:
+    node, port = np.asarray([cluster.place_of(rank) for rank in ranks], dtype=np.int64).reshape(-1, 2).T
+    links = [(group.inside, group.port) for group in map(cluster.at, ranks)]
+    latency, bandwidth = (
+        np.asarray([[getattr(link, name) for link in both] for both in links], dtype=np.float64).reshape(-1, 2).T
+        for name in ("latency", "bandwidth")
+    )
+    index = {rank: number for number, rank in enumerate(ranks)}
+    return _Places(index, node, node * (int(port.max(initial=0)) + 1) + port, latency, bandwidth)
 
 
 def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster) -> dict[int, float]:
@@ -127,44 +144,33 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
     many messages as the height of a tree. All rings run at the same time, so the loads of one port add up. The slowest
     device on a ring decides.
     """
-    inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    group_of, place_of = _places(tuple(ranks), cluster)
-    homes = {place_of[rank][0]: group_of[rank] for rank in ranks}
-    bandwidth = {node: group.port.bandwidth for node, group in homes.items()}
-    through: dict[tuple[int, int], float] = defaultdict(float)  # (node, port) → seconds
-    crossing: list[list[tuple[int, int]]] = []  # the ports of each ring between nodes
-    used: dict[int, set[int]] = defaultdict(set)  # rank → those rings
-    for ring in rings:
-        count = len(ring.ranks)
-        if count == 1:
-            continue
-        passed = ring.rounds * (count - 1) / count * ring.size_bytes
-        ports: dict[int, set[int]] = defaultdict(set)
-        for node, port in map(place_of.__getitem__, ring.ranks):
-            ports[node].add(port)
-        crosses = len(ports) > 1
-        groups = {id(group_of[rank]): group_of[rank] for rank in ring.ranks}.values()
-        latency = max((group.between if crosses else group.inside).latency for group in groups)
-        visited = HOP * (count - 1) if ring.rounds == 1 else 0.0
-        wait = ring.count * max(ring.rounds * math.ceil(math.log2(count)), visited) * latency
-        for rank in ring.ranks:
-            waits[rank] += wait
-            # A node's only member sends straight through the port.
-            if count > len(ports):
-                inside[rank] += passed / group_of[rank].inside.bandwidth
-            if crosses:
-                used[rank].add(len(crossing))
-        if not crosses:
-            continue
-        for node, own in ports.items():
-            for port in own:
-                through[node, port] += passed / len(own) / bandwidth[node]
-        crossing.append([(node, port) for node, own in ports.items() for port in own])
-    slowest = [max(through[port] for port in ring) for ring in crossing]
-    return {
-        rank: waits[rank] + max(own, max((slowest[ring] for ring in used[rank]), default=0.0))
-        for rank, own in inside.items()
-    }
+    several = [ring for ring in rings if len(ring.ranks) > 1]
+    if not several:
+        return dict.fromkeys(ranks, 0.0)
+    places, devices = _places(tuple(ranks), cluster), len(ranks)
+    count = np.asarray([len(ring.ranks) for ring in several])
+    ring, first = np.repeat(np.arange(len(several)), count), np.cumsum(count) - count  # of every member
+    member = np.asarray([places.index[rank] for one in several for rank in one.ranks])
+    ports = int(places.port.max()) + 1
+    codes, at = np.unique(ring * ports + places.port[member], return_index=True)  # each port of each ring
+    owner, port = np.divmod(codes, ports)
+    homes, on_node = np.unique(owner * ports + places.node[member[at]], return_inverse=True)
+    nodes = np.bincount(homes // ports, minlength=len(several))
+    crosses = nodes > 1
+    rounds = np.asarray([one.rounds for one in several])
+    passed = rounds * (count - 1) / count * np.asarray([one.size_bytes for one in several])
+    latency = np.maximum.reduceat(places.latency[crosses[ring] * 1, member], first)
+    heights = np.asarray([(own - 1).bit_length() for own in count.tolist()])
+    visited = np.where(rounds == 1, HOP * (count - 1), 0.0)
+    wait = np.asarray([one.count for one in several]) * np.maximum(rounds * heights, visited) * latency
+    # A node's only member sends straight through the port.
+    inside = np.where(count > nodes, passed, 0.0)[ring] / places.bandwidth[0, member]
+    load = passed[owner] / np.bincount(on_node)[on_node] / places.bandwidth[1, member[at]]
+    through = np.bincount(port, np.where(crosses[owner], load, 0.0), ports)
+    slowest = np.maximum.reduceat(through[port], np.searchsorted(owner, np.arange(len(several))))
+    longest = np.bincount(member, inside, devices)
+    np.maximum.at(longest, member, np.where(crosses, slowest, 0.0)[ring])
+    return dict(zip(ranks, (np.bincount(member, wait[ring], devices) + longest).tolist(), strict=True))
 
 
 def shard_seconds(

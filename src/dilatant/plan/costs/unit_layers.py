@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block", "block
 memory is not the device's."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class MeanCosts:
     """Costs of the mean microbatch per layer of a unit at some degrees, or per stage: arrays [layers] or [stages].
 
@@ -60,10 +61,19 @@ class MeanCosts:
 
     def by_stage(self, cuts: tuple[int, ...]) -> MeanCosts:
         """Sum the layers of each stage. While a layer runs, later layers keep no activations."""
-        transient = stage_peaks(self.transient, self.kept, cuts)
-        names = [one.name for one in fields(self)]
-        sums = np.add.reduceat(np.stack([getattr(self, name) for name in names]), np.array(cuts), axis=1)
-        return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
+        sums = np.add.reduceat(self._rows, np.array(cuts), axis=1)
+        sums[_TRANSIENT] = stage_peaks(self.transient, self.kept, cuts)
+        return MeanCosts(*sums)
+
+    @cached_property
+    def _rows(self) -> NDArray[np.float64]:
+        """All fields: [fields, layers]."""
+        return np.stack([getattr(self, one.name) for one in fields(self)])
+
+    @cached_property
+    def held(self) -> tuple[float, float]:
+        """The bytes of all layers: static, and kept per microbatch in flight."""
+        return float(self.static.sum()), float(self.kept.sum())
 
     def on_groups(self, chunks: int) -> MeanCosts:
         """Raise the lower bounds of single samples to the host's seconds, and combine the `chunks` stages of each group
@@ -103,6 +113,9 @@ class MeanCosts:
         return MeanCosts(**first)
 
 
+_TRANSIENT = [one.name for one in fields(MeanCosts)].index("transient")
+
+
 @dataclass(eq=False)
 class UnitLayers:
     """Layer costs of a model's units per number of samples in a microbatch; each is computed once.
@@ -125,6 +138,7 @@ class UnitLayers:
     _tables: dict[tuple[str, Degrees, Recompute], LayerTable] = field(default_factory=dict)
     _layers: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = field(default_factory=dict)
     _unshared: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = field(default_factory=dict)
+    _sharers: dict[tuple[str, Degrees], NDArray[np.float64]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         units = self.model.units
@@ -150,6 +164,7 @@ class UnitLayers:
             _sharing=sharing or self._sharing,
             _by_tokens=by_tokens,
             _layers={},
+            _sharers={},
             _unshared=self._unshared if by_tokens == self._by_tokens else {},
         )
 
@@ -283,12 +298,15 @@ class UnitLayers:
     def _ranks_sharing(self, unit: str, degrees: Degrees) -> NDArray[np.float64]:
         """Return [layers]: the number of ranks that shard the optimizer state of one rank's layers (see `shared_by`),
         including the ranks of its stage with the same parameters."""
-        layers = self.model.unit(unit).layers
-        if self.rules.zero == "none":
-            return np.ones(len(layers))
-        beside = degrees.ranks if self.rules.zero == "all" else min(degrees.ranks, self.node)
-        parts = self._sharing * beside * parts_of_a_rank(layers, degrees)
-        return ranks_together(layers, degrees, *np.maximum(1.0, parts))
+        key = unit, degrees
+        if key not in self._sharers:
+            layers, zero = self.model.unit(unit).layers, self.rules.zero
+            beside = degrees.ranks if zero == "all" else min(degrees.ranks, self.node)
+            self._sharers[key] = np.ones(len(layers))
+            if zero != "none":
+                parts = self._sharing * beside * parts_of_a_rank(layers, degrees)
+                self._sharers[key] = ranks_together(layers, degrees, *np.maximum(1.0, parts))
+        return self._sharers[key]
 
     def _table(self, unit: str, degrees: Degrees, level: Recompute) -> LayerTable:
         key = unit, degrees, level

@@ -100,12 +100,12 @@ class OptionTable:
         """Lay out a chain, at the fastest level of recomputation that fits; return None if memory forbids it.
         `behind` stages follow on the longest path. The cut makes the slowest stage as fast as possible, within memory
         only if the unconstrained cut does not fit; if neither fits, as few layers as possible recompute."""
-        if request.stages > self.units.model.unit(request.unit).most_stages:
-            return None
         behind, asked = min(behind, request.microbatches - 1), request  # from there on, all are in flight everywhere
         ahead, option = self._laid_out.get(asked, (UNLIMITED, None))
         if ahead <= behind and (option is None or option.headroom >= behind):
             return option  # more stages behind only forbid more
+        if request.stages > self.units.model.unit(request.unit).most_stages:
+            return None
         found: list[Option] = []
         for level in self.units.levels([request.unit, *request.extra]):
             request = request._replace(level=level)
@@ -151,7 +151,8 @@ class OptionTable:
             last = first = ((request.chunks - 1) * groups + 1 + 2 * behind) / request.chunks
         last, first = min(last, request.microbatches), min(first, request.microbatches)
         alone = layers.static[0] + layers.transient[0] + first * layers.kept[0]
-        together = layers.static.sum() + last * layers.kept.sum()
+        static, kept = layers.held
+        together = static + last * kept
         return bool(max(alone, together / groups) * ROUNDING > self._capacity)
 
     def _free_cut(self, request: ChainRequest) -> _ChainCosts:

@@ -24,7 +24,8 @@ class ScheduleError(UserError):
 class Ops:
     """Each action of a schedule once: numbered rank by rank, on the first rank of its stage.
 
-    `kind`, `stage`, `piece`: `[ops]`. `list_offsets` bounds the ops of each rank.
+    `kind`, `stage`, `piece`: `[ops]`. `list_offsets` bounds the ops of each rank; `lead` is the first rank of each
+    stage, as an index of ranks: [stages].
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class Ops:
     schedule: Schedule
     arrays: PlanArrays
     packed: PackedActions
+    lead: NDArray[np.int32]
     kind: NDArray[np.int8]
     stage: NDArray[np.int32]
     piece: NDArray[np.int32]
@@ -105,54 +107,44 @@ def try_build(
     """Return the compiled schedule or None, then the missing actions, then the actions in an impossible order."""
     from dilatant.schedule.simulator import graph_kernels as kernels
 
-    arrays = plan_arrays(plan)
-    packed = pack(arrays, assignment, schedule)
-    number = {rank: index for index, rank in enumerate(packed.ranks)}
-    lead = np.asarray([number.get(rank, -1) for rank in arrays.ranks], dtype=np.int32)[arrays.lead]
-    alone = all(len(placed.stage.ranks) == 1 for placed in arrays.placed)
-    alone = alone and bool((lead[packed.stage] == _rank_of_row(packed)).all())
-    ops = _ops(plan, assignment, schedule, arrays, packed, None if alone else lead)
+    ops = ops_of(plan, assignment, schedule)
+    arrays, packed, lead = ops.arrays, ops.packed, ops.lead
     slots = _Slots.of(ops)
     source, target, missing, disorder = _data_edges(ops, slots)
     num_messages = len(source)
     row_op = np.arange(ops.num_ops, dtype=np.int32)
-    if not alone:
+    if len(packed.kind) > ops.num_ops:
         row_op = slots.op(packed.kind, packed.stage, packed.piece)
         missing += _unled_rows(packed, row_op)
-        more_source, more_target = _order_edges(ops, row_op, lead)
+        more_source, more_target = _order_edges(ops, row_op)
         source, target = np.concatenate([source, more_source]), np.concatenate([target, more_target])
 
     offsets, edges = kernels.group_by_target(target, ops.num_ops)
     order, count, heads, position = kernels.topological_order(ops.list_offsets, offsets, edges, source)
     if count < ops.num_ops:
-        disorder.append(_cycle(ops, lead, heads, offsets, edges, source, order[:count]))
+        disorder.append(_cycle(ops, heads, offsets, edges, source, order[:count]))
     if missing or disorder:
         return None, missing, disorder
     previous, new_offsets, new_source, new_edge = kernels.renumber(
         order, position, lead[ops.stage], offsets, edges, source, ops.list_offsets
     )
     graph = ScheduleGraph(
-        plan, assignment, schedule, arrays, packed, ops.kind, ops.stage, ops.piece, ops.list_offsets,
+        plan, assignment, schedule, arrays, packed, lead, ops.kind, ops.stage, ops.piece, ops.list_offsets,
         row_op, source, target, num_messages, order, previous, new_offsets, new_source, new_edge,
     )  # fmt: skip
     return graph, [], []
 
 
-def _ops(
-    plan: Plan,
-    assignment: Assignment,
-    schedule: Schedule,
-    arrays: PlanArrays,
-    packed: PackedActions,
-    lead: NDArray[np.int32] | None,
-) -> Ops:
-    """Return the ops of a packed schedule; `lead[stage]`: index of its first rank; None: all rows are on those."""
-    kind, stage, piece, offsets = packed.kind, packed.stage, packed.piece, packed.offsets.astype(np.int32)
-    if lead is not None:
-        leads = lead[stage] == _rank_of_row(packed)
-        kind, stage, piece = kind[leads], stage[leads], piece[leads]
-        offsets = np.concatenate([[0], np.cumsum(leads)])[packed.offsets].astype(np.int32)
-    return Ops(plan, assignment, schedule, arrays, packed, kind, stage, piece, offsets)
+def ops_of(plan: Plan, assignment: Assignment, schedule: Schedule) -> Ops:
+    """Return the ops of `schedule` alone: enough for what does not depend on when an action starts."""
+    arrays = plan_arrays(plan)
+    packed = pack(arrays, assignment, schedule)
+    number = {rank: index for index, rank in enumerate(packed.ranks)}
+    lead = np.asarray([number.get(rank, -1) for rank in arrays.ranks], dtype=np.int32)[arrays.lead]
+    leads = lead[packed.stage] == _rank_of_row(packed)
+    offsets = np.concatenate([[0], np.cumsum(leads)])[packed.offsets].astype(np.int32)
+    rows = packed.kind[leads], packed.stage[leads], packed.piece[leads]
+    return Ops(plan, assignment, schedule, arrays, packed, lead, *rows, offsets)
 
 
 def _rank_of_row(packed: PackedActions) -> NDArray[np.int32]:
@@ -224,15 +216,13 @@ def _unled_rows(packed: PackedActions, row_op: NDArray[np.int32]) -> list[str]:
     return problems
 
 
-def _order_edges(
-    ops: Ops, row_op: NDArray[np.int32], lead: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _order_edges(ops: Ops, row_op: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return (sources, targets) of the order on ranks that are not the first of all their stages, without edges that
     the orders of first ranks imply."""
     row_rank = _rank_of_row(ops.packed)
     inner = np.flatnonzero((row_rank[1:] == row_rank[:-1]) & (row_op[1:] >= 0) & (row_op[:-1] >= 0))
     earlier, later = row_op[inner], row_op[inner + 1]
-    list_of = lead[ops.stage]
+    list_of = ops.lead[ops.stage]
     implied = (earlier == later - 1) & (list_of[earlier] == list_of[later])
     count = max(ops.num_ops, 1)
     codes = np.unique(earlier[~implied].astype(np.int64) * count + later[~implied])
@@ -249,7 +239,6 @@ def message_order(graph: ScheduleGraph, numbers: NDArray[np.int64] | None = None
 
 def _cycle(
     ops: Ops,
-    lead: NDArray[np.int32],
     heads: NDArray[np.int32],
     offsets: NDArray[np.int32],
     edges: NDArray[np.int32],
@@ -265,7 +254,7 @@ def _cycle(
     while op not in seen:
         seen[op] = len(steps)
         needed = next(int(source[e]) for e in edges[offsets[op] : offsets[op + 1]] if not done[source[e]])
-        head = int(heads[lead[ops.stage[needed]]])
+        head = int(heads[ops.lead[ops.stage[needed]]])
         behind = "" if head == needed else f", which comes after {ops.describe(head)}"
         steps.append(f"{ops.describe(op)} waits for {ops.describe(needed)}{behind}")
         op = head

@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,11 +21,11 @@ from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.workload import Workload
 from dilatant.plan.plan import Plan
-from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pieces, PlanArrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulator.contention import travel
-from dilatant.schedule.simulator.graph import ScheduleGraph, build
-from dilatant.schedule.simulator.simulate import StepBytes, op_ends, run
+from dilatant.schedule.simulator.graph import Ops, ScheduleGraph, build
+from dilatant.schedule.simulator.simulate import StepBytes, least_peak_bytes, op_ends, run
 from dilatant.schedule.timeline import Timeline
 
 Tokens = Mapping[str, ArrayLike]
@@ -96,7 +97,14 @@ def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> Time
     return TimedStep(graph, costs, pieces, sums, durations, lag, message, seconds, synced)
 
 
-def piece_sums(graph: ScheduleGraph, samples: Workload) -> NDArray[np.float64]:
+def least_peaks(ops: Ops, costs: StepCosts, samples: Workload) -> NDArray[np.float64]:
+    """Return a lower bound of each rank's peak bytes that holds whenever the actions start: [ranks]."""
+    sums = op_sums(ops, costs.stages, piece_sums(ops, samples), samples)
+    size = step_bytes(ops, costs.stages, sums, np.empty(0))
+    return least_peak_bytes(ops, size, action_seconds(ops, costs.stages, sums))
+
+
+def piece_sums(graph: Ops, samples: Workload) -> NDArray[np.float64]:
     """Return, per piece, Σ tokens² (with several samples in a unit of `dense`: (Σ tokens)² times its fraction), Σ
     tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
@@ -140,9 +148,7 @@ def message_sums(graph: ScheduleGraph, samples: Workload) -> NDArray[np.float64]
     return result
 
 
-def op_sums(
-    graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], samples: Workload
-) -> NDArray[np.float64]:
+def op_sums(graph: Ops, costs: StageCosts, sums: NDArray[np.float64], samples: Workload) -> NDArray[np.float64]:
     """Return, per op, the factors of its costs, `[ops, 3]`: the `piece_sums` of its piece. If ranks share indivisible
     items, tokens and squares are scaled by the fullest rank's load over the mean."""
     found = sums[graph.piece]
@@ -150,7 +156,7 @@ def op_sums(
     return found
 
 
-def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+def action_seconds(graph: Ops, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the seconds of every op, `[ops]`: the device's, or the host's if it takes longer. `sums` is as in
     `op_sums`."""
     device = np.einsum("ij,ij->i", costs.seconds[graph.stage, graph.kind], sums)
@@ -170,9 +176,7 @@ def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.floa
     return np.einsum("ij,ij->i", costs.output_bytes[maker], sums)
 
 
-def step_bytes(
-    graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], message: NDArray[np.float64]
-) -> StepBytes:
+def step_bytes(graph: Ops, costs: StageCosts, sums: NDArray[np.float64], message: NDArray[np.float64]) -> StepBytes:
     """Return the input of the memory sweep. `sums` and `message` are as returned by `op_sums` and `message_bytes`."""
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums)
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums)
@@ -203,7 +207,7 @@ def step_bytes(
 
 
 def _by_sample(
-    graph: ScheduleGraph, unit: NDArray[np.int64], sample: NDArray[np.int64], samples: Workload
+    graph: Ops, unit: NDArray[np.int64], sample: NDArray[np.int64], samples: Workload
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return tokens and their squares for pairs of unit and sample."""
     linear, square = np.zeros(len(sample)), np.zeros(len(sample))
@@ -221,19 +225,16 @@ def _sums(
     return np.stack([np.bincount(group, square, count), total, (total > 0).astype(np.float64)], axis=1)
 
 
-def ends_of(graph: ScheduleGraph, *kinds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ends_of(graph: Ops, *kinds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the first and the last op of these kinds of each stage that has any."""
-    ops = np.flatnonzero(np.isin(graph.kind, kinds))
-    place = np.empty(graph.num_ops, dtype=np.int64)
-    place[graph.row_op] = np.arange(len(graph.row_op))
-    ops = ops[np.argsort(place[ops])]
+    ops = np.flatnonzero(np.isin(graph.kind, kinds))  # all of a stage are on one rank, in its order
     first, last = np.full((2, len(graph.arrays.placed)), -1)
     first[graph.stage[ops[::-1]]] = ops[::-1]  # duplicates: the last write wins
     last[graph.stage[ops]] = ops
     return first[first >= 0], last[last >= 0]
 
 
-def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:
+def _has(graph: Ops, *kinds: int) -> NDArray[np.bool_]:
     """Return, per op, whether its stage runs any action of these kinds."""
     there = np.zeros(len(graph.arrays.placed), dtype=bool)
     there[graph.stage[np.isin(graph.kind, kinds)]] = True
@@ -278,25 +279,35 @@ def synced_seconds(
     return float(sums.max() + after.max())
 
 
-def unevenness(graph: ScheduleGraph, items_per_token: NDArray[np.float64], samples: Workload) -> NDArray[np.float64]:
+def unevenness(graph: Ops, items_per_token: NDArray[np.float64], samples: Workload) -> NDArray[np.float64]:
     """Return, per op, the fullest rank's load over the mean load of its stage's ranks, [ops]. `items_per_token`
     [stages] is as in `UnitSpec`."""
-    arrays, pieces = graph.arrays, graph.packed.pieces
-    times = np.ones(graph.num_ops)
-    known: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for stage in np.flatnonzero(items_per_token < 1.0).tolist():
-        items, wide = arrays.placed[stage].stage.degrees.dealt(float(items_per_token[stage]))
+    first, times = _unevenness(graph.arrays, graph.packed.pieces, tuple(items_per_token.tolist()), samples)
+    return times[np.where(first[graph.stage] < 0, 0, first[graph.stage] + graph.piece)]
+
+
+@lru_cache(maxsize=8)  # a few steps under several families
+def _unevenness(
+    arrays: PlanArrays, pieces: Pieces, items_per_token: tuple[float, ...], samples: Workload
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return `first` [stages] and `times`: those of piece p in stage s are `times[first[s] + p]`, or 1 if `first[s]` is
+    negative."""
+    firsts = np.full(len(arrays.placed), -1)
+    known: dict[tuple[int, int], int] = {}
+    found = [1.0] * (len(pieces.microbatch) + 1)
+    for stage in np.flatnonzero(np.asarray(items_per_token) < 1.0).tolist():
+        items, wide = arrays.placed[stage].stage.degrees.dealt(items_per_token[stage])
         if wide == 1:
             continue
         chain = int(arrays.chain[stage])
-        first, end = pieces.first[chain : chain + 2]
+        first, end = pieces.first[chain : chain + 2].tolist()
         if (chain, wide) not in known:
+            known[chain, wide] = len(found) - first
             own = samples.of_samples(arrays.units[arrays.unit_of[chain]])[1]
             parts = np.split(pieces.samples, pieces.offsets[first : end + 1])[1:-1]
-            known[chain, wide] = np.asarray([fullest_share(own[part], items, wide) * wide for part in parts])
-        ops = np.flatnonzero(graph.stage == stage)
-        times[ops] = known[chain, wide][graph.piece[ops] - first]
-    return times
+            found += [fullest_share(own[part], items, wide) * wide for part in parts]
+        firsts[stage] = known[chain, wide]
+    return firsts, np.asarray(found)
 
 
 def fullest_share(tokens: NDArray[np.float64], items_per_token: float, ranks: int) -> float:

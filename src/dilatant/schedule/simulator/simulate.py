@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.plan.plan import Plan
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT
 from dilatant.schedule.schedule import Action, Assignment, Schedule
-from dilatant.schedule.simulator.graph import ScheduleGraph, build
+from dilatant.schedule.simulator.graph import Ops, ScheduleGraph, build
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, Timeline, waiting_for
 
 _NO_LAG: NDArray[np.float64] = np.empty(0)
@@ -247,6 +247,19 @@ def peak_bytes(
             peak[held_by] = peak[first]
     for stage, held_by in enumerate(whole):
         peak[held_by] += size.static[stage]
+    return peak
+
+
+def least_peak_bytes(ops: Ops, size: StepBytes, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a lower bound of each rank's peak bytes, [ranks]: what the actions of the stages that it leads hold in
+    their order, without messages. Actions that take no time are left out: what follows them begins as they do."""
+    change = size.allocate - size.release
+    before = np.cumsum(change) - change
+    some = np.flatnonzero(np.diff(ops.list_offsets))
+    firsts = ops.list_offsets[some]
+    running = np.where(seconds > 0.0, before + size.allocate + size.transient, -np.inf)
+    peak = np.bincount(ops.lead, size.static, len(ops.packed.ranks)).astype(np.float64)
+    peak[some] += np.maximum(np.maximum.reduceat(running, firsts) - before[firsts], 0.0)
     return peak
 
 
