@@ -79,6 +79,12 @@ class LayerCost:
         return replace(self, **{name: getattr(self, name).scaled(factor).rounded() for name in times})
 
 
+def sent_at_once(near: float, far: float, slower: float) -> float:
+    """Return the time of an exchange, as a multiple of a copy's to a rank of the same node: `near` copies go there and,
+    at the same time, `far` ones to other nodes, where each takes `slower` times as long."""
+    return max(near, far * slower)
+
+
 def with_experts_on_ranks(
     cost: LayerCost, ep: int, on_node: int = 0, slower: tuple[float, float] = (1.0, 1.0)
 ) -> LayerCost:
@@ -88,9 +94,8 @@ def with_experts_on_ranks(
     if ep == 1:
         return cost
     exchange, near = cost.expert_exchange, min(on_node, ep) or ep
-    (bytes_slower, latency), left = slower, (near - 1) / ep
-    if near < ep:
-        left = max(left, (1 - near / ep) * bytes_slower)
+    bytes_slower, latency = slower
+    left = sent_at_once((near - 1) / ep, 1 - near / ep, bytes_slower)
     sent = Quadratic(exchange.a * left, exchange.b * left, exchange.c * (latency if near < ep else 1.0))
     return replace(
         cost,
