@@ -7,7 +7,7 @@ computes with them (see `parallel.experts`). In adapter files they have peft's l
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,11 +57,10 @@ def _add(module: nn.Module, names: Iterable[str], config: LoraConfig) -> None:
 @torch.no_grad()
 def reset_expert_adapters(module: nn.Module) -> None:
     """Initialise the adapters of all experts in a module as peft does: A at random, B at 0."""
-    for _, experts in fused_experts(module):
-        for weight in getattr(experts, "lora_A", {}).values():
+    for _, experts in _adapted(module):
+        for name, weight in experts.lora_A.items():
             nn.init.kaiming_uniform_(weight.view(-1, weight.shape[-1]), a=math.sqrt(5))
-        for weight in getattr(experts, "lora_B", {}).values():
-            nn.init.zeros_(weight)
+            nn.init.zeros_(experts.lora_B[name])
 
 
 def merged_experts(module: nn.Module) -> dict[str, Tensor]:
@@ -70,9 +69,14 @@ def merged_experts(module: nn.Module) -> dict[str, Tensor]:
         f"{path}.{name}" if path else name: (
             getattr(experts, name).float() + experts.lora_scale * (experts.lora_B[name].float() @ own.float())
         ).to(own.dtype)
-        for path, experts in fused_experts(module)
-        for name, own in getattr(experts, "lora_A", {}).items()
+        for path, experts in _adapted(module)
+        for name, own in experts.lora_A.items()
     }
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield path and module of experts with adapters."""
+    return ((path, experts) for path, experts in fused_experts(module) if hasattr(experts, "lora_A"))
 
 
 def is_of_experts(key: str) -> bool:
