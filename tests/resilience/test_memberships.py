@@ -119,6 +119,22 @@ def test_experts_stay_divided_where_stages_are_made_anew(tp: int) -> None:
     assert {(stage.tp, stage.ep) for stage in stages} == {(tp, 2)}
 
 
+@pytest.mark.parametrize("lost", [(0, 1), (2, 3), (4, 5), (6, 7)], ids=str)
+def test_a_lost_node_ends_only_the_group_of_nodes_that_divides_experts_with_it(lost: tuple[int, ...]) -> None:
+    """Two replicas of four ranks, each on two nodes: the other goes on as it is, and the lost one's node waits."""
+    plan = plan_of(ParallelSpec(replicas=2, ep=4), ParallelSpec(replicas=2, ep=4), colocated=True)
+    planner = planner_like(plan, devices=2, capacity=4.0)  # a smaller group has no memory for all experts
+    survivors = left_of(plan, *lost)
+    found = planner.next(plan, survivors, [rank // 2 for rank in range(len(survivors))])
+    (kept,) = found.plan.unit("language").replicas
+    whole = plan.unit("language").replicas[int(lost[0] < 4)]
+    assert kept == whole.renamed(survivors)
+    assert len(found.idle) == 2
+    back = planner.next(found.plan, {rank: rank for rank in range(6)}, [rank // 2 for rank in range(8)])
+    assert {stage.ep for replica in back.plan.unit("language").replicas for stage in replica.stages} == {4}
+    assert len(back.plan.unit("language").replicas) == 2
+
+
 @pytest.mark.parametrize("name", ["apart", "copies", "colocated", "tensor", "interleaved"])
 def test_no_unit_is_left_with_one_copy_that_had_two(name: str) -> None:
     """After the loss of any rank, the next loss must not take the last copy of a unit."""

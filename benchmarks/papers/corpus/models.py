@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.papers.models import Beside, Part, llama
 from dilatant.cost.analytic import BYTES, UNFUSED, LayerShape, Runner, block_shape, embedding_shape, head_shape
 from dilatant.cost.hardware import Hardware
+from dilatant.cost.layer import sent_at_once
 from dilatant.cost.quadratic import Quadratic
 
 NVLINK_DOMAIN = {"GB200": 72, "GB300": 72}
@@ -133,11 +134,11 @@ def _routed(
     copy = 2 * hidden * BYTES["bfloat16"] / tp / (row.get("cp") or 1)  # there and back
     name = next((name for name in NVLINK_DOMAIN if name in row["hardware"]), None)
     nodes = -(-ep // NVLINK_DOMAIN.get(name or "", 8))
-    seconds = max(
-        copy * _others_visited(ep, experts.visited) / hardware.inside.bandwidth,
-        copy * _others_visited(nodes, experts.visited) / (hardware.between.bandwidth / 8),
+    slower = hardware.inside.bandwidth / (hardware.between.bandwidth / 8)
+    copies = sent_at_once(*(_others_visited(places, experts.visited) for places in (ep, nodes)), slower)
+    return routed, Quadratic(
+        b=copy / hardware.inside.bandwidth * copies, c=3 * hardware.inside.latency if ep > 1 else 0.0
     )
-    return routed, Quadratic(b=seconds, c=3 * hardware.inside.latency if ep > 1 else 0.0)
 
 
 def _others_visited(places: int, visited: int) -> float:

@@ -195,6 +195,8 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """The linear layers to adapt: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a regular expression for
     full names."""
+    target_parameters: tuple[str, ...] = ()
+    """Weights of experts to adapt, one adapter for each expert: `[experts.gate_up_proj, experts.down_proj]`."""
     units: tuple[str, ...] = Field((LANGUAGE,), min_length=1)
     """Units to adapt (`language`, `vision`), or parts (`vision.encoder`; of a whole model `vision.projector`)."""
     train: tuple[str, ...] = ()

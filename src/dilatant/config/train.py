@@ -170,7 +170,7 @@ class TrainConfig(Section):
     global_batch_size: int = Field(32, gt=0, le=1 << 24)
     """Samples of one optimizer step, over all devices."""
     row_tokens: int | None = Field(None, gt=0)
-    """Maximum language-model tokens of one packed microbatch. Default: `data.max_length`; on GPUs without pipelines,
+    """Maximum language-model tokens of one packed row. Default: `data.max_length`; on GPUs without pipelines,
     the largest of this, 4,096, 8,192 and 16,384 whose predicted memory fits."""
     row_multiple: int | None = Field(None, gt=1)
     """Pad packed rows behind their samples to a multiple of so many tokens, for kernels that are faster on aligned

@@ -79,13 +79,24 @@ class LayerCost:
         return replace(self, **{name: getattr(self, name).scaled(factor).rounded() for name in times})
 
 
-def with_experts_on_ranks(cost: LayerCost, ep: int, times: float = 1.0, latency: float = 1.0) -> LayerCost:
-    """Return the cost with expert parallelism over `ep` ranks, if tokens choose all experts equally often. times,
-    latency: how many times as long as inside a node the bytes, and the messages, of the exchange take."""
+def sent_at_once(near: float, far: float, slower: float) -> float:
+    """Return the time of an exchange, as a multiple of a copy's to a rank of the same node: `near` copies go there and,
+    at the same time, `far` ones to other nodes, where each takes `slower` times as long."""
+    return max(near, far * slower)
+
+
+def with_experts_on_ranks(
+    cost: LayerCost, ep: int, on_node: int = 0, slower: tuple[float, float] = (1.0, 1.0)
+) -> LayerCost:
+    """Return the cost with expert parallelism over `ep` ranks, if tokens choose all experts equally often. on_node:
+    how many of these are on a rank's node; 0: all. slower: how many times as long as inside a node the bytes, and the
+    messages, of ranks of other nodes take, which travel at the same time."""
     if ep == 1:
         return cost
-    exchange, left = cost.expert_exchange, times * (1 - 1 / ep)
-    sent = Quadratic(exchange.a * left, exchange.b * left, exchange.c * latency)
+    exchange, near = cost.expert_exchange, min(on_node, ep) or ep
+    bytes_slower, latency = slower
+    left = sent_at_once((near - 1) / ep, 1 - near / ep, bytes_slower)
+    sent = Quadratic(exchange.a * left, exchange.b * left, exchange.c * (latency if near < ep else 1.0))
     return replace(
         cost,
         forward=cost.forward + sent,

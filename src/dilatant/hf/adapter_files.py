@@ -14,6 +14,7 @@ from torch import Tensor
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.own_files import read_text
 from dilatant.config.model import LoraConfig, ModelConfig
+from dilatant.models.adapters.expert_lora import expert_key, is_of_experts, to_peft
 from dilatant.models.adapters.lora import MAGNITUDE, PREFIX, adapted_key, adapter_config, is_adapter, plain_key
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
@@ -59,18 +60,22 @@ def adapted_models(model: MultimodalModel, config: ModelConfig) -> Iterator[Adap
 def write_adapter(adapted: AdaptedModel, lora: LoraConfig, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors`, with the modules that were trained in full."""
     state: dict[str, Tensor] = {}
-    names, saved = set(), set()
+    names, saved, of_experts = set(), set(), set()
+    keys = _file_keys(adapted)
     for unit, weight, key in _weights(adapted):
-        if is_adapter(weight.name):
+        if is_of_experts(key):
+            of_experts.add(adapted_key(key))
+        elif is_adapter(weight.name):
             names.add(adapted_key(key).removesuffix(".weight"))
         elif weight.canonical in unit.trained_names:  # peft ties no copies, so a tied weight is written twice
             saved.add(key.rpartition(".")[0])
         else:
             continue
         tensor = stage_tensors(unit)[weight.canonical].detach().contiguous()
-        state[_stored(key)] = tensor if weight.tied_to is None else tensor.clone()
+        tensor = to_peft(key, tensor).contiguous() if is_of_experts(key) else tensor
+        state[keys[weight.name]] = tensor if weight.tied_to is None else tensor.clone()
     folder.mkdir(parents=True, exist_ok=True)
-    adapter_config(lora, names, saved, adapted.source).save_pretrained(str(folder))
+    adapter_config(lora, names, saved, adapted.source, of_experts).save_pretrained(str(folder))
     save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
 
 
@@ -87,7 +92,7 @@ def adapter_keys(adapted: AdaptedModel, files: Iterable[str], lora: LoraConfig, 
         if settings.get(key) != value
     ]
     wrong += [f"{key} is {settings[key]!r} there, which is not read" for key in _BY_LAYER if settings.get(key)]
-    keys = {_stored(key): weight.name for _, weight, key in _weights(adapted)}
+    keys = {key: name for name, key in _file_keys(adapted).items()}
     stored = set(files)
     wrong += [f"it has {key!r}, which this model has not" for key in stored if key not in keys]
     wrong += [f"it lacks {key!r}" for key, name in keys.items() if is_adapter(name) and key not in stored]
@@ -114,9 +119,21 @@ def _weights(adapted: AdaptedModel) -> Iterator[tuple[Unit, Weight, str]]:
                 yield unit, weight, key
 
 
-def _stored(key: str) -> str:
-    """Return a weight's key in an adapter file, where a DoRA magnitude has no `.weight` suffix."""
-    return PREFIX + (key.removesuffix(".weight") if MAGNITUDE in key else key)
+def _file_keys(adapted: AdaptedModel) -> dict[str, str]:
+    """Return logical name → key in an adapter file, where a DoRA magnitude has no `.weight` suffix."""
+    keys = {weight.name: key for _, weight, key in _weights(adapted)}
+    of_experts = {adapted_key(key) for key in keys.values() if is_of_experts(key)}
+    return {
+        name: PREFIX
+        + (
+            expert_key(key, of_experts)
+            if is_of_experts(key)
+            else key.removesuffix(".weight")
+            if MAGNITUDE in key
+            else key
+        )
+        for name, key in keys.items()
+    }
 
 
 def _of_part(unit: Unit, weight: Weight) -> str | None:

@@ -24,6 +24,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import EncoderConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
 from dilatant.hf.dcp_files import METADATA, OPTIMIZER_STATE, DcpTensors, is_dcp
+from dilatant.models.adapters.expert_lora import from_peft, is_of_experts
 from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key, tied_keys
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
@@ -311,7 +312,11 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
         if len(all_adapted) == 1 and not folder.exists():  # written by peft, which knows no units
             folder = Path(lora.adapter)
         files = _keys(folder / ADAPTER_FILE)
-        weights |= Layout(files, adapter_keys(adapted, files, lora, folder)).read(held)
+        layout = Layout(files, adapter_keys(adapted, files, lora, folder))
+        of_experts = [name for name in layout.keys if is_of_experts(name) and name in held]
+        weights |= layout.read({name: box for name, box in held.items() if name not in of_experts})
+        for name, tensor in layout.tensors(of_experts):
+            weights[name] = slice_of(from_peft(name, tensor, held[name].whole[0]), held[name])
     return weights
 
 

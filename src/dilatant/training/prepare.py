@@ -173,9 +173,8 @@ def _chain_of_layout(config: Config, samples: Samples, model: MultimodalModel, p
     here = local_costs(config, model, plan, target_share(samples), planned.zero, others.values(), planned.shard)
     units, tokens = here.unit_layers(known_tokens(samples, model), config.row_tokens)
     count = planned.num_microbatches * len(plan.unit(anchor).replicas)
-    size = min(
-        config.train.global_batch_size / count, max(1.0, config.row_tokens / max(1.0, float(tokens[anchor].mean())))
-    )
+    rows = max(degrees.groups for degrees in own[anchor].values()) * config.row_tokens
+    size = min(config.train.global_batch_size / count, max(1.0, rows / max(1.0, float(tokens[anchor].mean()))))
     limits = config.resilience
     lost = limits.ranks_per_node, limits.fault_tolerance
     recompute = {unit.name: unit.recompute for unit in plan.units}

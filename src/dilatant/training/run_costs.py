@@ -19,6 +19,7 @@ from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.costs.stage_costs import slower_between
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.costs.workload import Workload
@@ -87,8 +88,9 @@ class LocalCosts:
         }
         squares = {name: tokens[name] * item for name, item in items.items()}
         workload = Workload(tokens, squares, dense_rows(self.model, self.costs))
-        devices, rules = self.target.cluster.gpus_per_node, self.target.rules
-        return UnitLayers(self.model.spec, self.costs, workload, devices, rules), tokens
+        cluster, rules = self.target.cluster, self.target.rules
+        known = self.model.spec, self.costs, workload, cluster.gpus_per_node, rules
+        return UnitLayers(*known, slower=slower_between(cluster)), tokens
 
 
 def local_costs(

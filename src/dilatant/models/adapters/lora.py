@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
+from dilatant.models.adapters.expert_lora import inject_experts, merged_experts, reset_expert_adapters
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -54,14 +55,6 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
     """
     names = targets(model, config, parts)
     taken = sorted({name.rpartition(".")[2] for name in read_as_experts(model)})
-    if config.target_modules == "all-linear" and (experts := _fused_experts(model, config, parts)):
-        warnings.warn(
-            f"model.lora: the experts of {len(experts)} blocks ({experts[0]}, ...) are no linear layers, so they stay "
-            "frozen without adapters"
-            + (f", and so do {', '.join(taken)}, whose names peft reads as the experts'" * bool(taken))
-            + "; name them in model.lora.train to train them whole",
-            stacklevel=3,
-        )
     _peft().inject_adapter_in_model(
         _peft_config(config, target_modules=names),
         model,
@@ -69,6 +62,15 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
         # Allocated together with the layers' own weights.
         low_cpu_mem_usage=any(parameter.is_meta for parameter in model.parameters()),
     )
+    inject_experts(model, config, [path for unit in config.units for path in parts[unit]])
+    if config.target_modules == "all-linear" and (experts := _fused_experts(model, config, parts)):
+        warnings.warn(
+            f"model.lora: the experts of {len(experts)} blocks ({experts[0]}, ...) are no linear layers, so they stay "
+            "frozen without adapters"
+            + (f", and so do {', '.join(taken)}, whose names peft reads as the experts'" * bool(taken))
+            + "; name their weights in model.lora.target_parameters, or in model.lora.train to train them whole",
+            stacklevel=3,
+        )
     for _, layer in layers_of(model):
         layer.lora_variant.setdefault(ADAPTER, _OneAddition())  # DoRA has a variant of peft
 
@@ -173,12 +175,13 @@ def read_as_experts(model: nn.Module) -> frozenset[str]:
 
 
 def _fused_experts(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the paths of the modules that hold the weights of all their experts as one tensor."""
+    """Return the paths of modules without adapters that hold the weights of all their experts as one tensor."""
     roots = [path for unit in config.units for path in parts[unit]]
     return [
         name
         for name, module in model.named_modules()
-        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ParameterDict)
+        and "lora_A" not in module._modules
         and any(weight.dim() == 3 for weight in module.parameters(recurse=False))
         and any(_is_below(name, root) for root in roots)
     ]
@@ -215,6 +218,7 @@ def reset_adapters(module: nn.Module) -> None:
         layer.reset_lora_parameters(ADAPTER, True)
         if ADAPTER in layer.lora_magnitude_vector:
             layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude_of(layer.base_layer.weight))
+    reset_expert_adapters(module)
 
 
 def magnitude_of(weight: Tensor) -> Tensor:
@@ -234,15 +238,19 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
             factor = layer.lora_magnitude_vector[ADAPTER].weight.float() / magnitude_of(merged)
             merged = factor[:, None] * merged
         state[key] = merged.to(plain.dtype)
-    return state
+    return state | merged_experts(module)
 
 
-def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str], base: str | None) -> Any:
-    """Return the content of peft's `adapter_config.json`. names: paths with adapters; saved: fully trained modules."""
+def adapter_config(
+    config: LoraConfig, names: Iterable[str], saved: Iterable[str], base: str | None, of_experts: Iterable[str] = ()
+) -> Any:
+    """Return the content of peft's `adapter_config.json`. names: paths with adapters; saved: fully trained modules;
+    of_experts: paths of weights of experts with adapters."""
     return _peft_config(
         config,
         target_modules=sorted(names),
         modules_to_save=sorted(saved) or None,
+        target_parameters=sorted(of_experts) or None,
         base_model_name_or_path=base,
         inference_mode=True,
     )

@@ -25,7 +25,8 @@ _PRODUCT = 1 << 27
 """Elements of weight gradients in bf16 that exist at once, before they are added to fp32 sums."""
 _ALIGNED_BYTES = 16
 """Alignment that torch's kernel needs for rows and weights."""
-_WEIGHTS = ("gate_up_proj", "down_proj")
+WEIGHTS = ("gate_up_proj", "down_proj")
+"""Of all experts of a module, in the order in which they are applied."""
 _OTHERWISE = ("has_bias", "is_transposed", "has_post_expert_norm")
 
 
@@ -76,9 +77,9 @@ def is_fused(module: nn.Module) -> bool:
     """Return True for an experts module with exactly these two weights in this layout."""
     if not getattr(module, "has_gate", False):
         return False
-    own = dict(module.named_parameters())
+    own = dict(module.named_parameters(recurse=False))
     return (
-        set(own) == {*_WEIGHTS}
+        set(own) == {*WEIGHTS}
         and all(weight.dim() == 3 for weight in own.values())
         and getattr(module, "is_concatenated", True)
         and not any(getattr(module, name, False) for name in _OTHERWISE)
@@ -96,7 +97,8 @@ class GroupedExperts:
     """Mixin for the class of an experts module.
 
     product: multiplies rows by a weight (see `grouped_linear`). ranks: the group that holds the same tokens; None if
-    there is no other rank. holders: the expert-parallel group; None if this rank holds a shard of every expert.
+    there is no other rank. holders: the expert-parallel group; None if this rank has parts of all. A module
+    with adapters (see `adapters.expert_lora`) has them by weight in `lora_A` and `lora_B`, scaled by `lora_scale`.
     """
 
     product: GroupedProduct = staticmethod(grouped_linear)
@@ -135,9 +137,16 @@ class GroupedExperts:
 
     def _run(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Run rows, sorted by expert, through the experts held here."""
-        module = cast(Any, self)
-        inner = module._apply_gate(self.product(rows, self.gate_up_proj, counts))
-        return self.product(inner, self.down_proj, counts)
+        inner = cast(Any, self)._apply_gate(self._multiply(rows, "gate_up_proj", counts))
+        return self._multiply(inner, "down_proj", counts)
+
+    def _multiply(self, rows: Tensor, name: str, counts: Sequence[int]) -> Tensor:
+        """Multiply rows by a weight of their experts, and by its adapter."""
+        module, made = cast(Any, self), self.product(rows, getattr(self, name), counts)
+        if name not in getattr(self, "lora_A", ()):
+            return made
+        low = self.product(rows, module.lora_A[name], counts)
+        return made.add(self.product(low, module.lora_B[name], counts), alpha=module.lora_scale)
 
     def _travel(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows, sorted by expert, to the expert-parallel ranks, and return the experts' outputs. counts: rows per
@@ -163,8 +172,9 @@ def group_experts(module: nn.Module) -> GroupedExperts:
 
 
 def ungroup_experts(module: nn.Module) -> None:
-    """Undo `group_experts`."""
+    """Undo `group_experts`; experts with adapters stay grouped."""
     assert isinstance(module, GroupedExperts)
-    module.__class__ = type(module).__mro__[2]
+    if not hasattr(module, "lora_A"):
+        module.__class__ = type(module).__mro__[2]
     for name in ("product", "ranks", "holders"):
         module.__dict__.pop(name, None)

@@ -89,12 +89,16 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     blocks = list(zip(unit.layers[1:], unit.blocks))
     mixtures = tuple(tuple(_experts(block)) for block in unit.blocks)
     cuts: dict[str, SplitDimension] = {}
+    summed: set[str] = set()
     for (layer, _), of_block in zip(blocks, mixtures):
         for experts in of_block:
             path, inner = f"{layer}.{experts.path}", SplitPart(experts.inner)
-            cuts[f"{path}.gate_up_proj"] = SplitDimension(1, (inner, inner))
-            cuts[f"{path}.down_proj"] = SplitDimension(2, (inner,))
-    of_experts = frozenset(cuts)
+            for end in ("", "lora_B."):
+                cuts[f"{path}.{end}gate_up_proj"] = SplitDimension(1, (inner, inner))
+            for end in ("", "lora_A."):
+                cuts[f"{path}.{end}down_proj"] = SplitDimension(2, (inner,))
+            summed |= {f"{path}.lora_A.gate_up_proj", f"{path}.lora_B.down_proj"}
+    of_experts = frozenset(cuts) | summed
     rules = rules_of_family(unit)
     reason = unit.undivided
     if not (reason or rules):
@@ -103,8 +107,7 @@ def tensor_plan(unit: Unit) -> TensorPlan:
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:
         return TensorPlan(experts=mixtures, of_experts=of_experts, problems=(f"{unit.unit}: {reason}",))
-    partial: set[str] = set()
-    found = []
+    partial, found = summed, []
     for layer, block in blocks:
         regions = tuple(_regions(block, rules))
         found.append(regions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -99,19 +100,20 @@ def layer_table(
     degrees: Degrees = ONE,
     rules: ParameterBytes = BF16,
     recompute: Sequence[Recompute] = (),
+    on_node: int = 0,
     slower: tuple[float, float] = (1.0, 1.0),
 ) -> LayerTable:
     """Build the cost table of `unit`. upstream: True if anything in the units before it trains.
 
-    recompute: by layer, default as in the unit. slower: see `with_experts_on_ranks`. Raises UserError when the cost
-    model lacks a layer type or degree.
+    recompute: by layer, default as in the unit. on_node, slower: see `with_experts_on_ranks`. Raises UserError when the
+    cost model lacks a layer type or degree.
     """
     columns: dict[str, list[Any]] = {one.name: [] for one in fields(LayerTable)}
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
     for layer, before, how in zip(unit.layers, trainable_before(unit.trainable, upstream), again, strict=True):
         cost = costs.layer(layer.kind, degrees)
         if layer.experts:
-            cost = with_experts_on_ranks(cost, degrees.ep, *slower)
+            cost = with_experts_on_ranks(cost, degrees.ep, on_node, slower)
         cost = on_groups(cost, degrees.groups)
         work = frozen_work(cost, layer.trainable, before, how, rules.host_link)
         kinds = work.forward, work.backward, work.input_gradient, work.weight_gradient
@@ -153,11 +155,11 @@ def stage_costs(
     for entry, shared_by in zip(plan.stages(), sharing(plan, model, rules)):
         stage, unit = entry.stage, model.unit(entry.unit)
         group = "" if cluster is None else cluster.at(stage.ranks[0]).name
-        slower = _between_nodes(stage, cluster)
-        key = entry.unit, stage.degrees, group, slower
+        on_node, slower = _on_nodes(stage, cluster)
+        key = entry.unit, stage.degrees, group, on_node, slower
         if key not in tables:
             upstream, again = model.upstream_trainable(entry.unit), plan.unit(entry.unit).recompute
-            tables[key] = layer_table(unit, upstream, costs.on(group), stage.degrees, rules, again, slower)
+            tables[key] = layer_table(unit, upstream, costs.on(group), stage.degrees, rules, again, on_node, slower)
         same = *key, stage.first, stage.end, entry.is_first, shared_by.tobytes()
         if same not in known:
             replicas = len(plan.unit(entry.unit).replicas)
@@ -173,14 +175,19 @@ def stage_costs(
     return StageCosts(*(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)))
 
 
-def _between_nodes(stage: Stage, cluster: Cluster | None) -> tuple[float, float]:
-    """Return how many times as long as inside a node the bytes, and the messages, of an exchange between groups take.
-    On several nodes, all devices of a node send through its ports at once."""
-    if cluster is None or stage.degrees.groups == 1 or len(set(map(cluster.node_of, stage.ranks))) == 1:
-        return 1.0, 1.0
-    own = cluster.at(stage.ranks[0])
-    share = own.between.bandwidth / own.gpus_per_node
-    return max(1.0, own.inside.bandwidth / share), own.between.latency / max(own.inside.latency, 1e-9)
+def _on_nodes(stage: Stage, cluster: Cluster | None) -> tuple[int, tuple[float, float]]:
+    """Return on how many ranks of its node a rank of a stage of several groups finds experts, and how much slower those
+    of other nodes are (see `with_experts_on_ranks`)."""
+    if cluster is None or stage.degrees.groups == 1:
+        return 0, (1.0, 1.0)
+    return min(Counter(map(cluster.node_of, stage.ranks)).values()), slower_between(cluster.at(stage.ranks[0]))
+
+
+def slower_between(cluster: Cluster) -> tuple[float, float]:
+    """Return how many times as long as inside a node bytes, and messages, take between equal nodes, if all devices of a
+    node send through its ports at once."""
+    share = cluster.between.bandwidth / cluster.gpus_per_node
+    return max(1.0, cluster.inside.bandwidth / share), cluster.between.latency / max(cluster.inside.latency, 1e-9)
 
 
 def _sum_stage(

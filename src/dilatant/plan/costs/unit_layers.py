@@ -23,6 +23,9 @@ LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block", "block
 """Recomputation levels that a plan may choose, from the fastest to the most frugal; the last only with a host whose
 memory is not the device's."""
 
+WIDEST_EXPERTS = 64
+"""Most ranks on several nodes that divide experts in plans that nobody asked for: the largest published groups."""
+
 
 @dataclass(frozen=True, eq=False)
 class MeanCosts:
@@ -135,6 +138,7 @@ class UnitLayers:
     _sharing: int = 1
     _by_tokens: bool = False
     _fills: bool = False
+    slower: tuple[float, float] | None = None
     _tables: dict[tuple[str, Degrees, Recompute], LayerTable] = field(default_factory=dict)
     _layers: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = field(default_factory=dict)
     _unshared: dict[tuple[str, Degrees, float, Recompute], MeanCosts] = field(default_factory=dict)
@@ -191,15 +195,21 @@ class UnitLayers:
         return LEVELS[: count if any(map(self._free.__getitem__, units)) else 1]
 
     def with_experts(self, unit: str, degrees: Degrees) -> tuple[Degrees, ...]:
-        """Return these degrees with each `ep` that may pay off for a unit. These are 1 and, inside a node and if costs
-        include links, those that divide experts further than tp divides features; above tp x cp without cp, for units
-        that cp would divide by tokens."""
-        counts, by_tokens = self._experts[unit], self.model.unit(unit).items_per_token == 1.0
-        most = self.reach if degrees.cp == 1 and by_tokens else degrees.ranks
-        if not counts or degrees.ranks > self.reach:
+        """Return these degrees with each `ep` that may pay off for a unit. These are 1 and, inside a node or on whole
+        nodes, those that divide experts further than tp divides features; above tp x cp without cp, for units that cp
+        would divide by tokens."""
+        counts, most = self._experts[unit], degrees.ranks
+        if not counts or most > self.reach:
             return (degrees,)
-        wide = [ep for ep in degrees.expert_degrees(most) if ep > degrees.tp and not any(n % ep for n in counts)]
+        if degrees.cp == 1 and self.model.unit(unit).items_per_token == 1.0:
+            most = self.reach if self.slower is None else max(self.reach, WIDEST_EXPERTS)
+        wide = [ep for ep in degrees.expert_degrees(most) if ep <= self.reach or ep % self.reach == 0]
+        wide = [ep for ep in wide if ep > degrees.tp and not any(count % ep for count in counts)]
         return (degrees, *(degrees._replace(ep=ep) for ep in wide))
+
+    def groups(self, units: Sequence[str]) -> tuple[int, ...]:
+        """Return the numbers of groups of ranks that any of `all_degrees` of these units has."""
+        return tuple(sorted({degrees.groups for degrees in self.all_degrees(units)}))
 
     def all_degrees(self, units: Sequence[str]) -> Iterator[Degrees]:
         """Yield `degrees` of these units, with each `ep` that may pay off for the last of them, if the others have
@@ -313,5 +323,6 @@ class UnitLayers:
         if key not in self._tables:
             spec, upstream = self.model.unit(unit), self.model.upstream_trainable(unit)
             again = (level,) * len(spec.layers)
-            self._tables[key] = layer_table(spec, upstream, self._costs, degrees, self.rules, again)
+            way = (self.reach, self.slower or (1.0, 1.0)) if degrees.groups > 1 else ()
+            self._tables[key] = layer_table(spec, upstream, self._costs, degrees, self.rules, again, *way)
         return self._tables[key]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.stage_costs import slower_between
 from dilatant.plan.costs.unit_layers import UnitLayers
 from dilatant.plan.costs.workload import Workload, pack_rows
 from dilatant.plan.layouts.option import ChainTimes, Option, ParallelChains, side_by_side
@@ -124,11 +125,25 @@ class Space:
         without_slow: chains that take too long are omitted from it."""
         return self._chains.setdefault((replicas, microbatches, row_tokens, without_slow), {})
 
-    def microbatch_counts(self, replicas: int) -> Mapping[int, int | None]:
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """Numbers of groups of ranks among which stages of the language model may divide samples."""
+        return self.table.units.groups([self.roles.language])
+
+    def counts_by_groups(self, replicas: int) -> Mapping[tuple[int, int | None], frozenset[int]]:
+        """Map the results of `microbatch_counts` to the numbers of groups for which they are tried."""
+        found: dict[tuple[int, int | None], frozenset[int]] = {}
+        for groups in self.groups:
+            for key in self.microbatch_counts(replicas, groups).items():
+                found[key] = found.get(key, frozenset()) | {groups}
+        return found
+
+    def microbatch_counts(self, replicas: int, groups: int = 1) -> Mapping[int, int | None]:
         """Map the microbatches per pipeline to try to the most language-model tokens in one, None for microbatches cut
-        by samples."""
+        by samples. Each of the `groups` of a stage may have as many samples as a microbatch of a stage of one."""
         settings, counts = self.settings, dict[int, int | None]()
-        for size in settings.microbatch_sizes:
+        sizes = settings.microbatch_sizes
+        for size in dict.fromkeys([*sizes, *(size * groups for size in sizes)]):
             count, rest = divmod(self.global_batch, replicas * size)
             if rest == 0 and settings.num_microbatches in (None, count):
                 counts[count] = None
@@ -205,7 +220,8 @@ def open_space(problem: SearchProblem, group: Cluster) -> Space:
     most = float(tokens.reshape(-1, batch).sum(axis=1).max())
     limited = settings.row_limit is not None and most > settings.row_limit
     known = model, problem.costs.on(group.name), problem.workload
-    units = UnitLayers(*known, group.reach, problem.rules, batch, 1, limited, settings.fills_microbatches)
+    slower = slower_between(group) if group.num_devices > group.reach else None
+    units = UnitLayers(*known, group.reach, problem.rules, batch, 1, limited, settings.fills_microbatches, slower)
     table = OptionTable(units, group.bytes_per_device)
     dense = bool(problem.workload.dense)
     by_tokens = OptionTable(units.variant(by_tokens=True), group.bytes_per_device) if dense else table

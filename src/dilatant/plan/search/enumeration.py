@@ -39,8 +39,8 @@ def _enumerated(space: Space, most_seconds: float = math.inf, most_times: float 
         most_seconds = min(most_seconds, most_times * best)
         pipelines = sorted(pipelines, key=lambda number: (number.bit_count() > 1, -number))
     for replicas in pipelines:
-        for count, row_tokens in space.microbatch_counts(replicas).items():
-            for one in shapes(space, replicas, count, row_tokens, most_seconds):
+        for (count, row_tokens), groups in space.counts_by_groups(replicas).items():
+            for one in shapes(space, replicas, count, row_tokens, most_seconds, groups):
                 found.append(one)
                 most_seconds = min(most_seconds, most_times * one.estimate)
     if most_times < math.inf or space.cluster.num_devices > SMALL_CLUSTER:

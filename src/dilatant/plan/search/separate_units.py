@@ -197,8 +197,8 @@ class SeparateUnits:
         )
         without_away = space.with_roles(here)
         for replicas in range(1, space.cluster.num_devices + 1):
-            for count, row_tokens in space.microbatch_counts(replicas).items():
-                for one in shapes(without_away, replicas, count, row_tokens, self.most_seconds):
+            for (count, row_tokens), groups in space.counts_by_groups(replicas).items():
+                for one in shapes(without_away, replicas, count, row_tokens, self.most_seconds, groups):
                     yield from self._joined(one)
 
     def _joined(self, base: PlanCandidate) -> Iterator[PlanCandidate]:

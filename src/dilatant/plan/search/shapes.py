@@ -4,7 +4,7 @@ and a lower bound for every schedule."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,18 +23,26 @@ from dilatant.plan.model_spec import EncoderPosition
 
 
 def shapes(
-    space: Space, replicas: int, microbatches: int, row_tokens: int | None = None, most_seconds: float = math.inf
+    space: Space,
+    replicas: int,
+    microbatches: int,
+    row_tokens: int | None = None,
+    most_seconds: float = math.inf,
+    groups: Collection[int] = (),
 ) -> Iterator[PlanCandidate]:
     """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches each.
 
     With `row_tokens`, the maximum tokens of a microbatch, `microbatches` is the minimum number. most_seconds: chains
-    that surely take longer may be omitted.
+    that surely take longer may be omitted. groups: numbers of groups that stages of the language model may have; empty
+    for any.
     """
     budget = space.cluster.num_devices // replicas
     table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, budget)
     samples = space.global_batch / (replicas * microbatches)
     chains = space.chains(replicas, microbatches, row_tokens, math.isfinite(most_seconds))
-    shape = _Shape(space, table, replicas, samples, microbatches, row_tokens, most_seconds, chains)
+    shape = _Shape(
+        space, table, replicas, samples, microbatches, row_tokens, most_seconds, chains, groups or space.groups
+    )
     yield from shape.beside(budget, EncoderPosition.PARALLEL)
     if len(space.roles.encoders) > 1:
         yield from shape.beside(budget, EncoderPosition.COLOCATED)
@@ -63,7 +71,7 @@ def equal_pipelines(
     replicas, rest = divmod(devices, degrees.ranks * stages // chunks)
     if rest or not replicas or roles.generators:
         return
-    for count, row_tokens in space.microbatch_counts(replicas).items():
+    for count, row_tokens in space.microbatch_counts(replicas, degrees.groups).items():
         table = space.table if row_tokens is None else space.by_tokens
         table = (table.varied(None, {roles.language: cuts}) if cuts else table).shared_by(replicas, devices // replicas)
         samples = space.global_batch / (replicas * count)
@@ -86,6 +94,7 @@ class _Shape:
     row_tokens: int | None
     most_seconds: float
     _known: dict[tuple[object, ...], list[Option]]
+    _groups: Collection[int] = ()
     _encoder_chains: dict[tuple[object, ...], tuple[int, list[list[ParallelChains]]]] = field(default_factory=dict)
 
     def beside(self, budget: int, encoders_at: EncoderPosition) -> Iterator[PlanCandidate]:
@@ -112,6 +121,7 @@ class _Shape:
             for degrees in units.all_degrees([roles.language])
             if degrees.tp > 1 and Degrees(cp=degrees.ranks) in alone
         ]
+        ways = [way for way in ways if way[0].groups in self._groups]
         for after in self._after(budget):
             for degrees, whole_items in ways:
                 for stages in self._numbers_of_stages(roles.language, degrees, budget - after.gpus):
@@ -125,9 +135,11 @@ class _Shape:
         """Return the options of a unit on at most `budget` devices whose memory allows `behind` stages after them."""
         key = unit, budget, behind
         if key not in self._known:
+            is_language = unit == self.space.roles.language
             found = [
                 self.table.chain(ChainRequest(unit, degrees, stages, self.samples, self.microbatches), behind)
                 for degrees in self.table.units.all_degrees([unit])
+                if not is_language or degrees.groups in self._groups
                 for stages in self._numbers_of_stages(unit, degrees, budget)
             ]
             self._known[key] = [option for option in found if option is not None]

@@ -43,8 +43,9 @@ class Microbatching:
     """Settings for dividing a global batch into microbatches and ordering them on ranks.
 
     `num_microbatches` is per replica of the anchor (the language model); the token budget may require more.
-    `row_tokens` is that budget, the most anchor tokens in one microbatch; a longer sample is alone in its own. `alone`
-    puts every sample into a separate microbatch, after grouping samples as usual for balance.
+    `row_tokens` is that budget, the most anchor tokens in one row; a longer sample is alone in its own. A microbatch is
+    one row, or one in each group of ranks that divide its samples: their mean meets the budget. `alone` puts every
+    sample into a separate microbatch, after grouping samples as usual for balance.
     """
 
     num_microbatches: int = 1
@@ -108,7 +109,7 @@ def assign(
     it has no work there: such a sample is absent from that unit's microbatches (without work anywhere, it stays in the
     anchor's). `speed` is the anchor replicas' relative throughput, by default equal. `anchor` defaults to the unit that
     most others feed.
-    With a token budget, the `tokens[sample]` of an anchor's microbatch add up to at most `how.row_tokens`. Raises
+    With a token budget, the `tokens[sample]` of an anchor's rows add up to at most `how.row_tokens` on average. Raises
     UserError if a unit is missing or lists differ in length.
     """
     names = [unit.name for unit in plan.units]
@@ -126,8 +127,9 @@ def assign(
 
     limit, weights = np.inf, np.zeros(len(table))
     if tokens is not None and how.row_tokens is not None:
-        # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
-        limit, weights = float(how.row_tokens), np.minimum(np.asarray(tokens, dtype=np.float64), how.row_tokens)
+        # Clipped: a sample above the budget fills a row, and nothing joins it.
+        rows = min(stage.degrees.groups for replica in plan.units[center].replicas for stage in replica.stages)
+        limit, weights = rows * how.row_tokens, np.minimum(np.asarray(tokens, dtype=np.float64), how.row_tokens)
     samples, first = order_of(replica_of, replicas), np.append(0, np.cumsum(np.bincount(replica_of, None, replicas)))
     of_replica = [samples[start:end] for start, end in itertools.pairwise(first.tolist())]
     counts = np.full(replicas, how.num_microbatches)
