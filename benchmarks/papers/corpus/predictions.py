@@ -60,6 +60,9 @@ def predicted_seconds(run: Measured) -> float:
     chain = even_chain(
         "language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed, work
     )
+    if "images" in run.group:  # multi-token prediction and the heads are the last stage's besides its blocks
+        blocks = run.stages or (run.parts[1].count // run.pp,) * run.pp
+        chain = replace(chain, cuts={"language": tuple(sum(blocks[:one]) + (one > 0) for one in range(run.pp))})
     case = Case((unit,), run.hardware.among(gpus), cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
     schedule = "interleaved" if run.chunks > 1 else "1f1b"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.corpus.models import NVLINK_DOMAIN, parts_of
+from benchmarks.papers.corpus.vision import recipe_of, with_vision
 from benchmarks.papers.models import Part, llama, parameters
 from dilatant.config.memory_modes import Recompute, Shard
 from dilatant.cost.analytic import AUTOMODEL, MEGATRON, TORCHTITAN, Runner, analytic_cost
@@ -190,7 +191,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One run. gpus: name of the entry in the hardware file. shard: what is sharded besides optimizer state. group:
-    what is trained, besides dense language models. recomputed: share of the blocks, if not all."""
+    what is trained, besides dense language models. recomputed: share of the blocks, if not all. stages: blocks of each
+    stage, if they are told."""
 
     id: str
     source: str
@@ -214,6 +216,7 @@ class Measured:
     group: str = ""
     recomputed: float = 1.0
     sums: Sums = OVERLAPPED
+    stages: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -330,7 +333,15 @@ def _run(row: Mapping[str, Any]) -> Measured:
         graphed = "tokendrop" in model["name"] or _is_one_graph(row, name, low)
         runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
-    parts = parts_of(row, hardware, runner, gated)
+    stages: tuple[int, ...] = ()
+    sums = SUMS.get(row["source_id"], OVERLAPPED)
+    if "vision" in model:
+        recipe = recipe_of(row)
+        stages, sums = recipe.stages, Sums(bytes=recipe.gradient, overlap=False)
+        runner = replace(runner, whole_rows=10.0)
+        parts = with_vision(row, hardware, runner)
+    else:
+        parts = parts_of(row, hardware, runner, gated)
     if experts and (_is_one_graph(row, name, low) or _exchanges_beside(row, name)):
         parts = tuple(replace(part, sent=part.sent.scaled(BESIDE)) for part in parts)
     if row["source_id"] == "nanotron-ultrascale":
@@ -347,12 +358,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     elif "op" in str(row["recompute"]) or (row["source_id"] == "torchtitan" and "selective" in str(row["recompute"])):
         # Attention is kept, and every second product: torchtitan's default kind of "selective".
         recompute = "block_keep_attention"
-    sums, recomputed = SUMS.get(row["source_id"], OVERLAPPED), 1.0
-    notes = str(row["notes"]).lower()
-    if "no overlap" in notes:
-        sums = replace(sums, overlap=False)
-    if "sequence_parallel off" in notes:
-        runner = replace(runner, whole_rows=10.0)
+    recomputed = 1.0
     if row["precision"] == "fp16":  # written, and read and added in 16 bits
         sums, runner = replace(sums, bytes=2.0), replace(runner, gradient_bytes=min(8, runner.gradient_bytes))
     if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
@@ -363,7 +369,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero, shard,
-        float(seconds), runner, group, recomputed, sums,
+        float(seconds), runner, group, recomputed, sums, stages,
     )  # fmt: skip
 
 
