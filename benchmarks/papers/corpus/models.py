@@ -31,6 +31,14 @@ EAGER_LOSS = ("bloom-prequel", "nanotron-ultrascale")
 difference, exponentials, their sum and quotients, about 60 bytes a logit with the backward, 24 in one kernel."""
 
 
+BIASED = 14
+"""Elements in widths of an expert that experts with biases and clamped activations move for each visited row and pass,
+besides: Megatron-Core @d98e8a64 adds and weights the second product's bias operation by operation (`_apply_bias`: 6
+forward, 8 backward), and clamps halves of the first product and joins them before the activation
+(`weighted_bias_quick_geglu_impl`: 8 forward, 10 backward, 11 more as activations are recomputed): 43 in all, a third
+of them forward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: `count` experts of width `width`, of which a token visits `visited`, and `shared` more."""
@@ -77,14 +85,25 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
             shape = replace(shape, attended_share=share)
         return shape
 
-    blocks, sent = routed(block(visited), hidden, experts, row, hardware)
+    biased = "GPT OSS" in model["name"]
+    alltoall = biased and runner.operations > 0 and "B300" not in row["hardware"].replace("GB300", "")
+    blocks, sent = routed(block(visited), hidden, experts, row, hardware, alltoall)
+    if biased and runner.operations:
+        moved = BIASED * experts.visited * experts.width
+        blocks = replace(blocks, traffic=blocks.traffic + moved, fused_traffic=blocks.fused_traffic + moved)
     extra = 1 if "MTP unless" in str(model.get("note")) and "w/o MTP" not in model["name"] else 0
     dense = [Part("dense block", block(model.get("ffn") or visited), first)] if first else []
     return (
         Part("embedding", embedding_shape(hidden, model["vocab"]), 1),
         *dense,
         # Multi-token prediction is one more block and head.
-        Part("block", blocks, model["layers"] - first + extra, sent=sent),
+        Part(
+            "block",
+            blocks,
+            model["layers"] - first + extra,
+            sent=sent,
+            summed=summed_weights(blocks, experts, hidden, row, hardware),
+        ),
         Part("head", head_shape(hidden, model["vocab"]), 1 + extra),
     )
 
@@ -136,6 +155,25 @@ def routed(
         copy * _copies(nodes, experts.visited, alltoall) / (hardware.between.bandwidth / 8),
     )
     return blocks, Quadratic(b=seconds, c=3 * hardware.inside.latency if ep > 1 else 0.0)
+
+
+def summed_weights(shape: LayerShape, experts: Experts, hidden: int, row: Mapping[str, Any], hardware: Hardware) -> int:
+    """Return how many weights of a block with experts all replicas would sum in the time that sums take: those of
+    experts are summed by the ranks that hold the same experts, `ep` ranks apart. Of these, few or one is in a node."""
+    tp, ep = row["tp"], row.get("ep") or 1
+    own = tp * -(-experts.count // ep) * 3 * hidden * experts.width
+    ranks = row["dp"] * (row["cp"] or 1)
+    node = 64 if any(name in row["hardware"] for name in NVLINK_DOMAIN) else 8
+
+    def seconds(holders: int, in_node: int) -> float:
+        """Of a pass of one byte round a ring, in and out of a node through the ports of its members there."""
+        ports = max(1, in_node) * hardware.between.bandwidth / hardware.ports
+        crosses = tp * ranks > node
+        slowest = min(hardware.inside.bandwidth, ports) if crosses else hardware.inside.bandwidth
+        return (holders - 1) / holders / slowest
+
+    same = max(1, tp * ranks // ep)
+    return round(shape.parameters - own + own * seconds(same, node // ep) / seconds(ranks, node // tp))
 
 
 def _copies(places: int, visited: int, alltoall: bool) -> float:
