@@ -163,6 +163,8 @@ def summed_weights(shape: LayerShape, experts: Experts, hidden: int, row: Mappin
     tp, ep = row["tp"], row.get("ep") or 1
     own = tp * -(-experts.count // ep) * 3 * hidden * experts.width
     ranks = row["dp"] * (row["cp"] or 1)
+    if ranks == 1:
+        return shape.parameters
     node = 64 if any(name in row["hardware"] for name in NVLINK_DOMAIN) else 8
 
     def seconds(holders: int, in_node: int) -> float:
