@@ -160,13 +160,13 @@ REASONS = (
     "gradient by itself) and in latent attention is not modelled. Recipes of 25.09 (the row) are not told: what they "
     "recompute, and how many tokens an expert drops. Qwen3 235B on H100 and B300 (us): exchanges between nodes that "
     "run beside computation hide less than the four fifths of their time that are taken (10 rows). Rows in 16 bits "
-    "without the 24 of GPT OSS: 7.0 %; in FP8 without GPT OSS (7), Qwen3 235B on H100 and B300, and 25.09 (10): 7.2 %.",
+    "without the 24 of GPT OSS: 7.0 %; in FP8 without GPT OSS (7), Qwen3 235B on H100 and B300, and 25.09 (10): 7.1 %.",
     "GPT OSS (the program and us): experts' biases and clamps, operation by operation in its layers, and copies of a "
-    "token for each expert explain 0.15 microseconds a token and block on GB200, 0.4 on H100; sums over ranks with "
-    "equal experts, each through a port of its own, the rest of B200 with 8 experts' ranks. This brought 16 bits from "
-    "34.3 to 25.6 %. Of what is left, 0.6 a token and block on GB200 and 1.0 on H100, longer rows have no more, so it "
-    "is not attention; gradients of biases inside products, whose speed nobody published, would grow so. One layout "
-    "in MXFP8 on GB200 took 2.8, 4.5 and 2.9 s in releases 26.06, 26.06.01 and 26.08 (the row).",
+    "token for each expert explain 0.15 microseconds a token and block on GB200, 0.3 on H100; that ranks with equal "
+    "experts are a node apart, 8 % of a step on B200. This brought 16 bits from 34.3 to 25.6 %. Of what is left, 0.6 a "
+    "token and block on GB200 and 1.0 on H100, longer rows have no more, so it is not attention; gradients of biases "
+    "inside products, whose speed nobody published, would grow so. One layout in MXFP8 on GB200 took 2.8, 4.5 and 2.9 "
+    "s in releases 26.06, 26.06.01 and 26.08 (the row).",
     "nemo-24.07, fine-tuning (the row): 13B and 70B are printed without the virtual stages of its pretraining; with "
     "them they would be 10 and 9 % too long instead of 25 and 16 %. Without these 2 rows: 7.2 %.",
     "megatron-bridge-summary, FP8 (the row): 70B on GB300 with pp 4 and microbatches of two samples mixes two recipes, "
