@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -63,7 +64,9 @@ class Beside:
 @dataclass(frozen=True, slots=True)
 class Part:
     """`count` equal layers. `window`: tokens that a token attends to, of rows longer than that. sent: seconds of one
-    pass to send a sample's tokens to experts and back. beside: layers that run with this one."""
+    pass to send a sample's tokens to experts and back. beside: layers that run with this one. kernel: seconds forward
+    and backward of what the shape leaves out. summed: weights of a layer by which its
+    gradients' sums are reckoned, if not all."""
 
     kind: str
     shape: LayerShape
@@ -71,6 +74,8 @@ class Part:
     window: int | None = None
     sent: Quadratic = ZERO
     beside: Beside | None = None
+    kernel: tuple[Quadratic, Quadratic] = (ZERO, ZERO)
+    summed: int | None = None
 
     @property
     def as_run(self) -> LayerShape:
@@ -206,7 +211,7 @@ def model_spec(units: Sequence[PaperUnit]) -> ModelSpec:
             LayerSpec(
                 f"{part.kind}.layers.{number}" if part.shape.collectives else f"{part.kind}.{number}",
                 f"{unit.name} {part.kind}",
-                part.shape.parameters,
+                part.shape.parameters if part.summed is None else part.summed,
                 unit.trains is None or part.kind in unit.trains,
             )
             for part in unit.parts
@@ -237,17 +242,22 @@ _PASSES = ("forward", "input_gradient", "first_trainable")
 
 
 def _with_more(cost: LayerCost, part: Part, hardware: Hardware, unit: PaperUnit) -> LayerCost:
-    """The cost of a layer with what its tokens take to other ranks and back, and with the layers beside it."""
-    names = (*_PASSES, "recompute")
-    cost = replace(cost, **{name: getattr(cost, name) + part.sent for name in names})
+    """The cost of a layer with what its tokens take to other ranks and back, with a kernel of its own, and with the
+    layers beside it."""
+    forth, back = (part.sent + one for one in part.kernel)
+    more = {"forward": forth, "recompute": forth, "input_gradient": back, "first_trainable": back}
+    cost = replace(cost, **{name: getattr(cost, name) + added for name, added in more.items()})
     if part.beside is None:
         return cost
-    each, share, more = analytic_cost(part.beside.shape, hardware, runner=unit.runner), part.beside.share, {}
+    each, share = analytic_cost(part.beside.shape, hardware, runner=unit.runner), part.beside.share
+    found: dict[str, Any] = {}
     for name in (*_PASSES, "weight_gradient") if part.beside.trains else ("forward",):
         own: Quadratic = getattr(each, name)
         scaled = Quadratic(own.a * share**2, own.b * share, own.c).scaled(part.beside.count)
-        more[name] = getattr(cost, name) + scaled
-    return replace(cost, **more)
+        found[name] = getattr(cost, name) + scaled
+    if part.beside.trains:
+        found["host"] = cost.host + part.beside.count * each.host
+    return replace(cost, **found)
 
 
 def _kept(cost: LayerCost) -> LayerCost:

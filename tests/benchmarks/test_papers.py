@@ -43,7 +43,7 @@ MIXTURES = {
 
 def mixture(name: str, ep: int = 1) -> tuple[models.Part, ...]:
     model = {"seq": 4096, "name": name, **MIXTURES[name]}
-    row = {"model": model, "tp": 1, "cp": 1, "ep": ep, "hardware": "H100", "precision": "bf16"}
+    row = {"model": model, "tp": 1, "cp": 1, "dp": ep, "ep": ep, "hardware": "H100", "precision": "bf16"}
     return corpus_models.parts_of(row, load_hardware("H100"), DILATANT, gated=True)
 
 

@@ -1,4 +1,4 @@
-"""Layers of the models in a corpus of measured runs (`papers.corpus.rows`): dense, with experts, with a vision tower.
+"""Layers of the models in a corpus of measured runs (`papers.corpus.rows`), dense or with experts.
 
 Experts lie on groups of `ep` ranks that are data-parallel elsewhere, as in Megatron and DeepSpeed. A rank computes as
 many expert rows as it has tokens times visited experts, whatever `ep` is; it holds the weights of its own experts, and
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.papers.models import Beside, Part, llama
+from benchmarks.papers.models import Part, llama
 from dilatant.cost.analytic import BYTES, UNFUSED, LayerShape, Runner, block_shape, embedding_shape, head_shape
 from dilatant.cost.hardware import Hardware
 from dilatant.cost.layer import sent_at_once
@@ -32,6 +32,14 @@ EAGER_LOSS = ("bloom-prequel", "nanotron-ultrascale")
 difference, exponentials, their sum and quotients, about 60 bytes a logit with the backward, 24 in one kernel."""
 
 
+BIASED = 14
+"""Elements in widths of an expert that experts with biases and clamped activations move for each visited row and pass,
+besides: Megatron-Core @d98e8a64 adds and weights the second product's bias operation by operation (`_apply_bias`: 6
+forward, 8 backward), and clamps halves of the first product and joins them before the activation
+(`weighted_bias_quick_geglu_impl`: 8 forward, 10 backward, 11 more as activations are recomputed): 43 in all, a third
+of them forward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: `count` experts of width `width`, of which a token visits `visited`, and `shared` more."""
@@ -49,8 +57,6 @@ class Experts:
 def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: bool) -> tuple[Part, ...]:
     """Return the layers of a row's model. Raises ValueError if the row does not tell enough."""
     model = row["model"]
-    if "vision" in model:
-        return _with_vision(row, hardware, runner)
     hidden = model["hidden"]
     heads = model.get("heads") or hidden // 128
     if not model.get("moe"):
@@ -80,14 +86,25 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
             shape = replace(shape, attended_share=share)
         return shape
 
-    routed, sent = _routed(block(visited), hidden, experts, row, hardware)
+    biased = "GPT OSS" in model["name"]
+    alltoall = biased and runner.operations > 0 and "B300" not in row["hardware"].replace("GB300", "")
+    blocks, sent = routed(block(visited), hidden, experts, row, hardware, alltoall)
+    if biased and runner.operations:
+        moved = BIASED * experts.visited * experts.width
+        blocks = replace(blocks, traffic=blocks.traffic + moved, fused_traffic=blocks.fused_traffic + moved)
     extra = 1 if "MTP unless" in str(model.get("note")) and "w/o MTP" not in model["name"] else 0
     dense = [Part("dense block", block(model.get("ffn") or visited), first)] if first else []
     return (
         Part("embedding", embedding_shape(hidden, model["vocab"]), 1),
         *dense,
         # Multi-token prediction is one more block and head.
-        Part("block", routed, model["layers"] - first + extra, sent=sent),
+        Part(
+            "block",
+            blocks,
+            model["layers"] - first + extra,
+            sent=sent,
+            summed=summed_weights(blocks, experts, hidden, row, hardware),
+        ),
         Part("head", head_shape(hidden, model["vocab"]), 1 + extra),
     )
 
@@ -110,18 +127,18 @@ def _latent(shape: LayerShape, hidden: int, heads: int, query_rank: int) -> Laye
     )
 
 
-def _routed(
-    shape: LayerShape, hidden: int, experts: Experts, row: Mapping[str, Any], hardware: Hardware
+def routed(
+    shape: LayerShape, hidden: int, experts: Experts, row: Mapping[str, Any], hardware: Hardware, alltoall: bool = False
 ) -> tuple[LayerShape, Quadratic]:
     """Return the block with experts in place of a feed-forward of the visited width, and the seconds of one pass to
-    send a sample's tokens to their experts and back."""
+    send a sample's tokens to their experts and back. alltoall: NCCL sends a copy to each expert, not to each rank."""
     tp, ep = row["tp"], row.get("ep") or 1
     each = 3 * hidden * experts.width
     # Rows gathered by rank and then by expert, read and written; as much on the way back.
     moved = (6 * experts.visited + 2) * hidden
     others = shape.parameters - (experts.visited + experts.shared) * each
     held = others + experts.shared * each + hidden * experts.count + tp * -(-experts.count // ep) * each
-    routed = replace(
+    blocks = replace(
         shape,
         matmul=shape.matmul + hidden * experts.count,
         parameters=held,
@@ -135,73 +152,34 @@ def _routed(
     name = next((name for name in NVLINK_DOMAIN if name in row["hardware"]), None)
     nodes = -(-ep // NVLINK_DOMAIN.get(name or "", 8))
     slower = hardware.inside.bandwidth / (hardware.between.bandwidth / 8)
-    copies = sent_at_once(*(_others_visited(places, experts.visited) for places in (ep, nodes)), slower)
-    return routed, Quadratic(
+    copies = sent_at_once(*(_copies(places, experts.visited, alltoall) for places in (ep, nodes)), slower)
+    return blocks, Quadratic(
         b=copy / hardware.inside.bandwidth * copies, c=3 * hardware.inside.latency if ep > 1 else 0.0
     )
 
 
-def _others_visited(places: int, visited: int) -> float:
-    """Return on how many of the other places (ranks, nodes) a token's experts are: each gets one copy of the token,
-    however many of its experts are there."""
-    return (places - 1) * (1 - (1 - 1 / places) ** visited)
+def summed_weights(shape: LayerShape, experts: Experts, hidden: int, row: Mapping[str, Any], hardware: Hardware) -> int:
+    """Return how many weights of a block with experts all replicas would sum in the time that sums take: those of
+    experts are summed by the ranks that hold the same experts, `ep` ranks apart. Of these, few or one is in a node."""
+    tp, ep = row["tp"], row.get("ep") or 1
+    own = tp * -(-experts.count // ep) * 3 * hidden * experts.width
+    ranks = row["dp"] * (row["cp"] or 1)
+    if ranks == 1:
+        return shape.parameters
+    node = 64 if any(name in row["hardware"] for name in NVLINK_DOMAIN) else 8
+
+    def seconds(holders: int, in_node: int) -> float:
+        """Of a pass of one byte round a ring, in and out of a node through the ports of its members there."""
+        ports = max(1, in_node) * hardware.between.bandwidth / hardware.ports
+        crosses = tp * ranks > node
+        slowest = min(hardware.inside.bandwidth, ports) if crosses else hardware.inside.bandwidth
+        return (holders - 1) / holders / slowest
+
+    same = max(1, tp * ranks // ep)
+    return round(shape.parameters - own + own * seconds(same, node // ep) / seconds(ranks, node // tp))
 
 
-def _with_vision(row: Mapping[str, Any], hardware: Hardware, runner: Runner) -> tuple[Part, ...]:
-    """Return the layers of a model whose images a tower of the first stage reads: of four blocks of the language model
-    one attends, the others have a linear mixer."""
-    vision, language, text = row["model"]["vision"], row["model"].get("language"), str(row["model"])
-    if language is None or "linear_key_heads" not in language:
-        raise ValueError("multimodal: the work per sample is not told")
-    patches = 784 if "784 patches" in text or "max_pixels 200,704" in text else 0
-    if "mock, one image a sample" in text and "vision" in " ".join(row.get("frozen") or ()):
-        patches = 256  # the size of mock images, whose frozen tower takes less than a hundredth of the step
-    if not patches:
-        raise ValueError("multimodal: the work per sample is not told")
-    hidden, moe = language["hidden"], language.get("moe")
-    experts = Experts.of(moe) if moe else None
-    width = (experts.visited + experts.shared) * experts.width if experts else language["ffn"]
-    heads, size = language["heads"], language["head_dim"]
-    full = block_shape(hidden, width, heads, language["kv_heads"], head_size=size, fused=runner.fused)
-    gate = hidden * heads * size  # of the attention's output
-    full = replace(full, matmul=full.matmul + gate, parameters=full.parameters + gate)
-    keys, values = (language[f"linear_{kind}_heads"] * 128 for kind in ("key", "value"))
-    mixer = hidden * (2 * keys + 3 * values)
-    state = values * 128 * 3 + values * 64 * 2  # of a state of 128 x 128 a head, in chunks of 64
-    attention = full.leading + hidden * full.attention_width + gate
-    more = 6 * (keys + values)
-    linear = replace(
-        full,
-        matmul=full.matmul - attention + mixer + state,
-        leading=mixer,
-        parameters=full.parameters - attention + mixer,
-        attention_width=0,
-        traffic=full.traffic + more,
-        fused_traffic=full.fused_traffic + more,
-        operations=2 * full.operations,  # its kernels are launched from Python
-    )
-    quarter, sent = language["layers"] // language["full_attention_every"], Quadratic()
-    if experts:
-        full, sent = _routed(full, hidden, experts, row, hardware)
-        linear, _ = _routed(linear, hidden, experts, row, hardware)
-    shapes = (full, linear)
-    mean = Part("block", _mean(shapes, quarter, language["layers"]), language["layers"], sent=sent)
-    tower = block_shape(vision["hidden"], vision["ffn"], vision["heads"], gated=False, causal=False, fused=runner.fused)
-    frozen = " ".join(row.get("frozen") or ())
-    beside = Beside(tower, vision["layers"], patches / row["model"]["seq"], trains="vision" not in frozen)
-    return (
-        Part("embedding", embedding_shape(hidden, language["vocab"]), 1, beside=beside),
-        mean,
-        Part("head", head_shape(hidden, language["vocab"]), 1),
-    )
-
-
-def _mean(shapes: tuple[LayerShape, LayerShape], first: int, layers: int) -> LayerShape:
-    """Return the mean of `first` layers of the first shape and the rest of `layers` of the second one."""
-    whole, other = shapes
-    share = first / layers
-    names = ("matmul", "leading", "parameters", "kept", "weight_kept", "traffic", "fused_traffic", "operations")
-    mixed: dict[str, Any] = {
-        name: round(getattr(whole, name) * share + getattr(other, name) * (1 - share)) for name in names
-    }
-    return replace(whole, attention_width=round(whole.attention_width * share), **mixed)
+def _copies(places: int, visited: int, alltoall: bool) -> float:
+    """Return how many copies of a token go to other places (ranks, nodes): one for each of its experts there, or one
+    for each place, however many of its experts are there."""
+    return visited * (places - 1) / places if alltoall else (places - 1) * (1 - (1 - 1 / places) ** visited)

@@ -24,7 +24,7 @@ from benchmarks.papers.corpus.rows import (
     measured_runs,
     read_lines,
 )
-from benchmarks.papers.models import PaperUnit, model_spec, parameters
+from benchmarks.papers.models import PaperUnit, cost_model, model_spec, parameters
 from benchmarks.papers.planner import Case, even_chain, same_samples
 from dilatant.config.degrees import Degrees
 from dilatant.cost.analytic import MEGATRON, analytic_cost
@@ -33,7 +33,7 @@ from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.published_runs import PublishedRun
 from dilatant.plan import Plan, PlanScore
 from dilatant.plan.cluster import cluster_of
-from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.plan.costs.sync_time import BESIDE, sync_seconds
 from dilatant.plan.rank_mapping import RankOrder
 
 
@@ -60,14 +60,33 @@ def predicted_seconds(run: Measured) -> float:
     chain = even_chain(
         "language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute, run.recomputed, work
     )
+    if "images" in run.group:  # multi-token prediction and the heads are the last stage's besides its blocks
+        blocks = run.stages or (run.parts[1].count // run.pp,) * run.pp
+        chain = replace(chain, cuts={"language": tuple(sum(blocks[:one]) + (one > 0) for one in range(run.pp))})
     case = Case((unit,), run.hardware.among(gpus), cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
-    score = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums)
+    count = run.batch // run.dp // run.microbatch
+    if sums.hidden:
+        return _with_hidden_gathers(case, plan, count, schedule, run)
+    score = simulated(case, plan, count, schedule, sums)
     if run.zero != "all" or run.dp == 1:
         return score.seconds
     held = run.parts[1].count / run.pp, parameters(run.parts) / (run.tp * run.pp)
     return score.seconds + sums.gather_seconds(run.dp, *held)
+
+
+def _with_hidden_gathers(case: Case, plan: Plan, count: int, schedule: str, run: Measured) -> float:
+    """Return the seconds of a step whose gathers of new weights run beside the first forward: they slow it, and what
+    takes longer than it is waited for."""
+    without = replace(case, rules=replace(case.rules, weight=0.0))
+    step = simulated(without, plan, count, schedule, run.sums).seconds
+    gathers = sync_seconds(plan, model_spec(case.units), case.cluster, case.rules).after
+    updates = sync_seconds(plan, model_spec(case.units), case.cluster, without.rules).after
+    longest = max((seconds - updates[rank] for rank, seconds in gathers.items()), default=0.0)
+    costs, degrees, tokens = cost_model(case.units, case.hardware).layers, Degrees(run.tp, run.cp), float(run.tokens)
+    forward = sum(part.count * costs[f"language {part.kind}"][degrees].forward(tokens) for part in run.parts)
+    return step + max(BESIDE * longest, longest - forward * run.microbatch / run.pp)
 
 
 def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.corpus.models import NVLINK_DOMAIN, parts_of
+from benchmarks.papers.corpus.vision import recipe_of, with_vision
 from benchmarks.papers.models import Part, llama, parameters
 from dilatant.config.memory_modes import Recompute, Shard
 from dilatant.cost.analytic import AUTOMODEL, MEGATRON, TORCHTITAN, Runner, analytic_cost
@@ -91,12 +92,14 @@ such graphs only with a fixed number of tokens an expert."""
 @dataclass(frozen=True, slots=True)
 class Sums:
     """How a program sums gradients over replicas: `bytes` of a gradient that are sent; whether the sums run beside the
-    last backward. Seconds of gathers of new weights, besides their bytes: broadcast: for each rank, if all others get
-    its weights in a message of its own; sliced: for each rank and block, if each part of a weight is copied by itself;
-    weights: for each weight of a device."""
+    last backward; `hidden`: whether new weights are gathered beside the next step's first forward. Seconds of gathers
+    of new weights, besides their bytes: broadcast: for each rank, if all others get its weights in a message of its
+    own; sliced: for each rank and block, if each part of a weight is copied by itself; weights: for each weight of a
+    device."""
 
     bytes: float = 4.0
     overlap: bool = True
+    hidden: bool = False
     broadcast: float = 0.0
     sliced: float = 0.0
     weights: float = 0.0
@@ -105,6 +108,10 @@ class Sums:
         """Return these seconds for `ranks` that share the state of so many blocks and weights of a device."""
         return ranks * (self.broadcast + self.sliced * blocks) + self.weights * weights
 
+
+OF_EXPERTS = Sums(bytes=2.0, hidden=True)
+"""Sums of Megatron Bridge's runs with experts, as its recipes for performance set them (`_perf_precision` and
+`_pretrain_common` @067f987df): in bf16, and weights are gathered beside the next forward."""
 
 OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
 SUMS = {
@@ -149,14 +156,17 @@ REASONS = (
     "taken for one kernel; with 128k and 256k tokens it took 1.4 times as long. Without both: 4.4 %, worst 11 %.",
     "megatron-bridge-summary, experts (the program): Qwen3 30B on 8 GB300 with one layout took 9.1, 8.3 and 5.9 s in "
     "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
-    "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. GPT OSS "
-    "(the row): it is not told with which kernel its attention with sinks ran, and one layout on GB200 took 2.8, 4.5 "
-    "and 2.9 s in releases 26.06, 26.06.01 and 26.08. Recipes of 25.09 (the row) are not told: what they recompute, "
-    "and how many tokens an expert drops. Qwen3 235B on H100 and B300 (us): exchanges between nodes that run beside "
-    "computation hide less than the four fifths of their time that are taken (10 rows). Rows in 16 bits without the "
-    "24 of GPT OSS: 7.0 %; in FP8 without GPT OSS (7), Qwen3 235B on H100 and B300, and 25.09 (10): 7.2 %. What "
-    "GPT OSS's steps take longer grows with tokens, not with their square nor with blocks: 0.8 microseconds a token "
-    "and block on GB200, 1.4 on H100; its recipes fuse activations, balance experts by force and leave kernels open.",
+    "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks (a copy of each weight and "
+    "gradient by itself) and in latent attention is not modelled. Recipes of 25.09 (the row) are not told: what they "
+    "recompute, and how many tokens an expert drops. Qwen3 235B on H100 and B300 (us): exchanges between nodes that "
+    "run beside computation hide less than the four fifths of their time that are taken (10 rows). Rows in 16 bits "
+    "without the 24 of GPT OSS: 7.0 %; in FP8 without GPT OSS (7), Qwen3 235B on H100 and B300, and 25.09 (10): 7.1 %.",
+    "GPT OSS (the program and us): experts' biases and clamps, operation by operation in its layers, and copies of a "
+    "token for each expert explain 0.15 microseconds a token and block on GB200, 0.3 on H100; that ranks with equal "
+    "experts are a node apart, 8 % of a step on B200. This brought 16 bits from 34.3 to 25.6 %. Of what is left, 0.6 a "
+    "token and block on GB200 and 1.0 on H100, longer rows have no more, so it is not attention; gradients of biases "
+    "inside products, whose speed nobody published, would grow so. One layout in MXFP8 on GB200 took 2.8, 4.5 and 2.9 "
+    "s in releases 26.06, 26.06.01 and 26.08 (the row).",
     "nemo-24.07, fine-tuning (the row): 13B and 70B are printed without the virtual stages of its pretraining; with "
     "them they would be 10 and 9 % too long instead of 25 and 16 %. Without these 2 rows: 7.2 %.",
     "megatron-bridge-summary, FP8 (the row): 70B on GB300 with pp 4 and microbatches of two samples mixes two recipes, "
@@ -167,10 +177,12 @@ REASONS = (
     "bloom-prequel from 4.7 to 4.2 %, internevo from 4.2 to 3.8 %, torchtitan from 2.5 to 2.0 % and FP4 from 7.6 to "
     "7.2 %; dense FP8, which was too slow before, went from 6.4 to 6.7 %, nemo-24.07 from 9.2 to 9.5 % and fms-fsdp, "
     "whose runs on A100 are too slow, from 6.3 to 6.5 %.",
-    "bridge-cards (the row and us): GB200 rows empty the allocator's cache each step or launch from a slow host (9.9 "
-    "s for four microbatches of 4,096 tokens); rows of 8,192 tokens are packed and padded by an unknown part, and "
-    "under context parallelism gated delta blocks exchange heads, which is not modelled; their kernels have no "
-    "published speed.",
+    "bridge-cards: its recipes (28 November) brought images from 38.8 to 5 % and images with experts from 40.7 to 24 "
+    "%: a further predicted token costs a block and a head over 248,320 words, rows are padded to their full length, "
+    "stages are not equal, no sums overlap, and a mixer's host reads lengths back. Two constants are fitted to it. "
+    "The tuned row on H100 (the row, 20 % fast): images of any size and unbalanced experts take 1.37 times as long as "
+    "the same recipe without, as its card says. GB200, fine-tuned (the row): empties the allocator's cache in each "
+    "step, and takes 9.9 s for four microbatches of 4,096 tokens, with adapters 5.5. Without it: 7 % of all six.",
     "Fitted on fms-fsdp alone (the rows): three quarters of its eight runs recompute an unknown part of their blocks,"
     " and traffic is 4 % of a step, so its factors mean nothing elsewhere.",
     "Before attention, elementwise traffic, hosts and updates had terms of their own (25 November), mean distances "
@@ -190,7 +202,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One run. gpus: name of the entry in the hardware file. shard: what is sharded besides optimizer state. group:
-    what is trained, besides dense language models. recomputed: share of the blocks, if not all."""
+    what is trained, besides dense language models. recomputed: share of the blocks, if not all. stages: blocks of each
+    stage, if they are told."""
 
     id: str
     source: str
@@ -214,6 +227,7 @@ class Measured:
     group: str = ""
     recomputed: float = 1.0
     sums: Sums = OVERLAPPED
+    stages: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -330,7 +344,15 @@ def _run(row: Mapping[str, Any]) -> Measured:
         graphed = "tokendrop" in model["name"] or _is_one_graph(row, name, low)
         runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
-    parts = parts_of(row, hardware, runner, gated)
+    stages: tuple[int, ...] = ()
+    sums = SUMS.get(row["source_id"], OF_EXPERTS if group == "experts" else OVERLAPPED)
+    if "vision" in model:
+        recipe = recipe_of(row)
+        stages, sums = recipe.stages, Sums(bytes=recipe.gradient, overlap=False)
+        runner = replace(runner, whole_rows=10.0)
+        parts = with_vision(row, hardware, runner)
+    else:
+        parts = parts_of(row, hardware, runner, gated)
     if experts and (_is_one_graph(row, name, low) or _exchanges_beside(row, name)):
         parts = tuple(replace(part, sent=part.sent.scaled(BESIDE)) for part in parts)
     if row["source_id"] == "nanotron-ultrascale":
@@ -347,12 +369,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     elif "op" in str(row["recompute"]) or (row["source_id"] == "torchtitan" and "selective" in str(row["recompute"])):
         # Attention is kept, and every second product: torchtitan's default kind of "selective".
         recompute = "block_keep_attention"
-    sums, recomputed = SUMS.get(row["source_id"], OVERLAPPED), 1.0
-    notes = str(row["notes"]).lower()
-    if "no overlap" in notes:
-        sums = replace(sums, overlap=False)
-    if "sequence_parallel off" in notes:
-        runner = replace(runner, whole_rows=10.0)
+    recomputed = 1.0
     if row["precision"] == "fp16":  # written, and read and added in 16 bits
         sums, runner = replace(sums, bytes=2.0), replace(runner, gradient_bytes=min(8, runner.gradient_bytes))
     if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
@@ -363,7 +380,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero, shard,
-        float(seconds), runner, group, recomputed, sums,
+        float(seconds), runner, group, recomputed, sums, stages,
     )  # fmt: skip
 
 

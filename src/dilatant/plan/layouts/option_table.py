@@ -183,8 +183,9 @@ class OptionTable:
             mixed = {name: np.where(again, getattr(layers, name), getattr(free, name)) for name in RECOMPUTED}
             sums = {name: np.add.reduceat(one, cuts) for name, one in mixed.items()}
             costs = replace(costs, transient=stage_peaks(layers.transient, mixed["kept"], cuts), **sums)
-            recompute = {**option.chain.recompute, request.unit: self.units.recomputed(request.unit, request.level, again)}
-            laid_out = _ChainCosts.of(replace(option.chain, recompute=recompute), costs)
+            own = self.units.recomputed(request.unit, request.level, again)
+            chain = replace(option.chain, recompute={**option.chain.recompute, request.unit: own})
+            laid_out = _ChainCosts.of(chain, costs)
             self._options[key] = laid_out.option(request.microbatches, self._capacity)
         found = self._options[key]
         assert found is not None
@@ -193,7 +194,7 @@ class OptionTable:
     def _kept_again(
         self, request: ChainRequest, cuts: tuple[int, ...], held: MeanCosts, more: list[float], behind: int
     ) -> NDArray[np.bool_]:
-        """Return [layers]: True where a layer recomputes. more: bytes per microbatch that each layer keeps otherwise."""
+        """Return [layers]: True where a layer recomputes. more: bytes of a microbatch that each layer else keeps."""
         again = [True] * len(more)
         free = (self._capacity - held.static - held.transient).tolist()
         for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
