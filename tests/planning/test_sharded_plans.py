@@ -66,9 +66,15 @@ def fastest_of(problem: PlanningProblem, layouts: list[tuple[Plan, int]]) -> flo
     return best
 
 
+def test_whole_weights_in_every_gpu_are_found_where_some_fit(tmp_path: Path) -> None:
+    """Rows overflow by what is counted before the simulation, in which they fit without any recomputation."""
+    problem = few_long_rows(tmp_path, 2.0)
+    assert plan_run(problem).result.seconds <= fastest_of(problem, all_layouts(problem)) * (1 + 1e-9)
+
+
 def test_few_long_rows_get_sharded_weights(tmp_path: Path) -> None:
     """Whole weights need a pipeline, whose bubbles take longer than gathering weights."""
-    problem = few_long_rows(tmp_path, 2.0)
+    problem = few_long_rows(tmp_path, 1.0)
     searched = plan_run(problem)
     found = with_best_memory(searched)
     winner = found.result.winner
@@ -104,7 +110,7 @@ def test_plans_count_the_copies_of_their_backend() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gib", [1.2, 2.0])
+@pytest.mark.parametrize("gib", [1.0, 1.2])
 def test_no_layout_beats_the_sharded_plan(tmp_path: Path, gib: float) -> None:
     problem = few_long_rows(tmp_path, gib)
     found = with_best_memory(plan_run(problem)).result.seconds
@@ -116,7 +122,7 @@ def test_no_layout_beats_the_sharded_plan(tmp_path: Path, gib: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "train"), [(8.0, {}), (2.0, {"shard": "none"}), (2.0, {"zero": "none"}), (2.0, {"deterministic": True})]
+    ("gib", "train"), [(8.0, {}), (1.0, {"shard": "none"}), (2.0, {"zero": "none"}), (1.0, {"deterministic": True})]
 )
 def test_whole_weights_stay_where_they_are_as_fast(tmp_path: Path, gib: float, train: dict[str, Any]) -> None:
     """Sharding saves no time where memory is ample, and is not tried where the config forbids it."""
