@@ -37,13 +37,13 @@ REACHED = {
     "fms-fsdp": 0.065,
     "torchtitan": 0.021,
     "torchtitan, FP8": 0.124,
-    "megatron-bridge-summary, FP8": 0.068,  # 24 of 76 ran on GB300; 5.8 percent without
+    "megatron-bridge-summary, FP8": 0.069,
     "megatron-bridge-summary, FP4": 0.073,
     "megatron-bridge-summary, experts": 0.343,  # 24 of 28 are GPT OSS; 7 percent without
     "megatron-bridge-summary, experts, FP8": 0.148,
-    "nemo-24.07, FP8": 0.095,
+    "nemo-24.07, FP8": 0.075,
     "nanotron-ultrascale": 0.127,
-    "internevo": 0.039,
+    "internevo": 0.037,
     "llm-foundry": 0.034,
     "llm-foundry, FP8": 0.036,
 }
@@ -161,6 +161,15 @@ def test_steps_that_are_one_graph_exchange_beside_computation(runs):
     own = [run for run in runs if (run.model, run.gpus) == ("Qwen3_235B_a22B", "GB200") and run.runner.products]
     sent = {run.runner.operations == 0.0: run.parts[1].sent.b for run in own if run.pp == 8}
     assert sent[True] == pytest.approx(0.2 * sent[False])
+
+
+@needs_corpus
+def test_tensor_parallel_messages_hide_where_recipes_say_so(runs):
+    hidden = {(run.source, run.model, run.runner.products): run.runner.hidden for run in runs}
+    bridge = "megatron-bridge-summary"
+    assert hidden[bridge, "LLAMA3.1_405B", "float8"] == hidden["nemo-24.07", "LLAMA2-70B", "float8"] == 0.8
+    assert hidden[bridge, "LLAMA3.1_405B", "float4"] == hidden["nemo-24.07", "GPT3-175B", "float8"] == 0.0
+    assert {run.runner.hidden for run in runs if "experts" in run.group} == {0.0}
 
 
 @needs_corpus

@@ -14,9 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.papers.corpus.reasons import REASONS
 from benchmarks.papers.corpus.rows import (
     BALANCED,
-    REASONS,
     Measured,
     MeasuredMemory,
     Sums,
@@ -63,11 +63,11 @@ def predicted_seconds(run: Measured) -> float:
     case = Case((unit,), run.hardware.among(gpus), cluster, workload, run.batch, rules)
     (plan,) = case.plans([chain], [RankOrder.REPLICAS])
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
-    score = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums)
-    if run.zero != "all" or run.dp == 1:
-        return score.seconds
+    seconds = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums).seconds
     held = run.parts[1].count / run.pp, parameters(run.parts) / (run.tp * run.pp)
-    return score.seconds + sums.gather_seconds(run.dp, *held)
+    if run.zero != "all" or run.dp == 1:
+        return seconds
+    return seconds + sums.gather_seconds(run.dp, *held)
 
 
 def corpus_report(runs: Sequence[Measured], seconds: Sequence[float], console: Console) -> list[dict[str, Any]]:
