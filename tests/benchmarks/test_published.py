@@ -173,6 +173,14 @@ def test_tensor_parallel_messages_hide_where_recipes_say_so(runs):
 
 
 @needs_corpus
+def test_the_last_bucket_of_gradients_is_summed_alone(runs):
+    (run,) = (run for run in runs if run.id == "internevo-0622")  # 512 GPUs, ZeRO-1 inside nodes
+    whole, none = (predicted_seconds(replace(run, sums=replace(run.sums, bucket=size))) for size in (1e12, 0.0))
+    half, weights = 2.0**29, sum(part.count * part.shape.parameters for part in run.parts)
+    assert predicted_seconds(run) - none == pytest.approx((whole - none) * half / weights)
+
+
+@needs_corpus
 def test_table_of_runs_in_the_package_is_that_of_the_corpus(runs):
     by_id = {run.id: run for run in runs}
     assert {one.source for one in published_runs()} <= {*by_id}

@@ -65,6 +65,9 @@ def predicted_seconds(run: Measured) -> float:
     schedule = "interleaved" if run.chunks > 1 else "1f1b"
     seconds = simulated(case, plan, run.batch // run.dp // run.microbatch, schedule, sums).seconds
     held = run.parts[1].count / run.pp, parameters(run.parts) / (run.tp * run.pp)
+    if sums.bucket:
+        beside = sync_seconds(plan, model_spec(case.units), cluster, rules).beside.values()
+        seconds += max(beside, default=0.0) * min(1.0, sums.bucket / held[1])
     if run.zero != "all" or run.dp == 1:
         return seconds
     return seconds + sums.gather_seconds(run.dp, *held)

@@ -98,6 +98,7 @@ class Sums:
 
     bytes: float = 4.0
     overlap: bool = True
+    bucket: float = 0.0
     broadcast: float = 0.0
     sliced: float = 0.0
     weights: float = 0.0
@@ -114,7 +115,7 @@ NeMo-Framework-Launcher); the table of its runs leaves them out."""
 OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
 IN_BF16 = Sums(bytes=2.0)
 SUMS = {
-    "internevo": Sums(bytes=2.0, broadcast=2.8e-3),
+    "internevo": Sums(bytes=2.0, bucket=float(2**29), broadcast=2.6e-3),
     "bloom-prequel": AFTERWARDS,
     "nanotron-ultrascale": Sums(sliced=40e-6, weights=0.05e-9),
     "megatron-bridge-summary": IN_BF16,
