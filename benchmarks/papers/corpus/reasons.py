@@ -30,8 +30,8 @@ REASONS = (
     "gained nothing; predicted at the speed of FP8 (4 rows). Context parallelism with 128k and 256k tokens (the row, "
     "2 rows): from 64k tokens on two GPUs to 128k on four a GPU's speed falls to 1/2.37, where twice the pairs a "
     "token allow 1/2 at worst; merges of parts and messages of its ring, by their bytes, are about a tenth of a step."
-    " Without both: 4.3 %, worst 11 %. Our own context parallelism gathers keys and values for one kernel, and is "
-    "priced so.",
+    " Without both: 4.3 %, worst 11 %. Our own context parallelism gathers keys and values by groups of heads, the "
+    "next beside the kernel of the last, and is priced without this overlap.",
     "megatron-bridge-summary, experts (the program): Qwen3 30B on 8 GB300 with one layout took 9.1, 8.3 and 5.9 s in "
     "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
     "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks is not modelled. GPT OSS "
