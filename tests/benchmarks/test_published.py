@@ -37,13 +37,13 @@ REACHED = {
     "fms-fsdp": 0.065,
     "torchtitan": 0.021,
     "torchtitan, FP8": 0.124,
-    "megatron-bridge-summary, FP8": 0.068,  # 24 of 76 ran on GB300; 5.8 percent without
+    "megatron-bridge-summary, FP8": 0.069,
     "megatron-bridge-summary, FP4": 0.073,
     "megatron-bridge-summary, experts": 0.257,  # 24 of 28 are GPT OSS; 7 percent without
     "megatron-bridge-summary, experts, FP8": 0.147,
-    "nemo-24.07, FP8": 0.095,
+    "nemo-24.07, FP8": 0.078,
     "nanotron-ultrascale": 0.127,
-    "internevo": 0.039,
+    "internevo": 0.037,
     "llm-foundry": 0.034,
     "llm-foundry, FP8": 0.036,
     "bridge-cards, images": 0.05,
@@ -163,6 +163,23 @@ def test_steps_that_are_one_graph_exchange_beside_computation(runs):
     own = [run for run in runs if (run.model, run.gpus) == ("Qwen3_235B_a22B", "GB200") and run.runner.products]
     sent = {run.runner.operations == 0.0: run.parts[1].sent.b for run in own if run.pp == 8}
     assert sent[True] == pytest.approx(0.2 * sent[False])
+
+
+@needs_corpus
+def test_tensor_parallel_messages_hide_where_recipes_say_so(runs):
+    hidden = {(run.source, run.model, run.runner.products): run.runner.hidden for run in runs}
+    bridge = "megatron-bridge-summary"
+    assert hidden[bridge, "LLAMA3.1_405B", "float8"] == hidden["nemo-24.07", "LLAMA2-70B", "float8"] == 0.8
+    assert hidden[bridge, "LLAMA3.1_405B", "float4"] == hidden["nemo-24.07", "GPT3-175B", "float8"] == 0.0
+    assert {run.runner.hidden for run in runs if "experts" in run.group} == {0.0}
+
+
+@needs_corpus
+def test_the_last_bucket_of_gradients_is_summed_alone(runs):
+    (run,) = (run for run in runs if run.id == "internevo-0622")  # 512 GPUs, ZeRO-1 inside nodes
+    whole, none = (predicted_seconds(replace(run, sums=replace(run.sums, bucket=size))) for size in (1e12, 0.0))
+    half, weights = 2.0**29, sum(part.count * part.shape.parameters for part in run.parts)
+    assert predicted_seconds(run) - none == pytest.approx((whole - none) * half / weights)
 
 
 @needs_corpus

@@ -386,6 +386,23 @@ def test_eight_bits_save_less_where_products_are_narrow():
     )
 
 
+def test_bytes_of_a_collective_hide_behind_products_but_not_its_latency():
+    hardware, tp, hidden = load_hardware("H100"), 4, 4096
+    whole, hidden_cost = (
+        analytic_cost(
+            block_shape(hidden, 16_384, 32), hardware, degrees=Degrees(tp), runner=Runner("any", hidden=share)
+        )
+        for share in (0.0, 0.75)
+    )
+    # A forward gathers and scatters the rows twice, in bf16; three quarters of each message are hidden.
+    message = 2 * hidden * (tp - 1) / tp / hardware.inside.bandwidth
+    for name in ("forward", "input_gradient"):
+        before, after = getattr(whole, name), getattr(hidden_cost, name)
+        assert before.b - after.b == pytest.approx(4 * 0.75 * message, rel=1e-3)  # six digits of each cost are kept
+        assert before.c == after.c
+    assert whole.weight_gradient == hidden_cost.weight_gradient
+
+
 def test_slower_hardware_is_modelled_slower():
     shape = block_shape(2048, 8192, 32)
     seconds = [analytic_cost(shape, load_hardware(name)).forward(2048) for name in ("H200", "H100", "A100", "A40")]

@@ -14,9 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.papers.corpus.reasons import REASONS
 from benchmarks.papers.corpus.rows import (
     BALANCED,
-    REASONS,
     Measured,
     MeasuredMemory,
     Sums,
@@ -69,11 +69,16 @@ def predicted_seconds(run: Measured) -> float:
     count = run.batch // run.dp // run.microbatch
     if sums.hidden:
         return _with_hidden_gathers(case, plan, count, schedule, run)
-    score = simulated(case, plan, count, schedule, sums)
-    if run.zero != "all" or run.dp == 1:
-        return score.seconds
-    held = run.parts[1].count / run.pp, parameters(run.parts) / (run.tp * run.pp)
-    return score.seconds + sums.gather_seconds(run.dp, *held)
+    seconds = simulated(case, plan, count, schedule, sums).seconds
+    blocks, weights = run.parts[1].count / run.pp, parameters(run.parts) / (run.tp * run.pp)
+    if sums.bucket:
+        beside = sync_seconds(plan, model_spec(case.units), cluster, rules).beside.values()
+        seconds += max(beside, default=0.0) * min(1.0, sums.bucket / weights)
+    if run.dp == 1:
+        return seconds
+    if run.zero != "all":
+        return seconds + (sums.whole * weights if run.pp > 1 else 0.0)
+    return seconds + sums.gather_seconds(run.dp, blocks, weights)
 
 
 def _with_hidden_gathers(case: Case, plan: Plan, count: int, schedule: str, run: Measured) -> float:

@@ -92,17 +92,20 @@ such graphs only with a fixed number of tokens an expert."""
 @dataclass(frozen=True, slots=True)
 class Sums:
     """How a program sums gradients over replicas: `bytes` of a gradient that are sent; whether the sums run beside the
-    last backward; `hidden`: whether new weights are gathered beside the next step's first forward. Seconds of gathers
-    of new weights, besides their bytes: broadcast: for each rank, if all others get its weights in a message of its
-    own; sliced: for each rank and block, if each part of a weight is copied by itself; weights: for each weight of a
-    device."""
+    last backward; `hidden`: whether new weights are gathered beside the next step's first forward; bucket: weights of
+    one sum, of which the last has nothing beside it. Seconds of gathers of new weights, besides their bytes: broadcast:
+    for each rank, if all others get its weights in a message of its own; sliced: for each rank and block, if each part
+    of a weight is copied by itself; weights: for each weight of a device. whole: seconds of sums in pipelines without
+    sharded state, besides, for each weight of a device."""
 
     bytes: float = 4.0
     overlap: bool = True
     hidden: bool = False
+    bucket: float = 0.0
     broadcast: float = 0.0
     sliced: float = 0.0
     weights: float = 0.0
+    whole: float = 0.0
 
     def gather_seconds(self, ranks: int, blocks: float, weights: float) -> float:
         """Return these seconds for `ranks` that share the state of so many blocks and weights of a device."""
@@ -113,84 +116,33 @@ OF_EXPERTS = Sums(bytes=2.0, hidden=True)
 """Sums of Megatron Bridge's runs with experts, as its recipes for performance set them (`_perf_precision` and
 `_pretrain_common` @067f987df): in bf16, and weights are gathered beside the next forward."""
 
+FINE_TUNING_CHUNKS = {"LLAMA2-13B": 10, "LLAMA2-70B": 20}
+"""Virtual stages of NeMo 24.07's fine-tuning on H100, by its scripts (examples/peft/llama/h100 of
+NeMo-Framework-Launcher); the table of its runs leaves them out."""
+
 OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
+IN_BF16 = Sums(bytes=2.0)
 SUMS = {
-    "internevo": Sums(bytes=2.0, broadcast=2.8e-3),
+    "internevo": Sums(bytes=2.0, bucket=float(2**29), broadcast=2.6e-3),
     "bloom-prequel": AFTERWARDS,
-    "nanotron-ultrascale": Sums(sliced=40e-6, weights=0.05e-9),
+    "nanotron-ultrascale": Sums(sliced=40e-6, weights=0.05e-9, whole=0.16e-9),
+    "megatron-bridge-summary": IN_BF16,
+    "nemo-24.07": IN_BF16,
 }
-"""Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, and each rank's
-weights by a broadcast (seconds fitted to its runs with 8 to 1,024 ranks); the pipelines of DeepSpeed sum afterwards.
+"""Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, half a billion a
+bucket (`reduce_bucket_size` of its configs), and each rank's weights by a broadcast (seconds fitted to its runs with 8
+to 1,024 ranks); the pipelines of DeepSpeed sum afterwards. Megatron Bridge and NeMo 24.07 send dense models' gradients
+in bf16 (`grad_reduce_in_fp32`, `grad_sync_dtype`).
 nanotron's ZeRO-1 gathers each weight into one slice for each rank (`_all_gather_params`, its optim/zero.py @069c21cf),
-six weights a block; seconds fitted to its 1B and 8B on several nodes."""
+six weights a block; seconds fitted to its 1B and 8B on several nodes. Its pipelines without ZeRO take longer than with
+it by what 8 bytes a weight take through a port of 50 GB/s, in the median of its 1B and 8B: sums in fp32, forth and
+back, that nothing hides."""
 
 BALANCED = ("nanotron-ultrascale",)
 """Sources whose stages are cut by the operations of their layers, not by their number."""
 
 HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary", "nemo-24.07", "amd-primus")
 """Sources on which no constant was fitted. Of nanotron's models, the 3B and the 80B are held out."""
-
-REASONS = (
-    "bloom-prequel (the row): one layout was timed up to three times and differs by 6 %; 112 heads are 15 % slower "
-    "than 64 or 128 on the same layout, and tp 4 with microbatches of one sample takes 148 s where two take 104 s. "
-    "Without this run and the three of 104 or 112 heads (4 rows): 3.8 %, worst 15 %. tp 8 (us): with microbatches of "
-    "one and two samples 9 % too fast, with four right.",
-    "nanotron-ultrascale, contradicted (the row): another row on the same layout, whose microbatches are no larger, "
-    "takes less than 1/1.6 of the time, bubbles aside, often 1/5: a block takes 45 ms and more, whatever the model and"
-    " the microbatch. The source mixes two implementations and does not say which row is whose. 49 more rows without "
-    "such a neighbour take more than 1.6 times their prediction (19 of them held out, which is 8.8 % without them). "
-    "64 replicas and more (the row and us, 76 rows): copies of gathered slices explain most of what the 1B and 8B "
-    "lack; of the 16 rows that were held out half take nearly twice their prediction; without them 10.8 % held out.",
-    "nanotron-ultrascale, its gathers of new weights (28 November): fitted to its 1B and 8B, from 13.6 to 12.7 % held "
-    "out; median regret 1.04 to 1.02.",
-    "fms-fsdp on A100 (us): 14 % slow at 70B, whose compiled products of 2024 reach 0.87 of an A100's peak; 0.8 is "
-    "that of InternEvo in 2023. How many blocks recompute is not told: as few as fit 0.9 of the memory. Without this "
-    "run: 5.2 %.",
-    "internevo, 512 and 1,024 GPUs with one or two microbatches (us, 8 rows): up to half a second of such a step is "
-    "neither computation nor a gradient's bytes; two rows of one layout, with and without recomputation, took the same "
-    "1.75 s. Without them: 2.0 %, worst 7 %.",
-    "llm-foundry, 30B with 8,192 tokens on 8 GPUs (the row): 2.6 times as long as with 4,096, where others take 2.2. "
-    "Without it: 3.1 %, worst 9 %.",
-    "torchtitan, scales by rows (the program): its steps take as long as those in bf16, so the kernels of that time "
-    "gained nothing; predicted at the speed of FP8 (4 rows). Context parallelism (us, 3 rows): attention in a ring is "
-    "taken for one kernel; with 128k and 256k tokens it took 1.4 times as long. Without both: 4.4 %, worst 11 %.",
-    "megatron-bridge-summary, experts (the program): Qwen3 30B on 8 GB300 with one layout took 9.1, 8.3 and 5.9 s in "
-    "releases 25.11, 26.04 and 26.06, and a block of eager ones takes 9.3 ms however few tokens it has. Moonlight "
-    "(bridge-skills) was timed in steps of one microbatch, whose host work outside blocks (a copy of each weight and "
-    "gradient by itself) and in latent attention is not modelled. Recipes of 25.09 (the row) are not told: what they "
-    "recompute, and how many tokens an expert drops. Qwen3 235B on H100 and B300 (us): exchanges between nodes that "
-    "run beside computation hide less than the four fifths of their time that are taken (10 rows). Rows in 16 bits "
-    "without the 24 of GPT OSS: 7.0 %; in FP8 without GPT OSS (7), Qwen3 235B on H100 and B300, and 25.09 (10): 7.1 %.",
-    "GPT OSS (the program and us): experts' biases and clamps, operation by operation in its layers, and copies of a "
-    "token for each expert explain 0.15 microseconds a token and block on GB200, 0.3 on H100; that ranks with equal "
-    "experts are a node apart, 8 % of a step on B200. This brought 16 bits from 34.3 to 25.6 %. Of what is left, 0.6 a "
-    "token and block on GB200 and 1.0 on H100, longer rows have no more, so it is not attention; gradients of biases "
-    "inside products, whose speed nobody published, would grow so. One layout in MXFP8 on GB200 took 2.8, 4.5 and 2.9 "
-    "s in releases 26.06, 26.06.01 and 26.08 (the row).",
-    "nemo-24.07, fine-tuning (the row): 13B and 70B are printed without the virtual stages of its pretraining; with "
-    "them they would be 10 and 9 % too long instead of 25 and 16 %. Without these 2 rows: 7.2 %.",
-    "megatron-bridge-summary, FP8 (the row): 70B on GB300 with pp 4 and microbatches of two samples mixes two recipes, "
-    "of whole replicas with two samples, and of pp 4 in five chunks with one; in chunks it would be 3 % too long.",
-    "GB300 (us): 20 to 25 % faster than GB200 in the same layouts, of which its power explains 17 %. FP8 without the "
-    "24 rows on GB300: 5.8 %.",
-    "The pace of the slowest of many devices (28 November; nothing was fitted to held-out sources) brought "
-    "bloom-prequel from 4.7 to 4.2 %, internevo from 4.2 to 3.8 %, torchtitan from 2.5 to 2.0 % and FP4 from 7.6 to "
-    "7.2 %; dense FP8, which was too slow before, went from 6.4 to 6.7 %, nemo-24.07 from 9.2 to 9.5 % and fms-fsdp, "
-    "whose runs on A100 are too slow, from 6.3 to 6.5 %.",
-    "bridge-cards: its recipes (28 November) brought images from 38.8 to 5 % and images with experts from 40.7 to 24 "
-    "%: a further predicted token costs a block and a head over 248,320 words, rows are padded to their full length, "
-    "stages are not equal, no sums overlap, and a mixer's host reads lengths back. Two constants are fitted to it. "
-    "The tuned row on H100 (the row, 20 % fast): images of any size and unbalanced experts take 1.37 times as long as "
-    "the same recipe without, as its card says. GB200, fine-tuned (the row): empties the allocator's cache in each "
-    "step, and takes 9.9 s for four microbatches of 4,096 tokens, with adapters 5.5. Without it: 7 % of all six.",
-    "Fitted on fms-fsdp alone (the rows): three quarters of its eight runs recompute an unknown part of their blocks,"
-    " and traffic is 4 % of a step, so its factors mean nothing elsewhere.",
-    "Before attention, elementwise traffic, hosts and updates had terms of their own (25 November), mean distances "
-    "were: llm-foundry 24.5 %, torchtitan 34 %, fms-fsdp 10 %, internevo 7.7 %, bloom-prequel 24.7 %, "
-    "nanotron-ultrascale, contradicted rows included, 44 %, dense rows in FP8 65 %.",
-)
-"""Why predictions of some rows are far from their measurement: the row, the program that ran, or the model; and how far
-they once were."""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -335,9 +287,13 @@ def _run(row: Mapping[str, Any]) -> Measured:
     if low is not None and low not in hardware.peak_flops:
         raise ValueError(f"{name} has no products in {low}")
     key = row["source_id"] + (" compiled" if row["source_id"] == "torchtitan" and row.get("compile") else "")
-    runner = replace(RUNNERS.get(key, MEGATRON), products=low)
+    runner, chunks = replace(RUNNERS.get(key, MEGATRON), products=low), row["vpp"] or 1
+    if row["source_id"] == "nemo-24.07" and "Fine" in row["source"] and row["pp"] > 1:
+        chunks = FINE_TUNING_CHUNKS[model["name"]]
     if low or experts:  # products too short to hide the sums that they add to
         runner = replace(runner, gradient_bytes=max(8, runner.gradient_bytes))
+    if _tensor_parallel_beside(row, low) and not experts:
+        runner = replace(runner, hidden=1.0 - BESIDE)
     if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
         runner = replace(runner, whole_rows=0.0)
     if experts:
@@ -345,7 +301,9 @@ def _run(row: Mapping[str, Any]) -> Measured:
         runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     stages: tuple[int, ...] = ()
-    sums = SUMS.get(row["source_id"], OF_EXPERTS if group == "experts" else OVERLAPPED)
+    sums = SUMS.get(row["source_id"], OVERLAPPED)
+    if experts:
+        sums = OF_EXPERTS if group == "experts" else OVERLAPPED
     if "vision" in model:
         recipe = recipe_of(row)
         stages, sums = recipe.stages, Sums(bytes=recipe.gradient, overlap=False)
@@ -379,9 +337,19 @@ def _run(row: Mapping[str, Any]) -> Measured:
     shard: Shard = "weights" if "FSDP" in words or "ZeRO-3" in words else "gradients" if "ZeRO-2" in words else "none"
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
-        row["pp"], row["dp"], row["vpp"] or 1, row["mbs"], row["gbs"], recompute, zero, shard,
+        row["pp"], row["dp"], chunks, row["mbs"], row["gbs"], recompute, zero, shard,
         float(seconds), runner, group, recomputed, sums, stages,
     )  # fmt: skip
+
+
+def _tensor_parallel_beside(row: Mapping[str, Any], low: str | None) -> bool:
+    """Return True if tensor-parallel collectives run beside products: in NeMo 24.07 with all but GPT-3 175B
+    (`ub_tp_comm_overlap` of its scripts for H100, NeMo-Framework-Launcher), in Megatron Bridge with all dense models
+    of 70B and 405B but not in FP4 (`tp_comm_overlap` of its recipes @067f987df)."""
+    name = row["model"]["name"]
+    if row["source_id"] == "nemo-24.07":
+        return "175B" not in name
+    return row["source_id"] == "megatron-bridge-summary" and low == "float8"
 
 
 def _is_one_graph(row: Mapping[str, Any], gpus: str, low: str | None) -> bool:

@@ -51,7 +51,8 @@ class Runner:
     bring and take. operations: those that its host issues, as a multiple of transformers' own blocks. wait:
     seconds that a tensor-parallel collective takes longer than its messages. products: dtype of the blocks' matrix
     products, if not that of the activations. gradient_bytes: moved per weight and microbatch to sum gradients, 0 if the
-    products themselves add to the sums."""
+    products themselves add to the sums. hidden: share of tensor-parallel messages that take no time of their own
+    because products run beside them."""
 
     name: str
     attention: str = "packed"
@@ -61,6 +62,7 @@ class Runner:
     wait: float = 0.0
     products: str | None = None
     gradient_bytes: int = GRADIENT_BYTES
+    hidden: float = 0.0
 
 
 DILATANT = Runner("dilatant")
@@ -227,6 +229,7 @@ def analytic_cost(
     if not shape.divided:
         degrees = degrees._replace(tp=1)
     links, group, cp = hardware.group_links(degrees, gpus_per_node), degrees.ranks, degrees.cp
+    links = replace(links, tensor=links.tensor.hidden(runner.hidden))
     low, whole = (runner.products if shape.inputs else None), shape.collectives * shape.output_width
     flops, width = hardware.flops(low or dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency

@@ -29,6 +29,10 @@ class Link:
     bandwidth: float
     latency: float = 0.0
 
+    def hidden(self, share: float) -> Link:
+        """Return the link of which computation hides `share` of the bytes, but no latency: ranks wait as before."""
+        return Link(self.bandwidth / (1.0 - share), self.latency)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
