@@ -116,9 +116,16 @@ class Finals:
             and any({*unit.recompute} - {"none"} for unit in one.plan.units)
         ]
         for one, candidate in sorted(again, key=lambda found: found[0].score.seconds)[:most]:
-            plan = self._chosen_anew(candidate, one.plan, self._excess(one.plan, one.score))
-            if plan is not None:
-                self._score(candidate, plan, one.score.schedule or None)
+            for _ in range(MOST_CAREFUL):  # the estimate of what is in flight leaves memory
+                known, plan = (
+                    len(self._found),
+                    self._chosen_anew(candidate, one.plan, self._excess(one.plan, one.score)),
+                )
+                if plan is not None:
+                    self._score(candidate, plan, one.score.schedule or None)
+                if len(self._found) == known or self._found[-1][0].score.seconds >= one.score.seconds:
+                    break
+                one = self._found[-1][0]
 
     def reorder(self) -> None:
         """Simulate the two best plans in every other rank order, under the schedule that suited them best."""
