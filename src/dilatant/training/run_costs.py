@@ -89,8 +89,8 @@ class LocalCosts:
         squares = {name: tokens[name] * item for name, item in items.items()}
         workload = Workload(tokens, squares, dense_rows(self.model, self.costs))
         cluster, rules = self.target.cluster, self.target.rules
-        known = self.model.spec, self.costs, workload, cluster.gpus_per_node, rules
-        return UnitLayers(*known, slower=slower_between(cluster)), tokens
+        costs = self.model.spec, self.costs, workload, cluster.gpus_per_node, rules
+        return UnitLayers(*costs, slower=slower_between(cluster)), tokens
 
 
 def local_costs(
