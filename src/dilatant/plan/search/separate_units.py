@@ -325,7 +325,7 @@ class SeparateUnits:
             samples, found = space.global_batch / microbatches / count, list[Option | None]()
             for degrees in table.units.all_degrees([unit]):
                 together = microbatches * float(table.units.layers(unit, degrees, samples).seconds.sum())
-                fewest = max(1, math.ceil(together * ROUNDING / self.most_seconds))
+                fewest = max(1, math.ceil(together * ROUNDING / self.most_seconds)) if self.most_seconds else 1
                 for stages in range(fewest, min(most, budget // degrees.ranks) + 1):
                     found.append(table.chain(ChainRequest(unit, degrees, stages, samples, microbatches), behind))
             self._known_chains[key] = [option for option in found if option is not None]
