@@ -92,7 +92,7 @@ SUB_ROOMS = {
     "comm": ("wire", "store"),
     "data": ("media", "media_units", "readers", "text", "order", "index", "workers"),
     "attention": ("masks", "kernels"),
-    "models": ("adapters", "core", "dropout", "parallel", "language", "encoders", "generators", "families"),
+    "models": ("experts", "adapters", "core", "dropout", "parallel", "language", "encoders", "generators", "families"),
     "plan": ("costs", "layouts", "templates", "search", "replay"),
     "schedule": ("families", "simulator", "assignment"),
     "report": ("text", "pages"),

@@ -13,8 +13,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
-from dilatant.models.adapters.expert_lora import expert_key, to_peft
 from dilatant.models.adapters.lora import inject, merged_state, reset_adapters
+from dilatant.models.experts.expert_lora import expert_key, to_peft
 
 SIZES = {
     "vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,

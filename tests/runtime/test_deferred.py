@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from dilatant.models.experts.grouped_experts import add_grouped_products
 from dilatant.models.parallel import experts
-from dilatant.models.parallel.experts import add_grouped_products
 from dilatant.runtime.state.weight_gradients import (
     WeightGradients,
     accumulate,

@@ -14,11 +14,11 @@ from torch import Tensor
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.files.own_files import read_text
 from dilatant.config.model import LoraConfig, ModelConfig
-from dilatant.models.adapters.expert_lora import expert_key, is_of_experts, to_peft
 from dilatant.models.adapters.lora import MAGNITUDE, PREFIX, adapted_key, adapter_config, is_adapter, plain_key
 from dilatant.models.core.stage import stage_tensors
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weights import Weight
+from dilatant.models.experts.expert_lora import expert_key, is_of_experts, to_peft
 from dilatant.models.multimodal import MultimodalModel
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -24,12 +24,12 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import EncoderConfig
 from dilatant.hf.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
 from dilatant.hf.dcp_files import METADATA, OPTIMIZER_STATE, DcpTensors, is_dcp
-from dilatant.models.adapters.expert_lora import from_peft, is_of_experts
 from dilatant.models.adapters.lora import MAGNITUDE, adapted_key, is_adapter, magnitude_of, plain_key, tied_keys
 from dilatant.models.core.materialize import seeded
 from dilatant.models.core.unit import Unit
 from dilatant.models.core.weight_files import INDEX, SINGLE, open_safetensors, read_index, require_finite, unlike_tie
 from dilatant.models.encoders.projector import misfit, stored_projector
+from dilatant.models.experts.expert_lora import from_peft, is_of_experts
 from dilatant.models.families.pretrained import load_pretrained_weights, stored_keys
 from dilatant.models.generators.denoiser_source import source_of_entry
 from dilatant.models.generators.denoisers import pretrained_weights

@@ -25,8 +25,9 @@ from dilatant.attention.hook import WHY_NOT_COMPILED
 from dilatant.config.memory_modes import Compile
 from dilatant.models.adapters.four_bit import FourBitLinear
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.core.recompute import Recomputed, mixed, recompute
-from dilatant.models.parallel.experts import is_fused
+from dilatant.models.core.recompute import Recomputed, recompute
+from dilatant.models.experts.grouped_experts import is_fused
+from dilatant.models.mixed_class import mixed
 
 PROVEN: frozenset[str] = frozenset()
 """Families of units that `auto` compiles: those whose compiled steps were compared with eager ones on a GPU. None was

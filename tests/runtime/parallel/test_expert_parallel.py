@@ -17,7 +17,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.config.errors import UserError
-from dilatant.models.parallel.experts import group_experts
+from dilatant.models.experts.grouped_experts import group_experts
 from dilatant.plan.plan import Stage
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.layouts import require_trainable

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
-from dilatant.models.adapters.expert_lora import inject_experts, merged_experts, reset_expert_adapters
+from dilatant.models.experts.expert_lora import inject_experts, merged_experts, reset_expert_adapters
 
 ADAPTER = "default"
 """peft's name of the only adapter."""

@@ -20,7 +20,7 @@ from torch.nn import functional
 from dilatant.attention.context_parallel import ContextRanks
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.kernels.attention_plan import upload
-from dilatant.models.core.recompute import mixed
+from dilatant.models.mixed_class import mixed
 
 STATES = "cross_attention_states"
 """The text model's keyword for encoder rows."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from dilatant.attention.recompute_cache import attention_cache_contexts
 from dilatant.config.memory_modes import Recompute
 from dilatant.models.core.host_inputs import HostInputs
+from dilatant.models.mixed_class import mixed
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Factory of two contexts: one around the forward that runs now, one around its recomputation in backward."""
@@ -92,13 +92,6 @@ def recompute(module: nn.Module, how: Recompute, inputs: tuple[HostInputs, int] 
         module.__dict__[_INPUTS] = inputs
     own = type(module).__mro__[2] if isinstance(module, Recomputed) else type(module)
     module.__class__ = own if how == "none" else mixed(cast(Any, own), Recomputed, how=how)
-
-
-@cache
-def mixed(own: Any, mixin: type[Any], **values: str) -> type[nn.Module]:
-    """Return the subclass of `own` that has the methods of `mixin` first; its name and text are those of `own`."""
-    named = {"__module__": own.__module__, "__doc__": own.__doc__, **values}
-    return type(own.__name__, (mixin, own), named)
 
 
 def _records(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

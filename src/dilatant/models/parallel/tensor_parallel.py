@@ -20,10 +20,11 @@ from dilatant.models.adapters.lora import adapter_of, plain_linear
 from dilatant.models.core.cross_attention import STATES
 from dilatant.models.core.loss import IGNORED
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.core.recompute import add_contexts, mixed
+from dilatant.models.core.recompute import add_contexts
 from dilatant.models.core.sequence_parallel import SequenceRanks, TokenShards
 from dilatant.models.core.slicing import Placeholder
-from dilatant.models.parallel.experts import group_experts
+from dilatant.models.experts.grouped_experts import group_experts
+from dilatant.models.mixed_class import mixed
 from dilatant.models.parallel.linear_heads import count_linear_heads
 from dilatant.models.parallel.parallel_dora import shard_magnitudes
 from dilatant.models.parallel.tensor_regions import Experts, Region, SplitPart

@@ -25,7 +25,7 @@ from dilatant.models.adapters.lora import adapted_key, has_adapter, is_adapter, 
 from dilatant.models.core.cross_attention import is_cross_attention
 from dilatant.models.core.dtype import TILE
 from dilatant.models.core.unit import Unit
-from dilatant.models.parallel.experts import fused_experts
+from dilatant.models.experts.grouped_experts import fused_experts
 from dilatant.models.parallel.linear_heads import linear_paths, linear_refusals, linear_region
 from dilatant.models.parallel.tensor_regions import Experts, Region, ShardIntervals, SplitDimension, SplitPart
 from dilatant.models.parallel.tensor_rules import GATED, PARTIAL, rules_of_family

@@ -24,7 +24,7 @@ from dilatant.cost.model import CostModel, load_costs
 from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.cost.quadratic import Quadratic
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.parallel.experts import is_fused
+from dilatant.models.experts.grouped_experts import is_fused
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.plan import Plan
 from dilatant.planning.measuring.layer_probes import LONG_ROW, layer_probe

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.adapters.lora import is_adapter
 from dilatant.models.core.materialize import hollow_copy
+from dilatant.models.experts.grouped_experts import fused_experts
 from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import GeneratorUnit
-from dilatant.models.parallel.experts import fused_experts
 from dilatant.planning.measuring.kept_by_block import kept_by_block
 from dilatant.planning.problem.describe_model import (
     BLOCK,

@@ -17,10 +17,10 @@ from dilatant.models.core.dtype import choose_fp8
 from dilatant.models.core.freeze import audit, choose_orthogonal, thaw
 from dilatant.models.core.geometry import EncoderGeometry
 from dilatant.models.core.unit import Unit
+from dilatant.models.experts.grouped_experts import fused_experts
 from dilatant.models.generators.diffusion import Diffusion
 from dilatant.models.generators.generator import GeneratorUnit
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.parallel.experts import fused_experts
 from dilatant.models.row_attention import attend_as_configured, limits_of
 from dilatant.plan.costs.workload import MediaPairs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.models.core.parallel_linear import ParallelLinear
-from dilatant.models.parallel.experts import (
+from dilatant.models.experts.grouped_experts import (
     add_grouped_products,
     group_experts,
     grouped_linear,

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from dilatant.attention.kernels.attention_plan import to_device
 from dilatant.comm.tensor_group import ExpertGroup, TensorGroup
-from dilatant.models.core.recompute import mixed
+from dilatant.models.mixed_class import mixed
 
 GroupedProduct = Callable[[Tensor, nn.Parameter, Sequence[int]], Tensor]
 """A product like `grouped_linear`."""
@@ -98,7 +98,7 @@ class GroupedExperts:
 
     product: multiplies rows by a weight (see `grouped_linear`). ranks: the group that holds the same tokens; None if
     there is no other rank. holders: the expert-parallel group; None if this rank has parts of all. A module
-    with adapters (see `adapters.expert_lora`) has them by weight in `lora_A` and `lora_B`, scaled by `lora_scale`.
+    with adapters (see `expert_lora`) has them by weight in `lora_A` and `lora_B`, scaled by `lora_scale`.
     """
 
     product: GroupedProduct = staticmethod(grouped_linear)

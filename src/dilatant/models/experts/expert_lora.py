@@ -1,7 +1,7 @@
 """LoRA on experts whose weights are one tensor, as peft's `target_parameters`: one pair of matrices for each expert.
 
 A module of experts gets parameters `lora_A.<weight>` [experts, r, in] and `lora_B.<weight>` [experts, out, r], and
-computes with them (see `parallel.experts`). In adapter files they have peft's layout.
+computes with them (see `grouped_experts`). In adapter files they have peft's layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
-from dilatant.models.parallel.experts import WEIGHTS, fused_experts, group_experts
+from dilatant.models.experts.grouped_experts import WEIGHTS, fused_experts, group_experts
 
 
 def inject_experts(model: nn.Module, config: LoraConfig, roots: Iterable[str]) -> None:

@@ -1,0 +1,1 @@
+"""Experts of a block: grouped products, and their adapters."""
