@@ -116,16 +116,6 @@ CASES = {
             "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
         }}},
     ),
-    "DeepSeek-V3": Case(
-        1024, 4096,
-        model={"language_model": {"config": {
-            "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
-            "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
-            "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-            "v_head_dim": 128, "vocab_size": 129280,
-        }}},
-    ),
     "vision, audio, Llama-3-8B and SD 2.1": Case(
         64, 512,
         model={
