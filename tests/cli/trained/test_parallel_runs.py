@@ -97,6 +97,20 @@ def test_three_processes_train_and_resume_as_one(project: Path, dilatant: Dilata
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("encoders", "languages"), [(2, 3), (3, 2)])
+def test_replicas_that_do_not_divide_each_other_train_as_one(
+    project: Path, dilatant: Dilatant, encoders: int, languages: int
+) -> None:
+    config = project / "config.yaml"
+    dilatant("train", config, "--set", "output_dir=one")
+    units = {"vision": {"replicas": encoders}, "language": {"replicas": languages}}
+    code, _, err = dilatant("train", config, *layout({"units": units, "microbatches": 2}))
+    assert code == 0, err
+    # fp32 sums in another order, which six optimizer steps amplify.
+    assert losses(project / "run") == pytest.approx(losses(project / "one"), rel=1e-4)
+
+
+@pytest.mark.slow
 def test_one_process_resumes_as_two_that_share_both_units(project: Path, dilatant: Dilatant) -> None:
     config = project / "config.yaml"
     tree = tiny_config(save_steps=3)
