@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from dilatant.models.experts import grouped_experts
 from dilatant.models.experts.grouped_experts import add_grouped_products
-from dilatant.models.parallel import experts
 from dilatant.runtime.state.weight_gradients import (
     WeightGradients,
     accumulate,
@@ -282,7 +282,7 @@ def test_kernels_add_the_products_of_many_experts(monkeypatch: pytest.MonkeyPatc
         return products
 
     monkeypatch.setattr(functional, "grouped_mm", with_garbage)
-    monkeypatch.setattr(experts, "_PRODUCT", 3 * 24 * 16 + 1)
+    monkeypatch.setattr(grouped_experts, "_PRODUCT", 3 * 24 * 16 + 1)
     draw = torch.Generator().manual_seed(3)
     gradient, inputs = (torch.randn(sum(counts), width, generator=draw).bfloat16() for width in (24, 16))
     before = torch.randn(len(counts), 24, 16, generator=draw)
