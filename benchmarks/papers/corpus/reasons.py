@@ -17,7 +17,7 @@ REASONS = (
     "lack; of the 16 rows that were held out half take nearly twice their prediction; without them 10.8 % held out.",
     "nanotron-ultrascale, its gathers of new weights (28 November): fitted to its 1B and 8B, from 13.6 to 12.7 % held "
     "out; median regret 1.04 to 1.02. Its sums in pipelines without ZeRO, likewise: the best of ours is among the "
-    "first three in 0.68 of the sets, from 0.64. Where it is not, the chosen row often takes three times as long as "
+    "first three in 0.77 of the sets, from 0.64. Where it is not, the chosen row often takes three times as long as "
     "predicted, as a contradicted one does, or one whose memory is nearly full (8B on 8 and 16 GPUs in two stages, 80B "
     "in eight).",
     "fms-fsdp on A100 (us): 14 % slow at 70B, whose compiled products of 2024 reach 0.87 of an A100's peak; 0.8 is "
