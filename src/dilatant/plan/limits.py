@@ -36,7 +36,7 @@ devices; and most of those that come from one plan, the fastest ones first."""
 
 MOST_CAREFUL = 2
 """Times that as few layers as seem to do recompute more in a plan that overflows in simulation. If it still overflows,
-all layers of the overflowing ranks do, level by level."""
+all layers of the overflowing ranks do, level by level. As often, a plan that fits recomputes less."""
 
 MAX_RELAXED = 32
 """Most plans whose recomputation is chosen anew by the memory that is left; fewer on more than SMALL_CLUSTER

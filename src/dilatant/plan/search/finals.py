@@ -117,10 +117,8 @@ class Finals:
         ]
         for one, candidate in sorted(again, key=lambda found: found[0].score.seconds)[:most]:
             for _ in range(MOST_CAREFUL):  # the estimate of what is in flight leaves memory
-                known, plan = (
-                    len(self._found),
-                    self._chosen_anew(candidate, one.plan, self._excess(one.plan, one.score)),
-                )
+                known = len(self._found)
+                plan = self._chosen_anew(candidate, one.plan, self._excess(one.plan, one.score))
                 if plan is not None:
                     self._score(candidate, plan, one.score.schedule or None)
                 if len(self._found) == known or self._found[-1][0].score.seconds >= one.score.seconds:
