@@ -168,3 +168,51 @@ def test_a_faster_layout_that_a_user_asks_about_replaces_the_plan(tmp_path: Path
     assert found.result.runners_up == (slow,)
     assert "replaces it" in found.notes[-1]
     assert with_faster(planned, asked).result is result
+
+
+def test_every_plan_of_the_comparison_has_the_long_rows(tmp_path: Path) -> None:
+    """Two devices share sixteen samples: one row each of the winner is not set against many short ones of others."""
+    problem = _problem(tmp_path, cluster={"gpus_per_node": 2, "memory_gib": 80})
+    searched = plan_run(problem)
+    found = with_best_rows(searched).result
+    assert found.winner.row_tokens == 4096
+    zeros = {zero: seconds for zero, seconds in found.by_zero.items() if seconds is not None}
+    longer = problem.with_row_tokens(4096)
+    again = {
+        zero: min(
+            scorer_of(longer.sharing(zero))(one.plan, one.num_microbatches, one.row_tokens).seconds
+            for one in (found.winner, *found.runners_up)
+            if one.zero == zero
+        )
+        for zero in zeros
+    }
+    assert zeros == pytest.approx(again)
+    assert min(zeros.values()) == pytest.approx(found.seconds)
+    short = {zero: seconds for zero, seconds in searched.result.by_zero.items() if seconds is not None}
+    assert all(zeros[zero] < seconds for zero, seconds in short.items())
+
+
+def test_stage_seconds_are_those_of_the_long_rows(tmp_path: Path) -> None:
+    """Whatever cuts a step into microbatches, their seconds are its seconds but for sums and updates."""
+    problem = _problem(tmp_path)
+    searched = plan_run(problem)
+    winner = searched.result.winner
+    for count, size in ((16, 1), (4, 4)):
+        cut = {unit: tuple(seconds * size / winner.microbatch_size for seconds in own)
+               for unit, own in winner.stage_seconds.items()}  # fmt: skip
+        one = replace(winner, num_microbatches=count, microbatch_size=size, stage_seconds=cut)
+        found = with_long_rows(replace(searched, result=replace(searched.result, winner=one))).result.winner
+        seconds = sum(map(sum, found.simulated_stage_seconds.values())) * found.microbatches[0]
+        assert seconds == pytest.approx(sum(map(sum, cut.values())) * count)
+
+
+def test_rows_that_hold_less_than_a_step_are_not_said_to_hold_it(tmp_path: Path) -> None:
+    data = {"train": [{"path": "train.jsonl"}], "max_length": 2**15, "workers": 0}
+    problem = _problem(tmp_path, data=data).with_row_tokens(2**15)
+    plan = plan_run(problem).result.winner.plan
+    held = problem.samples.workload
+    many = replace(held, tokens={unit: tokens * 1000 for unit, tokens in held.tokens.items()})
+    config = problem.config.model_copy(update={"train": problem.config.train.model_copy(update={"row_tokens": None})})
+    found = row_length(replace(problem, config=config, samples=replace(problem.samples, workload=many)), plan)
+    assert found is not None
+    assert found[2].endswith("longer ones are not tried.")

@@ -1,8 +1,8 @@
 """Row length on GPUs: choose the tokens of a microbatch if the config leaves `train.row_tokens` open.
 
 The host issues as many operations for a short row as for a long one. A GPU computes a row of a few thousand tokens
-faster than the host issues its operations, so rows are as long as memory allows. Pipelines need microbatches: where
-they win, a second search with the longest rows decides.
+faster than the host issues its operations, so rows are as long as memory allows. A second search gives such rows to
+all plans, also to pipelines, which need microbatches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan
 from dilatant.planning.planning import PlannedRun, PlanningProblem, plan_run, scorer_of, typical_step
 from dilatant.planning.problem.planned_hardware import Target, is_same_hardware
-from dilatant.report.text.wording import seconds_text
+from dilatant.report.text.wording import listed, seconds_text
 
 LENGTHS = (4096, 8192, 16384)
 """Row lengths to try besides `data.max_length`, in tokens of the language model."""
+ROUNDED = 1e-9
+"""Relative difference of equal seconds that were summed in another order."""
 
 
 def is_row_length_open(config: Config, target: Target) -> bool:
@@ -48,6 +50,8 @@ def row_length(
     known = [shortest, *(length for length in LENGTHS if length > shortest)]
     lengths = [shortest, *(longer for shorter, longer in pairwise(known) if shorter < held.max())]
     why = "longer ones would not fit memory" if len(lengths) > 1 else "a replica has no more in a step"
+    if held.max() > lengths[-1]:
+        why = "longer ones are not tried"
     for tokens in reversed(lengths):
         longer = problem.with_row_tokens(tokens)
         fullest = steps[np.argmax(held / np.ceil(held / tokens))]  # over all known steps, not only the simulated ones
@@ -58,7 +62,7 @@ def row_length(
     else:
         return None
     if tokens != shortest:
-        named = " and ".join(f"{length:,}" for length in lengths)
+        named = listed([f"{length:,}" for length in lengths])
         why = f"the longest of {named} that fit memory, {problem.memory_text(plan, worst)}"
     score = scorer_of(longer, schedule)(plan, count, tokens)
     return longer, score, f"Rows hold up to {tokens:,} tokens (train.row_tokens is unset): {why}."
@@ -75,38 +79,45 @@ def with_long_rows(planned: PlannedRun) -> PlannedRun:
     problem, score, reason = found
     count, tokens = problem.config.parallel.microbatches or 1, problem.config.row_tokens
     size = max(1, round(problem.global_batch / (winner.replicas * count)))
-    winner = replace(winner, num_microbatches=count, microbatch_size=size, row_tokens=tokens, score=score)
-    bound = min(planned.result.lower_bound, score.seconds)  # of plans with shorter rows
-    result = replace(planned.result, winner=winner, seconds=score.seconds, lower_bound=bound)
+    more = winner.num_microbatches / count
+    stages = {unit: tuple(more * seconds for seconds in own) for unit, own in winner.stage_seconds.items()}
+    winner = replace(
+        winner, num_microbatches=count, microbatch_size=size, row_tokens=tokens, score=score, stage_seconds=stages
+    )
+    before = planned.result
+    bound = min(before.lower_bound, score.seconds)  # of plans with the rows of the search
+    proven = before.proven and score.seconds > (1.0 - ROUNDED) * before.lower_bound
+    result = replace(before, winner=winner, seconds=score.seconds, lower_bound=bound, proven=proven)
     typical = typical_step(problem, winner).timeline
     return replace(planned, problem=problem, result=result, typical=typical, rows=(reason,))
 
 
 def with_best_rows(planned: PlannedRun, all_devices: bool = False) -> PlannedRun:
-    """Return the result of a search with the best rows. It is the same plan or, for a plan with pipelines, the result
-    of a second search with the longest rows if that is faster. all_devices: as in `plan_run`."""
-    problem, longest = planned.problem, LENGTHS[-1]
+    """Return the result of a search with the best rows. If the winner gets longer rows, or has pipelines, a second
+    search gives all plans the longest that fit, or the longest of all; it decides unless it is slower. all_devices: as
+    in `plan_run`."""
+    problem, first = planned.problem, with_long_rows(planned)
     config, shortest, before = problem.config, problem.config.row_tokens, planned.result
-    found = with_long_rows(planned)
+    tokens = LENGTHS[-1] if first is planned else first.problem.config.row_tokens
     # With a number of microbatches, or copies for recovery, a second search would compare other plans.
     asked = config.parallel.microbatches is not None or config.resilience.enabled or planned.chain is not None
-    if found is not planned or asked or shortest >= longest or not is_row_length_open(config, problem.target):
-        return found
+    if asked or shortest >= tokens or not is_row_length_open(config, problem.target):
+        return first
     try:
-        again = plan_run(problem.with_row_tokens(longest), all_devices)
+        again = plan_run(problem.with_row_tokens(tokens), all_devices)
     except PlanError:
-        return planned
+        return first
     winner = again.result.winner
     same = replace(again, problem=replace(again.problem, config=config, costs=problem.costs))
     found = with_long_rows(same)
     if found is same:
         reason = (
-            f"Rows hold up to {longest:,} tokens (train.row_tokens is unset): with {shortest:,} the fastest plan takes "
+            f"Rows hold up to {tokens:,} tokens (train.row_tokens is unset): with {shortest:,} the fastest plan takes "
             f"{seconds_text(before.seconds)}."
         )
-        winner = replace(winner, row_tokens=winner.row_tokens or longest)
+        winner = replace(winner, row_tokens=winner.row_tokens or tokens)
         found = replace(again, result=replace(again.result, winner=winner), rows=(reason,))
-    if found.result.seconds >= before.seconds:
-        return planned
-    bound = min(before.lower_bound, found.result.lower_bound)
+    if found.result.seconds > first.result.seconds or (first is planned and found.result.seconds == before.seconds):
+        return first
+    bound = min(before.lower_bound, found.result.lower_bound) if first is planned else found.result.lower_bound
     return replace(found, result=replace(found.result, lower_bound=bound))
