@@ -33,6 +33,8 @@ def test_why_not_data_parallelism_is_answered_unasked(pipeline):
     assert found.startswith("Data parallelism alone takes ")
     assert f" {more:.0f} % more. " in found or f" {more:.1f} % more. " in found
     assert not _data_parallel(replace(pipeline, result=replace(pipeline.result, winner=whole, runners_up=())))
+    filled = replace(whole, replicas=1)  # as if its second replica were the one on devices that pipelines left idle
+    assert _data_parallel(replace(pipeline, result=replace(pipeline.result, runners_up=(filled,)))) == [found]
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,16 @@ def test_buffers_are_apart_from_what_activations_keep(pipeline):
         assert use.bytes_by_use["activations"] > 0
         reserve = use.bytes_by_use.get("reserve", 0)
         assert use.peak_bytes - reserve == pytest.approx(peaks[use.ranks[0]], abs=4)  # rounded use by use
+
+
+def test_a_single_device_updates_and_sends_nothing(tmp_path):
+    """A step of one device ends with its update, which reads and writes 50 bytes of each weight."""
+    planned = plan_run(problem_on(tmp_path, 1, 1, bandwidth=2e9, memory_efficiency=0.5))
+    report = plan_report(planned, "test")
+    trained = sum(unit.trainable_parameters for unit in report.units)
+    idle = report.timeline.idle_fractions()
+    assert idle["update"] * report.step_seconds == pytest.approx(50 * trained / 1e9)
+    assert "communication" not in idle
+    (said,) = (one for one in report.reasons if "after the last backward" in one)
+    assert said.startswith("Updating weights adds ")
+    assert report.reasons[0].endswith("language model's first stage.")

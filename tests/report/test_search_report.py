@@ -178,7 +178,7 @@ def test_share_intervals_cover_the_truth_at_their_stated_rate():
 
 def test_reasons_name_slowest_stage_and_search_certainty(report):
     text = " ".join(report.reasons)
-    assert "Summing gradients adds 10.0 ms" in text
+    assert "Summing gradients and updating weights add 10.0 ms" in text
     assert re.search(
         r"(slowest stage, (vision|language) stage \d,|One stage) takes [\d.]+ m?s for a mean microbatch", text
     )
@@ -190,3 +190,8 @@ def test_each_candidate_is_counted_as_simulated_cut_off_or_left(report):
     simulated, candidates = map(int, re.search(r"(\d+) of (\d+) candidates were simulated", text).groups())
     others = [int(number) for number in re.findall(r"(\d+) (?:cut off by their bounds|left because)", text)]
     assert simulated + sum(others) == candidates == sum(group.candidates for group in report.groups)
+
+
+def test_chunks_of_a_rank_are_said_with_the_stages():
+    cut = tuple(Stage(number, number + 1, (2 * (number % 2), 2 * (number % 2) + 1), tp=2) for number in range(8))
+    assert layout_text(Plan((UnitPlan("language", (Replica(cut),)),))) == "language 1 × 8 stages (4 a rank) tp 2"

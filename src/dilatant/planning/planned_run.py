@@ -14,7 +14,7 @@ from dilatant.cost.analytic import FP8
 from dilatant.cost.memory import ZEROS, bytes_text
 from dilatant.cost.published_runs import PublishedRun, mean_errors, nearest_runs
 from dilatant.plan.costs.stable_batch import sample_work
-from dilatant.plan.costs.sync_time import sharing
+from dilatant.plan.costs.sync_time import sharing, sync_seconds
 from dilatant.plan.model_spec import roles_of
 from dilatant.plan.plan import Plan
 from dilatant.plan.search.finals import RankedPlan
@@ -81,6 +81,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
     winner, units = result.winner, [unit.name for unit in problem.model.spec.units]
     tokens = problem.samples.first(problem.samples.available).tokens
     stable = planned.stable.warning(problem.global_batch) if planned.stable else ""
+    sync = sync_seconds(winner.plan, problem.model.spec, cluster, problem.target.sharing(winner.zero).rules)
     report = PlanReport(
         title=title,
         hardware=problem.target.text,
@@ -93,7 +94,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
             for unit in unit_facts(problem.model.spec, problem.model.names)
             for whole, trainable in [problem.model.parameters[unit.name]]
         ),
-        timeline=predicted_chart(planned.typical, winner.score.sync_seconds),
+        timeline=predicted_chart(planned.typical, winner.score.sync_seconds, max(sync.updates.values(), default=0.0)),
         global_batch=problem.global_batch,
         sizes=tuple(size_distribution(name, tokens[name]) for name in units),
         ratio=workload_ratio(units, planned.work, problem.global_batch, planned.stable),
@@ -264,7 +265,8 @@ def _data_parallel(planned: PlannedRun) -> list[str]:
     """Say why no device holds the whole model, unless the plan is so."""
     problem, result = planned.problem, planned.result
     target, units = problem.target.sharing(result.winner.zero), problem.model.spec.units
-    whole = [one for one in (result.winner, *result.runners_up) if len(one.plan.ranks) == one.replicas]
+    ranked = (result.winner, *result.runners_up)
+    whole = [one for one in ranked if len(one.plan.ranks) == len(one.plan.unit(problem.model.anchor).replicas)]
     if result.winner in whole or target.cluster.num_devices == 1 or target.groups or planned.chain:
         return []
     if whole:

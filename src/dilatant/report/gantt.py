@@ -11,6 +11,8 @@ from dilatant.plan import Plan
 from dilatant.schedule.schedule import Action, DataWait, MeasuredAction
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, Timeline, waiting_for
 
+UPDATE = "update"
+"""Cause of the time in which ranks compute no action, as they update weights."""
 BETWEEN = "between actions"
 """Cause of measured time in which a rank neither computed nor waited for rows."""
 
@@ -76,11 +78,11 @@ class GanttChart:
         return busy / total if total > 0.0 else 0.0
 
 
-def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart:
+def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0, update: float = 0.0) -> GanttChart:
     """Return a chart with one lane for all ranks that act identically (the tp x cp ranks of a predicted stage).
 
     An action's samples are its part if it names one, else its whole microbatch. After the last action every rank waits
-    `sync_seconds` for gradients, which counts as communication.
+    `sync_seconds`: for its weights to be updated, and for gradients, which counts as communication.
     """
     placed, held = timeline.plan.stages(), timeline.plan.stages_of_rank
 
@@ -103,8 +105,9 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
         lanes.append(Lane(tuple(timeline.ranks[index] for index in indices), stages))
         causes = zip(timeline.causes, timeline.idle[indices[0]].tolist(), strict=True)
         idle.append({cause: seconds for cause, seconds in causes if seconds > 0.0})
-        if sync_seconds > 0.0:
-            idle[lane][COMMUNICATION] = idle[lane].get(COMMUNICATION, 0.0) + sync_seconds
+        for cause, seconds in ((COMMUNICATION, sync_seconds - update), (UPDATE, min(update, sync_seconds))):
+            if seconds > 1e-9 * sync_seconds:  # else the means of steps are rounded
+                idle[lane][cause] = idle[lane].get(cause, 0.0) + seconds
         for action, start, end in timeline.of_rank(timeline.ranks[indices[0]]):
             kind = str(action.kind)
             lines.append(GanttRow(lane, action.stage, kind, action.microbatch, samples(action), start, end - start))

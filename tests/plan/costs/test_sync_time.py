@@ -14,6 +14,7 @@ from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Cluster, Link
 from dilatant.plan.cluster import cluster_of_groups
 from dilatant.plan.costs.sync_time import sync_seconds
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from oracles.ring import all_reduce
 
@@ -120,3 +121,19 @@ def test_rings_played_message_by_message_take_as_long(seed):
     # through ports and links are counted apart.
     assert found <= played * (1 + 1e-9)
     assert found >= 0.75 * played
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_tied_weight_is_summed_and_updated_once_by_who_holds_both_ends(stages):
+    """Of 1,000 embedded parameters and a head of 10 more that repeats them, a rank with both has 1,010."""
+    layers = (LayerSpec("in", "any", 1000), LayerSpec("out", "any", 1010, tied=1000))
+    cuts = [(0, 2)] if stages == 1 else [(0, 1), (1, 2)]
+    chains = [
+        Replica(tuple(Stage(*cut, (stages * number + own,)) for own, cut in enumerate(cuts))) for number in (0, 1)
+    ]
+    plan = Plan((UnitPlan("language", tuple(chains)),))
+    cluster = Cluster(1, 2 * stages, 1e12, Link(1e9), Link(1e9), memory_bandwidth=1e9)
+    found = sync_seconds(plan, ModelSpec((UnitSpec("language", layers),)), cluster, replace(RULES, zero="none"))
+    expected = [1010] if stages == 1 else [1000, 1010]
+    for each, size in ((found.beside, RULES.summed), (found.updates, 50)):
+        assert [each[rank] for rank in range(stages)] == pytest.approx([size * own / 1e9 for own in expected])

@@ -35,10 +35,12 @@ BESIDE = 0.2
 @dataclass(frozen=True, slots=True)
 class SyncSeconds:
     """Seconds by rank. beside: gradient sums that may overlap the last backward, bucket by bucket. after: updates, and
-    gathers of updated weights where holders shard optimizer state; begins when every rank has its sums."""
+    gathers of updated weights where holders shard optimizer state; begins when every rank has its sums. updates: its
+    part without the gathers."""
 
     beside: Mapping[int, float] = field(default_factory=dict)
     after: Mapping[int, float] = field(default_factory=dict)
+    updates: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, rank: int) -> float:
         """Return all sync seconds of a rank, without overlap."""
@@ -80,9 +82,10 @@ def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: Paramete
             if len(ranks) > 1 and size_bytes:
                 _add_rings(size_bytes, ranks, rules, sums, gathers, rules.shard_of(unit.name))
     beside, after = (_ring_seconds(rings, plan.ranks, cluster) for rings in (sums, gathers))
-    for rank, weights in updated.items():
-        after[rank] += UPDATE_BYTES * weights / cluster.at(rank).memory_bandwidth
-    return SyncSeconds(beside, after)
+    updates = {rank: UPDATE_BYTES * own / cluster.at(rank).memory_bandwidth for rank, own in updated.items()}
+    for rank, seconds in updates.items():
+        after[rank] += seconds
+    return SyncSeconds(beside, after, updates)
 
 
 def _add_rings(
@@ -235,16 +238,18 @@ def least_sync(holders: int, tp: int, cluster: Cluster, rules: ParameterBytes) -
 
 def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[tuple[float, Sequence[int]]]:
     """Yield (bytes, ranks) of every gradient sum: per run of layers with equal holders, and per finest part.
-    Parts are the finest division of the run by tensor parallelism, and of its experts by expert parallelism."""
+    Parts are the finest division of the run by tensor parallelism, and of its experts by expert parallelism. Holders of
+    both ends of a unit hold its tied weight once."""
     stages = [stage for replica in unit.replicas for stage in replica.stages]
     borders = sorted({layer for stage in stages for layer in (stage.first, stage.end)})
     for first, end in itertools.pairwise(borders):
         holders = [stage for stage in stages if stage.first <= first < stage.end]
         layers = [layer for layer in spec.layers[first:end] if layer.trainable]
         apart, parts = any(stage.ep > 1 for stage in holders), [stage.tp for stage in holders]
-        finest = Degrees(max(parts))
+        finest, both = Degrees(max(parts)), all(stage.first == 0 for stage in holders)
         held = [
-            (layer.held_beside_experts(finest) if apart else layer.held(finest)) * layer.trained_share
+            ((layer.held_beside_experts(finest) if apart else layer.held(finest)) - layer.held_before(finest) * both)
+            * layer.trained_share
             for layer in layers
         ]
         sums = [(parts, held)]

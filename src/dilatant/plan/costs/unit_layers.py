@@ -266,7 +266,10 @@ class UnitLayers:
                 twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,
                 transient=np.maximum(table.transient_bytes @ row, table.forward_bytes @ row),
-                gradient=np.array([self.rules.summed * layer.held_trained(degrees) for layer in spec.layers]),
+                gradient=self.rules.summed  # a tied weight in the first layer: who holds both ends sums it once
+                * np.array(
+                    [one.held_trained(degrees) - one.held_before(degrees) * one.trained_share for one in spec.layers]
+                ),
             )
         return self._unshared[key]
 

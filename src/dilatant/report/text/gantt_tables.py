@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dilatant.plan import Plan
 from dilatant.plan.plan import PlacedStage
-from dilatant.report.gantt import BETWEEN, GanttChart
+from dilatant.report.gantt import BETWEEN, UPDATE, GanttChart
 from dilatant.report.parts import HUES, Cell, Column, PageSection, Part, Table, bar_part, legend, number
 from dilatant.report.text.wording import ACTION_NAMES, lost_to, percent_text
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
 
-_TONES = {WARM_UP: "c0", DRAIN: "c1", COMMUNICATION: "c2", IMBALANCE: "c3", BETWEEN: "c4", WAITING_FOR_DATA: "c5"}
+_TONES = {WARM_UP: "c0", DRAIN: "c1", COMMUNICATION: "c2", IMBALANCE: "c3", BETWEEN: "c4", UPDATE: "c4",
+          WAITING_FOR_DATA: "c5"}  # fmt: skip
 
 
 def timeline_parts(charts: Mapping[str, GanttChart], plan: Plan) -> list[Part]:

@@ -75,7 +75,7 @@ def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
         return f"Loses {percent_text(extra[worst])} more of device time to {lost_to(worst)}."
     waits = candidate.sync_seconds - chosen.sync_seconds
     if waits >= NOTABLE * chosen.step_seconds:
-        return f"Gradients and updated weights travel {seconds_text(waits)} longer behind the last backward."
+        return f"Summing gradients and updating weights take {seconds_text(waits)} longer after the last backward."
     if candidate.devices < chosen.devices:
         return f"Leaves {chosen.devices - candidate.devices} devices unused."
     if candidate.step_seconds <= chosen.step_seconds:

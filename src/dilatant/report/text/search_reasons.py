@@ -51,9 +51,9 @@ def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tupl
     ]
     sync = winner.score.sync_seconds
     if sync > 0.0:
+        sums = "Summing gradients and updating weights add" if len(winner.plan.ranks) > 1 else "Updating weights adds"
         lines.append(
-            f"Summing gradients adds {seconds_text(sync)} ({percent_text(sync / result.seconds)} of the step) "
-            "after the last backward."
+            f"{sums} {seconds_text(sync)} ({percent_text(sync / result.seconds)} of the step) after the last backward."
         )
     if winner.idle_devices:
         slower = " Every plan on all of them that was simulated is slower." if result.candidates > 1 else ""
@@ -64,8 +64,8 @@ def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tupl
 
 
 def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
-    """Return every unit's replicas, stages and, if not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`.
-    In a heterogeneous cluster the device groups are added."""
+    """Return every unit's replicas, stages and, if not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`,
+    or `1 × 8 stages (4 a rank)` in chunks. In a heterogeneous cluster the device groups are added."""
 
     def group(replica: Replica) -> str:
         if cluster is None or not cluster.parts:
@@ -76,27 +76,31 @@ def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
     texts = []
     for unit in plan.units:
         alike = Counter(
-            (len(replica.stages), tuple(sorted({stage.degrees for stage in replica.stages})), group(replica))
+            (_stages(replica), tuple(sorted({stage.degrees for stage in replica.stages})), group(replica))
             for replica in unit.replicas
         )
         shapes = [
-            " ".join(
-                [f"{count} × {counted(stages, 'stage')}", *filter(None, (*(one.text() for one in degrees), where))]
-            )
+            " ".join([f"{count} × {stages}", *filter(None, (*(one.text() for one in degrees), where))])
             for (stages, degrees, where), count in alike.items()
         ]
         texts.append(f"{unit.name} {' and '.join(shapes)}")
     return ", ".join(texts)
 
 
+def _stages(replica: Replica) -> str:
+    """Return the number of stages, and how many a rank holds if several."""
+    text, groups = counted(len(replica.stages), "stage"), len({stage.ranks for stage in replica.stages})
+    chunks = len(replica.stages) // groups
+    return text if chunks == 1 else f"{text} ({chunks} a rank)"
+
+
 def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
     on_groups = cluster is not None and cluster.parts
     extra = ", one more on the devices that these leave" if _is_unlike(one.plan) and not on_groups else ""
     cut = microbatches_text(*one.microbatches, one.row_tokens)
-    return (
-        f"{counted(one.replicas, 'pipeline')}{extra}, {cut} each: {layout_text(one.plan, cluster)}; "
-        f"{_WHERE[one.encoders_at]}."
-    )
+    each = "on average" if on_groups else "each"
+    where = f"; {_WHERE[one.encoders_at]}" if len(one.plan.units) > 1 else ""
+    return f"{counted(one.replicas, 'pipeline')}{extra}, {cut} {each}: {layout_text(one.plan, cluster)}{where}."
 
 
 def _is_unlike(plan: Plan) -> bool:

@@ -17,6 +17,7 @@ _LOST = {
     "imbalance": "uneven work of stages and microbatches",
     "communication": "moving data between devices",
     "between actions": "bookkeeping between actions",
+    "update": "updating weights",
 }
 
 
