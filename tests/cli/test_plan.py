@@ -389,10 +389,15 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
 
     save_as_the_hub_does("llava", tmp_path / "tiny")
     asked = ("plan", "--model", tmp_path / "tiny", "--gpus", "2xH100", *FEW)
-    code, out, err = dilatant(*asked, "--images", 1, "--image-size", "16x8", "--text", 4)
+    code, out, err = dilatant(
+        *asked, "--images", 1, "--image-size", "16x8", "--text", 4, "--why-not", "vision: {pp: 9}"
+    )
     assert code == 0, err
-    (line,) = out.splitlines()
-    assert re.match(".*tiny on 2xH100: One step should take .* for 8 samples.* Memory fits: .* pipelines?,", line)
+    line, why = out.splitlines()
+    assert why.startswith("Why not vision: {pp: 9}? No plan is like that: ")
+    assert re.match(
+        ".*tiny on 1 node of 2 × H100: One step should take .* for 8 samples.* Memory fits: .* pipelines?,", line
+    )
     assert "It fits from 1 device on, where a step takes" in line
     code, out, err = dilatant(*asked, "--images", 1, "--image-size", "16x8", "--text", 4, "--json")
     assert code == 0, err
@@ -403,6 +408,14 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     refused(dilatant("plan"), "name the CONFIG")
     refused(dilatant("plan", project_file := tmp_path / "none.yaml", "--model", "x"), "or a model with --model")
     assert not project_file.exists()
+    code, out, err = dilatant(*asked[:3], "--gpus", "2xh100", *FEW, "--fault-tolerance", 1, "--text", 4)
+    assert code == 0, err
+    assert "on 1 node of 2 × H100: One step" in out
+    assert "It fits from" not in out  # one device may not be lost
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
+    refused(dilatant("plan", "--model", tmp_path / "text", "--images", 1), "--images 1: ", "reads none; leave it out")
+    refused(dilatant(*asked, "--for", "nanotron"), "--for nanotron: there are megatron, ")
     refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus H100: write it like 64xH100")
     refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of 8")
     refused(dilatant("plan", "--model", "x", "--gpus", "6xGB200"), "a multiple of 4")
@@ -442,7 +455,13 @@ def test_another_framework_is_planned_for(project: Path, dilatant: Dilatant) -> 
     assert other.step_seconds > 0
     assert "kernels modelled as those of megatron" in other.sentences[0]
     assert "times as fast" in other.sentences[-1]
+    named = "set what corresponds to train.precision: fp8 and train.optimizer.name: adamw_8bit beside them"
+    assert not any("beside them" in one for one in other.sentences)
     assert "For megatron" in (project / "run" / "plan" / "plan.html").read_text()
+    eight_bits = "--set", "train.precision=fp8", "--set", "train.optimizer.name=adamw_8bit"
+    more = planned(dilatant, *asked, *eight_bits, "--for", "megatron").framework
+    assert more is not None
+    assert any(named in one for one in more.sentences)
     refused(dilatant("plan", *asked, "--for", "megatron", "--like", "language: {tp: 2}"), "ask it without --like")
 
 

@@ -474,3 +474,8 @@ def test_a_backward_does_not_hold_what_only_forwards_hold() -> None:
     assert (again.forward_bytes, again.transient_bytes) == (cost.forward_bytes, Quadratic(b=14.0))
     kept = frozen_work(cost, trainable=True, before=True)
     assert (kept.forward_bytes, kept.transient_bytes) == (cost.working_bytes, cost.working_bytes)
+
+
+@pytest.mark.parametrize(("written", "name"), [("h100", "H100"), ("RTX4090", "RTX 4090"), ("a100-40gb", "A100 40GB")])
+def test_hardware_is_found_however_its_name_is_written(written, name):
+    assert load_hardware(written) == load_hardware(name)

@@ -22,7 +22,7 @@ from dilatant.report.pages.model_graph import model_graph
 from dilatant.report.pages.plan_page import print_plan, render_plan_page
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.text.gantt_tables import cause_tones
-from dilatant.report.text.plan_summary import explain, suggest, summarize
+from dilatant.report.text.plan_summary import explain, short_answer, suggest, summarize
 from dilatant.report.text.search_reasons import recomputation_text
 from dilatant.report.text.wording import bytes_text, count_text, percent_text, ranks_text, seconds_text
 
@@ -272,3 +272,15 @@ def test_markup_in_what_users_write_is_shown_and_not_read():
         assert f"warning: {name}" in text
         assert f"{name}vision 0" in text
         assert text.count(name) > 2 + 2 * len(report.candidates)
+
+
+def test_the_short_answer_says_how_memory_is_saved():
+    report = small_report()
+    assert "train." not in short_answer(report).split("cluster.reserve")[-1]
+    chosen = dataclasses.replace(report.chosen, recomputed="language 3 of 9 layers")
+    others = tuple(one for one in report.candidates if one != report.chosen)
+    saving = dataclasses.replace(report, shard={"language": "weights_by_step"}, candidates=(chosen, *others))
+    assert short_answer(saving).endswith(
+        "Ranks share weights by step of language (train.shard) and the backward computes language 3 of 9 layers again "
+        "(train.recompute)."
+    )

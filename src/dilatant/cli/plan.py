@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, show_places
+from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, say_loading, show_places
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.errors import UserError
 from dilatant.report.say import open_console, print_line, show_progress
@@ -96,11 +97,18 @@ class PlanOptions:
                 f"{samples:,} samples ({SAMPLES} for each of --gpus) of --text {self.text} and --images {self.images} "
                 f"take more than {MOST_BYTES >> 30} GiB; name less, or plan the CONFIG of a run"
             )
+        model = str(Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model)
+        say_loading()
+        from dilatant.models.families.generic import opens_whole
+        from dilatant.models.sources import load_pretrained_config
+
+        whole = opens_whole(load_pretrained_config(model, "--model", self.trust))
+        if self.images and not whole:
+            raise UserError(f"--images {self.images}: {self.model} reads none; leave it out, or name a model that does")
         (folder / "samples.jsonl").write_text(f"{line}\n" * samples, encoding="utf-8")
-        model = Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model
         tree: dict[str, Any] = {
             "output_dir": str(folder / "run"),
-            "model": {"id": str(model)} if self.images else {"language_model": {"id": str(model)}},
+            "model": {"id": model} if whole else {"language_model": {"id": model}},
             "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
             "train": {"global_batch_size": samples},
             "cluster": {"nodes": nodes or 1, "gpus_per_node": each if nodes else int(count), "hardware": hardware},
@@ -181,10 +189,14 @@ def plan(
         raise UserError("--like plans one layout; ask --why-not and --fault-tolerance of a search, without --like")
     if like is not None and framework is not None:
         raise UserError("--for searches what a framework can run; ask it without --like")
+
+    from dilatant.plan.search.frameworks import FRAMEWORKS
+
+    if framework is not None and framework not in FRAMEWORKS:
+        raise UserError(f"--for {framework}: there are {', '.join(FRAMEWORKS)}")
     resolved = with_cost_file(options.read(), costs)
 
     from dilatant.plan.errors import DoesNotFitError
-    from dilatant.plan.search.frameworks import FRAMEWORKS
     from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.fewest import fewest_devices
     from dilatant.planning.memberships import plan_resiliently
@@ -203,11 +215,9 @@ def plan(
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
     from dilatant.report.text.plan_summary import short_answer
 
-    if framework is not None and framework not in FRAMEWORKS:
-        raise UserError(f"--for {framework}: there are {', '.join(FRAMEWORKS)}")
     console = open_console(stderr=as_json)
     check_plan_folder(resolved)  # fail before the search
-    problem = open_problem(resolved, like)
+    problem = open_problem(resolved, like, asked=why_not or ())
     units = [unit.name for unit in problem.model.spec.units]
     asked = {text: parse_asked_layout(text, units) for text in why_not or ()}
     with show_progress(open_console(stderr=True), "searching"):
@@ -218,14 +228,15 @@ def plan(
             try:
                 found = plan_resiliently(problem, fault_tolerance=fault_tolerance)
             except DoesNotFitError as error:
-                more = fewest_devices(problem, fits=False) if options.config is None else None
+                calculates = options.config is None and not fault_tolerance
+                more = fewest_devices(problem, fits=False) if calculates else None
                 if more is None:
                     raise
                 raise UserError(f"{error}; it fits on {more.devices} devices") from None
             found = with_long_rows(found) if fault_tolerance else with_best_memory(found)
             planned = with_faster(found, asked)
             report = plan_report(planned, options.name, asked)
-            if options.config is None:
+            if options.config is None and not fault_tolerance:
                 report = replace(report, fewest=fewest_devices(problem, fits=True))
             if framework is not None:
                 report = replace(report, framework=plan_for(planned, framework))
@@ -241,7 +252,9 @@ def plan(
     if as_json:
         print(report.to_json())
     elif options.config is None:
-        print_line(console, f"{options.model} on {options.gpus}: {short_answer(report)}", wrap=False)
+        print_line(console, f"{options.model} on {report.hardware}: {short_answer(report)}", wrap=False)
+        for one in report.why_not:
+            print_line(console, f"Why not {one.asked}? {' '.join(one.answer)}", wrap=False)
     else:
         print_plan(report, console)
     if report.framework is not None and not as_json:
@@ -259,7 +272,8 @@ def plan(
             folder / "costs.yaml": f"what layers take ({problem.measured.origin}); share it, or edit it",
         },
     )
-    where = "" if problem.target.is_local else f" on {problem.target.hardware.name}"
+    names = dict.fromkeys(one.hardware.name for one in problem.target.groups or (problem.target,))
+    where = "" if problem.target.is_local else f" on {' and '.join(names)}"
     print_line(console, f"\nTo train with it{where}:")
     print_line(console, f"  {train_command(options.config, file)}", wrap=False)
 
@@ -290,9 +304,12 @@ def with_cost_file(config: Config, costs: Path | None) -> Config:
     return config.model_copy(update={"plan": config.plan.model_copy(update={"costs": str(costs.resolve())})})
 
 
-def open_problem(config: Config, like: str | None = None, searches: bool = True) -> PlanningProblem:
-    """Return the planning problem, showing progress on standard error while samples and layers are measured. `like` is
-    as in `planning_problem`. searches: warn that a plan is searched for and a layout in the config is not used."""
+def open_problem(
+    config: Config, like: str | None = None, searches: bool = True, asked: Sequence[str] = ()
+) -> PlanningProblem:
+    """Return the planning problem, showing progress on standard error while samples and layers are measured. `like` and
+    `asked` are as in `planning_problem`. searches: warn that a plan is searched for and a layout in the config is not
+    used."""
     from dilatant.planning.assemble import assemble_samples
     from dilatant.planning.planning import planning_problem
 
@@ -304,7 +321,7 @@ def open_problem(config: Config, like: str | None = None, searches: bool = True)
                 stacklevel=2,
             )
     with show_progress(open_console(stderr=True), "opening the data") as show:
-        return planning_problem(config, assemble_samples(config), show, like=like)
+        return planning_problem(config, assemble_samples(config), show, like=like, asked=asked)
 
 
 def train_command(config: Path, plan_file: Path) -> str:

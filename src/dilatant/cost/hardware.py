@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -156,7 +157,7 @@ def read_hardware_file(text: str, where: str) -> dict[str, Any]:
 
 
 def load_hardware(name: str, path: Path | None = None) -> Hardware:
-    """Load the device called `name` from `path`, by default from the file shipped with the package.
+    """Load the device called `name` ("RTX 4090", or "rtx4090") from `path`, by default from the shipped file.
 
     Raises UserError that lists the available devices, or each key of this device that is missing, unknown or no number.
     """
@@ -169,15 +170,25 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
         raise
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} cannot be read: {error}") from None
-    if not isinstance(document, dict) or name not in document:
-        known = ", ".join(sorted(map(repr, document))) if isinstance(document, dict) else "nothing"
-        raise UserError(f"no hardware {name!r} in {where}; it has {known}. Copy an entry and edit it.")
+    written = {_plain(str(key)): key for key in document} if isinstance(document, dict) else {}
+    if _plain(name) not in written:
+        known = ", ".join(sorted(map(repr, written.values()))) or "nothing"
+        raise UserError(
+            f"no hardware {name!r} in {where}; it has {known}. Name one of them, or a file with an entry of your own "
+            "in cluster.hardware_file."
+        )
+    name = name if name in document else written[_plain(name)]
     entry, seen = document[name], {name}
     while isinstance(entry, dict) and entry.get("like") in document.keys() - seen:
         seen.add(like := entry["like"])
         own = {key: value for key, value in entry.items() if key != "like"}
         entry = {**document[like], **own} if isinstance(document[like], dict) else own
     return _read(name, entry, where)
+
+
+def _plain(name: str) -> str:
+    """Return a name without case, spaces and hyphens, in which people write it differently."""
+    return re.sub(r"[\s_-]", "", name).casefold()
 
 
 @cache

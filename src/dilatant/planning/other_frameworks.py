@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from functools import partial
 
+from dilatant.config import Config
 from dilatant.config.memory_modes import Recompute, Shard
 from dilatant.cost.memory import Zero
 from dilatant.plan.errors import PlanError
@@ -17,7 +18,7 @@ from dilatant.plan.search.search import search
 from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, search_problem, searched_sizes
 from dilatant.planning.remodelled import remodelled
 from dilatant.report.plan_report import OtherFramework
-from dilatant.report.text.wording import seconds_text
+from dilatant.report.text.wording import listed, seconds_text
 
 LEVELS: tuple[Recompute, ...] = "none", "block"
 """What other frameworks can recompute: in no block, or in all."""
@@ -39,7 +40,8 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
     score = scorer_of(as_theirs)(winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None)
     seconds, times = found.score.seconds, found.score.seconds / score.seconds
     most, rows = planned.problem.config.row_tokens, found.microbatch_size // groups * _longest(problem)
-    why = f"; its rows hold up to {most:,} tokens (train.row_tokens), theirs {rows:,}" if rows > most else ""
+    longer = f"; its rows hold up to {most:,} tokens (train.row_tokens), theirs {rows:,}"
+    why = longer if rows > most and times < 1.0 else ""
     modelled = as_theirs.measured is not planned.problem.measured
     kernels = f"kernels modelled as those of {runner.name}" if modelled else "layers as measured with our kernels"
     return OtherFramework(
@@ -51,10 +53,25 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
             f"{seconds_text(seconds)} a step, {problem.memory_text(found.plan, found.score)}; {kernels}.",
             *([f"Its experts are divided among {groups} replicas."] if groups > 1 else []),
             *(f"Note {lost}." for lost in flags.lost),
+            *_beside(planned.problem.config),
             *(f"It cannot express {lost}." for lost in lacks if lost not in flags.lost),
             f"With these costs, the plan above takes {seconds_text(score.seconds)}: {times:.2f} times as fast{why}.",
         ),
     )
+
+
+def _beside(config: Config) -> list[str]:
+    """Name keys that the prediction counts and that no flag of a layout says."""
+    model, train = config.model, config.train
+    counted = {
+        "model.freeze": model.freeze,
+        "model.lora": model.lora,
+        "train.precision: fp8": train.precision == "fp8",
+        f"train.optimizer.name: {train.optimizer.name}": train.optimizer.name != "adamw",
+        **{f"train.optimizer.{key}": getattr(train.optimizer, key) for key in ("offload", "ema", "muon")},
+    }
+    found = [key for key, value in counted.items() if value]
+    return [f"These flags give the layout; set what corresponds to {listed(found)} beside them."] if found else []
 
 
 def _groups(problem: PlanningProblem, ranked: RankedPlan) -> int:

@@ -137,13 +137,17 @@ def planning_problem(
     say: Callable[[str], None] = lambda text: None,
     measure_again: bool = True,
     like: str | None = None,
+    asked: Sequence[str] = (),
 ) -> PlanningProblem:
     """Collect the input of a search. say: called with what is being measured. Costs of earlier measurements of the same
     layers on this hardware replace what `plan.measure_seconds` leave unmeasured; without `measure_again` they are used
-    first, and only missing costs are measured. like: a layout whose degrees are tried, too. Raises UserError."""
+    first, and only missing costs are measured. like: a layout whose degrees are tried, too. asked: further layouts,
+    which are read before anything is measured. Raises UserError."""
     searched_sizes(config, target_of_run(config))  # before anything is measured
     whole = build_meta_model(config, count_ids(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
+    for text in asked:
+        parse_asked_layout(text, [*whole.units])
     if like is not None:
         config = with_requested_degrees(config, model, target_of_run(config), parse_asked_layout(like, [*whole.units]))
     sampled = planned_samples(

@@ -135,7 +135,7 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
     rules = _rules(dtype, train, per_node, keeps_gradients)
     return Target(
         hardware=hardware,
-        requested=config.hardware or here.name,
+        requested=listed.name,
         cluster=cluster_of(hardware, config.nodes, per_node, _reserve(config, hardware, per_node)),
         is_local=is_local,
         threads=threads,

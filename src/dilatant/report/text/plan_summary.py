@@ -40,8 +40,8 @@ def summarize(report: PlanReport) -> tuple[str, ...]:
 
 
 def short_answer(report: PlanReport) -> str:
-    """Return speed, memory, the smallest number of devices and the shape of the plan in one line."""
-    return " ".join([_speed(report), *_memory(report), *_fewest(report), *report.reasons[:1]])
+    """Return speed, memory, the smallest number of devices, and the plan's shape and memory modes in one line."""
+    return " ".join([_speed(report), *_memory(report), *_fewest(report), *report.reasons[:1], *_memory_modes(report)])
 
 
 def suggest(report: PlanReport) -> tuple[str, ...]:
@@ -105,6 +105,15 @@ def _memory(report: PlanReport) -> list[str]:
     reserve = fullest.bytes_by_use.get("reserve", 0)
     free = f", {bytes_text(reserve)} of it a reserve (cluster.reserve)" if reserve else ""
     return [f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)}){free}."]
+
+
+def _memory_modes(report: PlanReport) -> list[str]:
+    again = report.chosen.recomputed if report.candidates else ""
+    shards = [f"{how.replace('_', ' ')} of {unit}" for unit, how in report.shard.items()]
+    found = [f"ranks share {listed(shards)} (train.shard)"] if shards else []
+    found += [f"the backward computes {again} again (train.recompute)"] if again else []
+    text = listed(found)
+    return [f"{text[0].upper()}{text[1:]}."] if found else []
 
 
 def _fewest(report: PlanReport) -> list[str]:
