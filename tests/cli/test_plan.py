@@ -361,6 +361,9 @@ def test_a_broken_sample_stops_a_plan_unless_it_may_be_skipped(project: Path, di
     [
         (("--set", "cluster.hardwear=H100"), "did you mean 'cluster.hardware'?"),
         (("--set", "cluster.hardware=H1000"), "it has 'A100 40GB', 'A100', 'A40', 'A800',"),
+        (("--set", "cluster.hardware=A100-80GB"), "did you mean 'A100'?"),
+        (("--set", "cluster.hardware=T4", "--set", "train.precision=fp8"), "train.precision: fp8: T4 does not"),
+        (("--set", "model.lora.rank=8"), "write 'model.lora.r'"),
         (("--set", "cluster={hardware: mine, hardware_file: none.yaml}"), "does not exist"),
         (("--set", "plan.microbatch_sizes=[0]"), "numbers from 1 on"),
         (("--costs", "nowhere.yaml"), "cannot be read"),
@@ -429,6 +432,7 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
         (("--image-size", "-1x8", "--images", 1), "write it like 1024x768"),
         (("--image-size", "16x8"), "--image-size belongs to --images"),
         (("--gpus", "0xH100"), "name up to 8"),
+        (("--set", "train.steps=many"), "--set has a mistake"),
         (("--gpus", f"{'9' * 5000}xH100"), "write it like 64xH100"),
         (("--gpus", "800000000xH100"), "take more than 1 GiB"),
         (("--gpus", "80000xH100", "--text", 100_000), "take more than 1 GiB"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, say_loading, show_places
+from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, show_places
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.errors import UserError
 from dilatant.report.say import open_console, print_line, show_progress
@@ -68,10 +68,28 @@ class PlanOptions:
         if written:
             needs = "--model, and a CONFIG names its own" if self.config else "--images"
             raise UserError(f"{', '.join(written)} belongs to {needs}; leave it out, or name both")
-        path = self.config or self._imagine()
-        return read_config(path, self.overrides, self.trust or None, loads=True)
+        if self.config is not None:
+            return read_config(self.config, self.overrides, self.trust or None, loads=True)
+        path, tree = self._imagine()
+        config = self._read_imagined(path, tree)
+        from dilatant.models.families.generic import opens_whole
+        from dilatant.models.sources import load_pretrained_config
 
-    def _imagine(self) -> Path:
+        if opens_whole(load_pretrained_config(tree["model"]["id"], "--model", self.trust)):
+            return config
+        if self.images:
+            raise UserError(f"--images {self.images}: {self.model} reads none; leave it out, or name a model that does")
+        return self._read_imagined(path, {**tree, "model": {"language_model": tree["model"]}})
+
+    def _read_imagined(self, path: Path, tree: dict[str, Any]) -> Config:
+        path.write_text(json.dumps(tree), encoding="utf-8")
+        try:
+            return read_config(path, self.overrides, self.trust or None, loads=True)
+        except UserError as error:
+            raise UserError(str(error).replace(str(path), "--set")) from None
+
+    def _imagine(self) -> tuple[Path, dict[str, Any]]:
+        """Write imagined samples. Return the place and the tree of their config."""
         count, hardware = _pair(self.gpus, r"(\d{1,9})x(.+)", "--gpus", "64xH100")
         width, height = map(int, _pair(self.image_size, r"(\d{1,9})x(\d{1,9})", "--image-size", "1024x768"))
         if not 0 < width * height <= MOST_PIXELS:
@@ -98,23 +116,14 @@ class PlanOptions:
                 f"take more than {MOST_BYTES >> 30} GiB; name less, or plan the CONFIG of a run"
             )
         model = str(Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model)
-        say_loading()
-        from dilatant.models.families.generic import opens_whole
-        from dilatant.models.sources import load_pretrained_config
-
-        whole = opens_whole(load_pretrained_config(model, "--model", self.trust))
-        if self.images and not whole:
-            raise UserError(f"--images {self.images}: {self.model} reads none; leave it out, or name a model that does")
         (folder / "samples.jsonl").write_text(f"{line}\n" * samples, encoding="utf-8")
-        tree: dict[str, Any] = {
+        return folder / "config.yaml", {
             "output_dir": str(folder / "run"),
-            "model": {"id": model} if whole else {"language_model": {"id": model}},
+            "model": {"id": model},
             "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
             "train": {"global_batch_size": samples},
             "cluster": {"nodes": nodes or 1, "gpus_per_node": each if nodes else int(count), "hardware": hardware},
         }
-        (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
-        return folder / "config.yaml"
 
 
 def _pair(text: str, pattern: str, option: str, example: str) -> tuple[str, str]:

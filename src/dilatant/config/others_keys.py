@@ -20,7 +20,7 @@ _KEYS_BY_ANSWER = {
     "write 'model.processor: {fps: ..., max_frames: ..., video_max_pixels: ...}'": (
         "video_max_pixels video_min_pixels video_fps video_maxlen fps max_frames"
     ),
-    "write 'model.lora.r'": "lora_rank lora_r",
+    "write 'model.lora.r'": "lora_rank lora_r rank",
     "write 'model.lora.load_in_4bit: true'": "load_in_4bit quantization_bit quant_bits bnb_4bit_quant_type",
     "write 'model.lora.use_dora: true'": "use_dora",
     "write 'model.lora.target_modules'": "lora_target lora_target_modules",

@@ -173,9 +173,11 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     written = {_plain(str(key)): key for key in document} if isinstance(document, dict) else {}
     if _plain(name) not in written:
         known = ", ".join(sorted(map(repr, written.values()))) or "nothing"
+        near = max((key for key in written if _plain(name).startswith(key)), key=len, default=None)
+        hint = f"did you mean {written[near]!r}? " if near else ""
         raise UserError(
-            f"no hardware {name!r} in {where}; it has {known}. Name one of them, or a file with an entry of your own "
-            "in cluster.hardware_file."
+            f"no hardware {name!r} in {where}; {hint}it has {known}. Name one of them, or a file with an entry of your "
+            "own in cluster.hardware_file."
         )
     name = name if name in document else written[_plain(name)]
     entry, seen = document[name], {name}

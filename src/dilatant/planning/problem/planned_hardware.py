@@ -131,6 +131,11 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
         on_gpu = not is_same_hardware("CPU", hardware.name)
         dtype = "bfloat16" if train.precision == "bf16" or (train.precision == "auto" and on_gpu) else "float32"
     dtype = FP8 if train.precision == "fp8" else dtype
+    if not is_local and dtype not in hardware.peak_flops:
+        raise UserError(
+            f"train.precision: {train.precision}: {hardware.name} does not multiply in {dtype}, but in "
+            f"{', '.join(sorted(hardware.peak_flops))} (peak_flops of cluster.hardware); choose another of the two"
+        )
     copies = GLOO_COPIES if is_same_hardware("CPU", hardware.name) else NCCL_COPIES
     rules = _rules(dtype, train, per_node, keeps_gradients)
     return Target(

@@ -90,7 +90,8 @@ def _speed(report: PlanReport) -> str:
         f"One step should take {seconds_text(report.step_seconds)} for {report.global_batch:,} samples: "
         f"{count_text(report.samples_per_second)} samples per second on {counted(devices, 'device')}."
     )
-    return f"{sentence} {unused:,} allocated devices stay unused." if unused > 0 else sentence
+    stay = "stays" if unused == 1 else "stay"
+    return f"{sentence} {counted(unused, 'allocated device')} {stay} unused." if unused > 0 else sentence
 
 
 def _memory(report: PlanReport) -> list[str]:
