@@ -35,7 +35,7 @@ MOST_BLOCKS = 1_000
 MOST_CONFIG = 16 << 20
 """Maximum bytes of a config.json; transformers takes half a minute for 200 MB."""
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
-_WIDTHS = ("hidden_size", "vocab_size")
+_WIDTHS = ("hidden_size", "num_hidden_layers", "vocab_size")
 _UNLISTED = {
     "qwen2_vl_vision": ("transformers.models.qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel")
 }

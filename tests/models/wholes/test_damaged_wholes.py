@@ -176,6 +176,7 @@ def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
         (None, "image_token_id", None, "image_token_id is None"),
         (None, "image_token_id", -5, "image_token_id is -5"),
         ("text_config", "hidden_size", 0, "hidden_size is 0; it must be at least 1"),
+        ("text_config", "num_hidden_layers", 0, "num_hidden_layers is 0; it must be at least 1"),
         ("text_config", "num_hidden_layers", 9999, "num_hidden_layers is 9,999"),
     ],
 )
