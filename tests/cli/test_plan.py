@@ -462,10 +462,11 @@ def test_another_framework_is_planned_for(project: Path, dilatant: Dilatant) -> 
     named = "set what corresponds to train.precision: fp8 and train.optimizer.name: adamw_8bit beside them"
     assert not any("beside them" in one for one in other.sentences)
     assert "For megatron" in (project / "run" / "plan" / "plan.html").read_text()
-    eight_bits = "--set", "train.precision=fp8", "--set", "train.optimizer.name=adamw_8bit"
+    eight_bits = "--set", "train.precision=fp8", "--set", "train.optimizer.name=adamw_8bit", "--set", "train.zero=none"
     more = planned(dilatant, *asked, *eight_bits, "--for", "megatron").framework
     assert more is not None
     assert any(named in one for one in more.sentences)
+    assert any(one.endswith("not from train.zero.") for one in more.sentences)
     refused(dilatant("plan", *asked, "--for", "megatron", "--like", "language: {tp: 2}"), "ask it without --like")
 
 

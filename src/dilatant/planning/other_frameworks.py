@@ -61,7 +61,7 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
 
 
 def _beside(config: Config) -> list[str]:
-    """Name keys that the prediction counts and that no flag of a layout says."""
+    """Name keys that the prediction counts and that no flag of a layout says, and those that do not count."""
     model, train = config.model, config.train
     counted = {
         "model.freeze": model.freeze,
@@ -71,7 +71,9 @@ def _beside(config: Config) -> list[str]:
         **{f"train.optimizer.{key}": getattr(train.optimizer, key) for key in ("offload", "ema", "muon")},
     }
     found = [key for key, value in counted.items() if value]
-    return [f"These flags give the layout; set what corresponds to {listed(found)} beside them."] if found else []
+    others = [f"train.{key}" for key in ("zero", "shard") if getattr(train, key) is not None]
+    lines = [f"These flags give the layout; set what corresponds to {listed(found)} beside them."] if found else []
+    return lines + ([f"What its ranks share follows from these flags, not from {listed(others)}."] if others else [])
 
 
 def _groups(problem: PlanningProblem, ranked: RankedPlan) -> int:
