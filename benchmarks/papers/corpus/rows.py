@@ -15,10 +15,9 @@ from benchmarks.papers.corpus.models import NVLINK_DOMAIN, parts_of
 from benchmarks.papers.corpus.vision import recipe_of, with_vision
 from benchmarks.papers.models import Part, llama, parameters
 from dilatant.config.memory_modes import Recompute, Shard
-from dilatant.cost.analytic import AUTOMODEL, MEGATRON, TORCHTITAN, Runner, analytic_cost
+from dilatant.cost.analytic import AUTOMODEL, BESIDE, MEGATRON, TORCHTITAN, Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
-from dilatant.plan.costs.sync_time import BESIDE
 
 HARDWARE = {
     "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "GH200": "GH200", "B300": "B300", "B200": "B200",
@@ -60,7 +59,7 @@ RUNNERS = {
     "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
     "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
     "torchtitan": TORCHTITAN,
-    "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
+    "torchtitan compiled": replace(TORCHTITAN, name="torchtitan, compiled", fused=True, operations=0.4),
     "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
     "automodel": AUTOMODEL,
     "torchtune": Runner("torchtune", "library", operations=0.8),
