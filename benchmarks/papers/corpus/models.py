@@ -87,7 +87,9 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
         return shape
 
     biased = "GPT OSS" in model["name"]
-    alltoall = biased and runner.operations > 0 and "B300" not in row["hardware"].replace("GB300", "")
+    hybrid = "B300" in row["hardware"].replace("GB300", "") and row["ep"] == 8  # in one node, not by NCCL
+    alltoall = biased and runner.operations > 0 and not hybrid
+    alltoall |= "tokendrop" in model["name"]  # Megatron drops with this dispatcher alone
     blocks, sent = routed(block(visited), hidden, experts, row, hardware, alltoall)
     if biased and runner.operations:
         moved = BIASED * experts.visited * experts.width

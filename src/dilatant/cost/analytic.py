@@ -63,7 +63,7 @@ class Runner:
     elements, in widths of queries, that a ring moves for each of its ranks in a forward, to merge partial outputs: a
     third of those of forward and backward, which adds partial gradients. Megatron: the compiled corrections of
     Transformer Engine @d0067d0d, 2.25 and 2.25 for ranks of balanced halves; torchtitan: PyTorch 2.13's merger in fp32,
-    operation by operation, 16 and 5."""
+    operation by operation, 16 and 5. cast_bytes: in which an element becomes an operand in eight bits."""
 
     name: str
     attention: str = "packed"
@@ -76,6 +76,7 @@ class Runner:
     hidden: float = 0.0
     exposed: float = 0.25
     merged: float = 0.0
+    cast_bytes: int = CAST_BYTES
 
 
 DILATANT = Runner("dilatant")
@@ -272,7 +273,7 @@ def analytic_cost(
         b=half * 2 * shape.collectives * shape.trained_share / cp,
         c=runner.gradient_bytes * weights * shape.trained_share + shape.launches * hardware.launch,
     )
-    casts = CAST_BYTES / memory / group if low else 0.0
+    casts = runner.cast_bytes / memory / group if low else 0.0
     cast, cast_back = (Quadratic(b=casts * operands) for operands in (shape.inputs, shape.outputs))
     waits = Quadratic(c=2 * shape.collectives * runner.wait if degrees.tp > 1 else 0.0)
     messages, messages_back = (
