@@ -159,7 +159,7 @@ def megascale() -> Iterator[Published]:
 
 def llama_3() -> Iterator[Published]:
     """Yield the runs of Table 4, on H100s; it does not give chunks. The first and the last stage have one block fewer,
-    and the stages of a pipeline lie side by side, as the report says (3.3.2)."""
+    and the stages of a pipeline lie side by side; keys and values are gathered before attention begins (3.3.2)."""
     source = "Grattafiori et al., The Llama 3 Herd of Models (2024), Tables 3 and 4"
     parts = llama(126, 16_384, 53_248, 128, 8, 128_256)
     for gpus, cp, dp, tokens, per_replica, teraflops in (
@@ -171,7 +171,8 @@ def llama_3() -> Iterator[Published]:
         step = model_operations(parts, tokens) * batch / (gpus * teraflops * 1e12)
         yield Published(
             f"Llama 3 405B on {gpus:,} GPUs, {tokens // 1024}k tokens", source, parts, tokens, "H100", 8, cp, 16, dp,
-            batch, 1, None, "none", step, "from its TFLOP/s, causal attention counted half", RankOrder.STAGES, MEGATRON,
+            batch, 1, None, "none", step, "from its TFLOP/s, causal attention counted half", RankOrder.STAGES,
+            replace(MEGATRON, exposed=1.0, merged=0.0),
         )  # fmt: skip
 
 

@@ -379,7 +379,8 @@ def test_eight_bits_save_less_where_products_are_narrow():
         one, low = (analytic_cost(shape, hardware, runner=replace(runner, products=kind)) for kind in (None, "float8"))
         gains.append(one.pass_seconds(4096) / low.pass_seconds(4096))
     assert gains == sorted(gains)
-    assert gains[0] < 1.3 < 1.6 < gains[-1] < 2.0
+    most = hardware.flops("float8") / hardware.flops("bfloat16")  # what products alone would gain
+    assert gains[0] < 1.3 < 1.5 < gains[-1] < most
     head = head_shape(4096, 128_256)  # stays in 16 bits
     assert analytic_cost(head, hardware, runner=replace(runner, products="float8")) == analytic_cost(
         head, hardware, runner=runner

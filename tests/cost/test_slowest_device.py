@@ -49,3 +49,13 @@ def test_plans_for_many_devices_are_modelled_on_the_slowest(tmp_path):
         of_a_pair.append(layers["llama block 16"][ONE].forward.a)
     # The slowest of 512 is 1.49 deviations below that of 8; only attention grows with the square of the tokens.
     assert of_a_pair[1] / of_a_pair[0] == pytest.approx(1 + 0.5 * 1.49, abs=0.005)
+
+
+def test_products_in_eight_bits_reach_a_share_of_their_own_at_every_clock():
+    # Of the largest products on an H100, in bf16 and FP8: 794.5 of 989 and 1402.6 of 1979 TFLOP/s (hardware.yaml).
+    hardware = load_hardware("H100")
+    for device in (hardware, hardware.clocked(0.5), hardware.among(1024)):
+        share = (device.flops("float8") / 1978.9e12) / (device.flops("bfloat16") / 989.4e12)
+        assert share == pytest.approx((1402.6 / 1979) / (794.5 / 989), rel=0.005)  # two digits are written down
+    assert load_hardware("A100").flops("float16") == 0.8 * 312e12  # a device without such shares
+    assert load_hardware("H20").efficiency == {}  # its power does not limit products in any dtype

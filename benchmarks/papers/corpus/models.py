@@ -40,6 +40,13 @@ forward, 8 backward), and clamps halves of the first product and joins them befo
 of them forward."""
 
 
+BIAS_GRADIENTS = 1.27
+"""Time by which a product that makes a gradient of weights, and sums that of a bias as well (`BGRADB` of cuBLAS, which
+Transformer Engine uses in 16 bits), takes longer, as a share of its own: the backward of a model of 10B took 6,600 ms
+where products alone took 4,042 (eight A100, NVIDIA/CUDALibrarySamples issue 90), half of which are gradients of
+weights. The same on later GPUs: an ASSUMPTION."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: `count` experts of width `width`, of which a token visits `visited`, and `shared` more."""
@@ -87,11 +94,17 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
         return shape
 
     biased = "GPT OSS" in model["name"]
-    alltoall = biased and runner.operations > 0 and "B300" not in row["hardware"].replace("GB300", "")
+    hybrid = "B300" in row["hardware"].replace("GB300", "") and row["ep"] == 8  # in one node, not by NCCL
+    alltoall = biased and runner.operations > 0 and not hybrid
+    alltoall |= "tokendrop" in model["name"]  # Megatron drops with this dispatcher alone
     blocks, sent = routed(block(visited), hidden, experts, row, hardware, alltoall)
     if biased and runner.operations:
         moved = BIASED * experts.visited * experts.width
         blocks = replace(blocks, traffic=blocks.traffic + moved, fused_traffic=blocks.fused_traffic + moved)
+    longer = 0.0
+    if biased and not runner.products:
+        sums = blocks.leading + hidden * (blocks.attention_width + 2 * experts.visited * experts.width)
+        longer = BIAS_GRADIENTS * 2 * sums / hardware.flops("bfloat16") / row["tp"]
     extra = 1 if "MTP unless" in str(model.get("note")) and "w/o MTP" not in model["name"] else 0
     dense = [Part("dense block", block(model.get("ffn") or visited), first)] if first else []
     return (
@@ -103,6 +116,7 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
             blocks,
             model["layers"] - first + extra,
             sent=sent,
+            kernel=(Quadratic(), Quadratic(b=longer)),
             summed=summed_weights(blocks, experts, hidden, row, hardware),
         ),
         Part("head", head_shape(hidden, model["vocab"]), 1 + extra),

@@ -27,13 +27,13 @@ from benchmarks.papers.corpus.rows import (
 from benchmarks.papers.models import PaperUnit, cost_model, model_spec, parameters
 from benchmarks.papers.planner import Case, even_chain, same_samples
 from dilatant.config.degrees import Degrees
-from dilatant.cost.analytic import MEGATRON, analytic_cost
+from dilatant.cost.analytic import BESIDE, MEGATRON, analytic_cost
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.published_runs import PublishedRun
 from dilatant.plan import Plan, PlanScore
 from dilatant.plan.cluster import cluster_of
-from dilatant.plan.costs.sync_time import BESIDE, sync_seconds
+from dilatant.plan.costs.sync_time import sync_seconds
 from dilatant.plan.rank_mapping import RankOrder
 
 

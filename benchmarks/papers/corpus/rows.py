@@ -12,13 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.corpus.models import NVLINK_DOMAIN, parts_of
+from benchmarks.papers.corpus.recipes import (
+    EAGER_EXPERTS,
+    FINE_TUNING_CHUNKS,
+    exchanges_beside,
+    is_one_graph,
+    left_to_host,
+    scales_of,
+    tensor_parallel_beside,
+)
 from benchmarks.papers.corpus.vision import recipe_of, with_vision
 from benchmarks.papers.models import Part, llama, parameters
 from dilatant.config.memory_modes import Recompute, Shard
-from dilatant.cost.analytic import AUTOMODEL, MEGATRON, TORCHTITAN, Runner, analytic_cost
+from dilatant.cost.analytic import AUTOMODEL, BESIDE, MEGATRON, TORCHTITAN, Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
-from dilatant.plan.costs.sync_time import BESIDE
 
 HARDWARE = {
     "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "GH200": "GH200", "B300": "B300", "B200": "B200",
@@ -60,7 +68,7 @@ RUNNERS = {
     "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
     "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
     "torchtitan": TORCHTITAN,
-    "torchtitan compiled": Runner("torchtitan, compiled", "flash", fused=True, operations=0.4, whole_rows=8.0),
+    "torchtitan compiled": replace(TORCHTITAN, name="torchtitan, compiled", fused=True, operations=0.4),
     "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
     "automodel": AUTOMODEL,
     "torchtune": Runner("torchtune", "library", operations=0.8),
@@ -77,16 +85,6 @@ less than 4.6 ms, and there 9.5, 14 and 23.5 ms with tp 2, 4 and 8."""
 CONTRADICTS = 1.6
 """A row of nanotron that takes so many times as long as one on the same layout, bubbles aside, whose microbatches are
 as small or smaller, is reported apart: its source says that speeds of two implementations are mixed."""
-
-EAGER_EXPERTS = 1.25
-"""Operations of the host in a block with experts, as a multiple of those of `papers.corpus.models`: 350 a pass, fitted
-to Qwen3 30B, whose blocks take 9.3 ms forward and backward on H100 and on B200, however few tokens they have."""
-
-GRAPHED = "26.06"
-"""First release of Megatron Bridge's containers whose recipes for experts in MXFP8 run a step as one CUDA graph, in
-which experts' exchanges run beside computation: on GB200 and GB300 all but Kimi K2's, on B300 Qwen3's, by
-`perf_recipes` in its repository @067f987df. Layouts shared with 26.04 take 0.6 to 0.7 of the time. Earlier ones had
-such graphs only with a fixed number of tokens an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +113,6 @@ class Sums:
 OF_EXPERTS = Sums(bytes=2.0, hidden=True)
 """Sums of Megatron Bridge's runs with experts, as its recipes for performance set them (`_perf_precision` and
 `_pretrain_common` @067f987df): in bf16, and weights are gathered beside the next forward."""
-
-FINE_TUNING_CHUNKS = {"LLAMA2-13B": 10, "LLAMA2-70B": 20}
-"""Virtual stages of NeMo 24.07's fine-tuning on H100, by its scripts (examples/peft/llama/h100 of
-NeMo-Framework-Launcher); the table of its runs leaves them out."""
 
 OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
 IN_BF16 = Sums(bytes=2.0)
@@ -292,13 +286,19 @@ def _run(row: Mapping[str, Any]) -> Measured:
         chunks = FINE_TUNING_CHUNKS[model["name"]]
     if low or experts:  # products too short to hide the sums that they add to
         runner = replace(runner, gradient_bytes=max(8, runner.gradient_bytes))
-    if _tensor_parallel_beside(row, low) and not experts:
+    if tensor_parallel_beside(row, low) and not experts:
         runner = replace(runner, hidden=1.0 - BESIDE)
     if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
         runner = replace(runner, whole_rows=0.0)
+    if low == "float8":
+        scales = scales_of(row)
+        share = scales.speed * hardware.flops(low) / hardware.peak_flops[low]
+        hardware = replace(hardware, efficiency={**hardware.efficiency, low: share})
+        widths = runner.whole_rows + scales.gathered
+        hidden = 1.0 - scales.sent * (1.0 - runner.hidden)
+        runner = replace(runner, cast_bytes=scales.cast_bytes, whole_rows=widths, hidden=hidden)
     if experts:
-        graphed = "tokendrop" in model["name"] or _is_one_graph(row, name, low)
-        runner = replace(runner, operations=0.0 if graphed else EAGER_EXPERTS)
+        runner = replace(runner, operations=EAGER_EXPERTS * left_to_host(row, name, low))
     gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     stages: tuple[int, ...] = ()
     sums = SUMS.get(row["source_id"], OVERLAPPED)
@@ -311,7 +311,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
         parts = with_vision(row, hardware, runner)
     else:
         parts = parts_of(row, hardware, runner, gated)
-    if experts and (_is_one_graph(row, name, low) or _exchanges_beside(row, name)):
+    if experts and (is_one_graph(row, name, low) or exchanges_beside(row, name)):
         parts = tuple(replace(part, sent=part.sent.scaled(BESIDE)) for part in parts)
     if row["source_id"] == "nanotron-ultrascale":
         seconds_of_host, more = NANOTRON_HOST
@@ -340,36 +340,6 @@ def _run(row: Mapping[str, Any]) -> Measured:
         row["pp"], row["dp"], chunks, row["mbs"], row["gbs"], recompute, zero, shard,
         float(seconds), runner, group, recomputed, sums, stages,
     )  # fmt: skip
-
-
-def _tensor_parallel_beside(row: Mapping[str, Any], low: str | None) -> bool:
-    """Return True if tensor-parallel collectives run beside products: in NeMo 24.07 with all but GPT-3 175B
-    (`ub_tp_comm_overlap` of its scripts for H100, NeMo-Framework-Launcher), in Megatron Bridge with all dense models
-    of 70B and 405B but not in FP4 (`tp_comm_overlap` of its recipes @067f987df)."""
-    name = row["model"]["name"]
-    if row["source_id"] == "nemo-24.07":
-        return "175B" not in name
-    return row["source_id"] == "megatron-bridge-summary" and low == "float8"
-
-
-def _is_one_graph(row: Mapping[str, Any], gpus: str, low: str | None) -> bool:
-    """Return True if a run with experts is one CUDA graph (`GRAPHED`)."""
-    release = re.search(r"(\d\d\.\d\d)[.\d]* NeMo", row["source"])
-    name = row["model"]["name"]
-    if release is None or release[1] < GRAPHED or low != "float8":
-        return False
-    return (gpus in NVLINK_DOMAIN and "Kimi" not in name) or (gpus == "B300" and name.startswith("Qwen3"))
-
-
-def _exchanges_beside(row: Mapping[str, Any], gpus: str) -> bool:
-    """Return True for the other recipes that run exchanges of experts beside computation, those with virtual stages."""
-    name, layout = row["model"]["name"], (row["pp"], row["vpp"] or 1)
-    overlapped = {
-        ("Qwen3_235B_a22B", "H100"): (8, 4),
-        ("Qwen3_235B_a22B", "B300"): (8, 4),
-        ("DeepSeekV3", "B200"): (8, 2),
-    }
-    return overlapped.get((name, gpus)) == layout
 
 
 def _least_recomputed(row: Mapping[str, Any], parts: tuple[Part, ...], hardware: Hardware, runner: Runner) -> float:

@@ -3,11 +3,11 @@ origin "analytic": its seconds are modelled, not measured, so they serve to rank
 
 A layer's forward seconds are the sum of its multiply-adds at the speed of large matrix products, the processors that
 their last tiles leave idle, attention at the speed of its kernel, the traffic of its elementwise kernels at memory
-bandwidth, its kernel launches and, under tensor or context parallelism, its collectives over the links of its group,
-none of which overlaps. The input-gradient half repeats the forward's products (attention 2.5 times, because its
-backward recomputes the scores) with twice the traffic, the weight-gradient half repeats the products once more and adds
-the gradient to its fp32 sum. No pass takes less than its host needs to issue its operations. The working memory of a
-backward is half the bytes that the layer keeps for it, as for a Llama block.
+bandwidth, its kernel launches and, under tensor or context parallelism, its collectives over the links of its group, of
+which those of keys and values overlap as in the runner. The input-gradient half repeats the forward's products
+(attention 2.5 times, because its backward recomputes the scores) with twice the traffic, the weight-gradient half
+repeats the products once more and adds the gradient to its fp32 sum. No pass takes less than its host needs to issue
+its operations. The working memory of a backward is half the bytes that the layer keeps for it, as for a Llama block.
 
 Costs of groups of ranks from the measured cost of one tensor-parallel rank's shard: context parallelism is modelled
 (with balanced placement a rank has 1/cp of the linear and quadratic terms, and the whole constant term), and so are the
@@ -37,6 +37,12 @@ TILE = 128 * 256
 CAST_BYTES = 6
 """Bytes in which an element becomes an operand in eight bits: read twice, for its scale and for the cast, and written
 twice, as it is and transposed for the weight gradient."""
+BESIDE = 0.2
+"""Share of a collective's time by which it slows computation beside it: its kernels occupy 16 to 32 of a GPU's 108 to
+132 processors."""
+RANK_TOKENS = 8192
+"""Tokens of a context-parallel rank, for which the time of messages is compared with that of the kernel beside them:
+rows are divided from about twice as many on. An ASSUMPTION; it matters between nodes."""
 UNFUSED = {"unfused": ((6.5, 4.0), (9.5, 8.0)), "unfused, recomputed": ((6.5, 4.0), (16.0, 12.0))}
 """Attention by one kernel after another, on all pairs: how often a forward, and a backward, moves a pair's score, and
 its operations for each number of a head. The softmax, dropout with a mask of a byte and the products read and write
@@ -52,7 +58,12 @@ class Runner:
     seconds that a tensor-parallel collective takes longer than its messages. products: dtype of the blocks' matrix
     products, if not that of the activations. gradient_bytes: moved per weight and microbatch to sum gradients, 0 if the
     products themselves add to the sums. hidden: share of tensor-parallel messages that take no time of their own
-    because products run beside them."""
+    because products run beside them. exposed: share of context-parallel ranks' keys and values that no kernel runs
+    beside: the first of our four groups of heads, and none in a ring, whose first kernel reads a rank's own. merged:
+    elements, in widths of queries, that a ring moves for each of its ranks in a forward, to merge partial outputs: a
+    third of those of forward and backward, which adds partial gradients. Megatron: the compiled corrections of
+    Transformer Engine @d0067d0d, 2.25 and 2.25 for ranks of balanced halves; torchtitan: PyTorch 2.13's merger in fp32,
+    operation by operation, 16 and 5. cast_bytes: in which an element becomes an operand in eight bits."""
 
     name: str
     attention: str = "packed"
@@ -63,11 +74,14 @@ class Runner:
     products: str | None = None
     gradient_bytes: int = GRADIENT_BYTES
     hidden: float = 0.0
+    exposed: float = 0.25
+    merged: float = 0.0
+    cast_bytes: int = CAST_BYTES
 
 
 DILATANT = Runner("dilatant")
-MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0)
-TORCHTITAN = Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0)
+MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0, exposed=0.0, merged=1.5)
+TORCHTITAN = Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0, exposed=0.0, merged=7.0)
 AUTOMODEL = Runner("automodel", "library", operations=0.8)
 FSDP = Runner("fsdp", "flash", operations=0.8)
 """Other programs, with which `benchmarks/planning/published.py` compares their published steps; FSDP: torchtitan's on
@@ -241,6 +255,8 @@ def analytic_cost(
     elements = shape.fused_traffic or shape.traffic if runner.fused else shape.traffic
     if shape.collectives:
         elements += runner.whole_rows * shape.output_width * (degrees.tp - 1)
+    if cp > 1:
+        elements += runner.merged * cp * shape.attention_width
     traffic = Quadratic(b=width * elements / memory / group)
     # The last tiles of a product leave on average half of the processors idle, for as long as a tile takes; the inner
     # dimension is the whole width of a row in one of two products, the rank's part of it in the other. Products that
@@ -257,13 +273,16 @@ def analytic_cost(
         b=half * 2 * shape.collectives * shape.trained_share / cp,
         c=runner.gradient_bytes * weights * shape.trained_share + shape.launches * hardware.launch,
     )
-    casts = CAST_BYTES / memory / group if low else 0.0
+    casts = runner.cast_bytes / memory / group if low else 0.0
     cast, cast_back = (Quadratic(b=casts * operands) for operands in (shape.inputs, shape.outputs))
     waits = Quadratic(c=2 * shape.collectives * runner.wait if degrees.tp > 1 else 0.0)
-    forth, back = (collective_seconds(shape, links, dtype, degrees, way) + waits for way in (False, True))
+    messages, messages_back = (
+        collective_seconds(shape, links, dtype, degrees, way, kernel.a, runner.exposed)
+        for way, kernel in ((False, attention), (True, attention_back))
+    )
     targets = Quadratic(b=2 * shape.forward_only / flops / group)
-    forward = product + attention + traffic + started + forth + targets + cast
-    input_gradient = product + attention_back + traffic.scaled(2.0) + started_back + back + cast_back
+    forward = product + attention + traffic + started + messages + waits + targets + cast
+    input_gradient = product + attention_back + traffic.scaled(2.0) + started_back + messages_back + waits + cast_back
     weight_gradient = product.scaled(shape.trained_share) + summed
     kept = Quadratic(b=width * shape.kept / group)
     output = width * shape.output_width
@@ -278,7 +297,7 @@ def analytic_cost(
         "weight_bytes": Quadratic(b=width * min(shape.weight_kept, shape.kept) / group),
         "checkpoint_bytes": Quadratic(b=output / (group if shape.collectives else cp)),
         "output_bytes": Quadratic(b=output * shape.output_share / cp),
-        "attention": attention + cached_collective_seconds(shape, links, dtype, degrees),
+        "attention": attention + _saved(messages, shape, links, dtype, degrees),
         "working_bytes": kept.scaled(0.5) + gathered_bytes(shape, dtype, degrees),
         "attention_bytes": Quadratic(b=width * shape.attention_width / group)
         + cached_collective_bytes(shape, dtype, degrees),
@@ -355,16 +374,33 @@ def analytic_costs(
 
 
 def collective_seconds(
-    shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees, backward: bool = False
+    shape: LayerShape,
+    links: GroupLinks,
+    dtype: str,
+    degrees: Degrees,
+    backward: bool = False,
+    kernel: float = 0.0,
+    exposed: float = DILATANT.exposed,
 ) -> Quadratic:
     """Return the seconds that one pass of a layer waits for collectives, as a function of a sample's tokens. They are
     all-gathers and reduce-scatters of hidden states (tensor parallelism), and the all-gather of keys and values
-    (context parallelism), whose gradients the backward sends to their ranks in fp32."""
+    (context parallelism), whose gradients the backward sends to their ranks in fp32. kernel: seconds of a rank's
+    attention for each pair of a sample's tokens; all but the `exposed` share of keys and values, and of their
+    gradients, travels beside it, slows it, and is waited for if it takes longer."""
     result = _exchanged(shape, links.tensor, dtype, degrees).scaled(2.0)
     if degrees.cp > 1 and shape.key_value_width:
         moved = (degrees.cp - 1) / degrees.cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / degrees.tp
-        result += Quadratic(b=moved / links.context.bandwidth, c=(1 + backward) * links.context.latency)
+        alone = moved / links.context.bandwidth
+        beside = max(BESIDE * alone, alone - kernel * RANK_TOKENS * degrees.cp)
+        waited = exposed * alone + (1.0 - exposed) * beside
+        result += Quadratic(b=waited, c=(1 + backward) * links.context.latency)
     return result
+
+
+def _saved(messages: Quadratic, shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> Quadratic:
+    """Return those of a forward's collective seconds that selective recomputation saves: all but the all-gathers of
+    hidden states."""
+    return messages + _exchanged(shape, links.tensor, dtype, degrees).scaled(-1.0)
 
 
 def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> Quadratic:
@@ -374,12 +410,6 @@ def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: 
         return ZERO
     moved = 2 * shape.routed_width * BYTES[dtype] / degrees.ranks
     return Quadratic(b=moved / links.context.bandwidth, c=3 * links.context.latency)
-
-
-def cached_collective_seconds(shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> Quadratic:
-    """Return the collective seconds that selective recomputation saves: all but the all-gathers of hidden states."""
-    exchanged = _exchanged(shape, links.tensor, dtype, degrees)
-    return collective_seconds(shape, links, dtype, degrees) + exchanged.scaled(-1.0)
 
 
 def cached_collective_bytes(shape: LayerShape, dtype: str, degrees: Degrees) -> Quadratic:
@@ -418,14 +448,18 @@ _WORKING = ("working_bytes", "frozen_working_bytes", "forward_bytes")
 def group_cost(share: LayerCost, shape: LayerShape, links: GroupLinks, dtype: str, degrees: Degrees) -> LayerCost:
     """Return a layer's cost at `degrees`; `share` is the cost of its shard at the same tp and cp 1 without collectives.
 
-    `shape`: of the whole layer. `links`: carry the group's collectives, none of which is overlapped.
+    `shape`: of the whole layer. `links`: carry the group's collectives. Attention is what grows with squared tokens.
     """
     cp, gathered = degrees.cp, gathered_bytes(shape, dtype, degrees)
+    messages, messages_back = (
+        collective_seconds(shape, links, dtype, degrees, way, kernel.a / cp)
+        for way, kernel in ((False, share.forward), (True, share.input_gradient))
+    )
     added = {
-        **dict.fromkeys(_FORTH, collective_seconds(shape, links, dtype, degrees)),
-        **dict.fromkeys(_BACK, collective_seconds(shape, links, dtype, degrees, backward=True)),
+        **dict.fromkeys(_FORTH, messages),
+        **dict.fromkeys(_BACK, messages_back),
         **dict.fromkeys(_WITHOUT, ZERO),
-        "attention": cached_collective_seconds(shape, links, dtype, degrees),
+        "attention": _saved(messages, shape, links, dtype, degrees),
         **{name: gathered for name in _WORKING if getattr(share, name) != ZERO},
     }
     exchange = exchange_seconds(shape, links, dtype, degrees)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -49,12 +49,13 @@ class Hardware:
 
     `inside` links devices of one node, `between` links a node to the others through `ports` network ports. `launch`:
     seconds from one kernel to the next on the device; `host`: seconds in which the host issues one operation. The two
-    efficiencies are the fractions of peak that large kernels reach; `attention`: those of its forward and backward, by
-    kernel ("packed": ours). `processors`: units that each compute a tile of a product; 0: products have no tiles.
-    `host_link`: bytes per second between a device and its host in one direction, while all devices of a node copy; 0:
-    they share memory, or it is unknown. `node`: devices of a usual node. `domain`: devices of an NVLink domain that
-    spans nodes, which `inside` links; 0: none does. `spread`: standard deviation of the speeds of devices of this type,
-    as a share of the mean. `source`: origin of the numbers.
+    efficiencies are the fractions of peak that large kernels reach, `efficiency` those of products in dtypes that reach
+    another; `attention`: those of attention's forward and backward, by kernel ("packed": ours). `processors`: units
+    that each compute a tile of a product; 0: products have no tiles. `host_link`: bytes per second between a device and
+    its host in one direction, while all devices of a node copy; 0: they share memory, or it is unknown. `node`: devices
+    of a usual node. `domain`: devices of an NVLink domain that spans nodes, which `inside` links; 0: none does.
+    `spread`: standard deviation of the speeds of devices of this type, as a share of the mean. `source`: origin of the
+    numbers.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Hardware:
     ports: Annotated[int, Meta(ge=1)] = 1
     source: str = ""
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    efficiency: Mapping[str, float] = field(default_factory=dict)
     host: float = 0.0
     processors: Annotated[int, Meta(ge=0)] = 0
     host_link: float = 0.0
@@ -86,7 +88,10 @@ class Hardware:
     def clocked(self, share: float) -> Hardware:
         """Return the device at `share` of its clock, which products and attention follow, but memory does not."""
         attention = {kernel: (forth * share, back * share) for kernel, (forth, back) in self.attention.items()}
-        return replace(self, matmul_efficiency=self.matmul_efficiency * share, attention=attention)
+        efficiency = {dtype: own * share for dtype, own in self.efficiency.items()}
+        return replace(
+            self, matmul_efficiency=self.matmul_efficiency * share, efficiency=efficiency, attention=attention
+        )
 
     def group_links(self, degrees: Degrees, gpus_per_node: int | None = None) -> GroupLinks:
         """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
@@ -100,15 +105,14 @@ class Hardware:
         """Return the FLOP/s of large kernels (a multiply-add is two). Raises UserError for an unknown dtype."""
         if dtype not in self.peak_flops:
             raise UserError(f"hardware {self.name} has no peak for {dtype}; it has {sorted(self.peak_flops)}")
-        return self.peak_flops[dtype] * self.matmul_efficiency
+        return self.peak_flops[dtype] * self.efficiency.get(dtype, self.matmul_efficiency)
 
     def attention_flops(self, kernel: str, dtype: str) -> tuple[float, float]:
         """Return the FLOP/s of an attention kernel over visible pairs, forward and backward; of unknown kernels those
         of ours, and without any those of large kernels."""
         known = (self.matmul_efficiency, self.matmul_efficiency)
         forward, backward = self.attention.get(kernel) or self.attention.get("packed") or known
-        largest = self.flops(dtype) / self.matmul_efficiency
-        return forward * largest, backward * largest
+        return forward * self.peak_flops[dtype], backward * self.peak_flops[dtype]
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Link, float]:
@@ -200,7 +204,7 @@ def _built_in() -> Any:
 
 
 _WORDS = {
-    "peak_flops": "a mapping of numbers",
+    **dict.fromkeys(("peak_flops", "efficiency"), "a mapping of numbers"),
     **dict.fromkeys(("inside", "between"), "a mapping with bandwidth and latency, in numbers"),
     "ports": "a whole number from 1 on",
     **dict.fromkeys(("processors", "domain"), "a whole number"),
@@ -209,7 +213,7 @@ _WORDS = {
 }
 
 
-_OPTIONAL = {"source", "ports", "attention", "host", "processors", "host_link", "node", "domain", "spread"}
+_OPTIONAL = {one.name for one in fields(Hardware) if one.default is not MISSING or one.default_factory is not MISSING}
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:

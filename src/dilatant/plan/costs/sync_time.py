@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Shard
+from dilatant.cost.analytic import BESIDE
 from dilatant.cost.layer import trainable_before
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
@@ -27,9 +28,6 @@ AdamW reads and writes gradient, moments and master (28), and the master is roun
 
 HOP = 0.125
 """Latency from one rank of a ring to the next, as a share of a message's, in which ranks wait for each other."""
-BESIDE = 0.2
-"""Share of a collective's time by which it slows computation beside it: its kernels occupy 16 to 32 of a GPU's 108 to
-132 processors."""
 
 
 @dataclass(frozen=True, slots=True)
