@@ -119,6 +119,10 @@ class OptionTable:
         self._laid_out[asked] = behind, best
         return best
 
+    def fastest(self, request: ChainRequest) -> Option:
+        """Return the chain with the fastest cut, without recomputation or a limit of memory."""
+        return self._free_cut(request).unlimited
+
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""
         if behind >= self._overflows.get(request, UNLIMITED):

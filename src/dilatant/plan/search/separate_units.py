@@ -347,7 +347,9 @@ class SeparateUnits:
                 together = microbatches * float(table.units.layers(unit, degrees, samples).seconds.sum())
                 fewest = max(1, math.ceil(together * ROUNDING / self.most_seconds)) if self.most_seconds else 1
                 for stages in range(fewest, min(most, budget // degrees.ranks) + 1):
-                    found.append(table.chain(ChainRequest(unit, degrees, stages, samples, microbatches), behind))
+                    request = ChainRequest(unit, degrees, stages, samples, microbatches)
+                    if microbatches * table.fastest(request).slowest * ROUNDING <= self.most_seconds:
+                        found.append(table.chain(request, behind))
             self._known_chains[key] = [option for option in found if option is not None]
         return self._known_chains[key]
 

@@ -127,30 +127,41 @@ class _Shape:
                 for stages in self._numbers_of_stages(roles.language, degrees, budget - after.gpus):
                     shape = roles.language, degrees, stages, self.samples, self.microbatches
                     request = ChainRequest(*shape, roles.encoders, whole_items=whole_items)
-                    option = self.table.chain(request, after.stages)
-                    if option is not None and self._is_in_time(option):
+                    option = self._in_time(request, after.stages)
+                    if option is not None:
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
         """Return the options of a unit on at most `budget` devices whose memory allows `behind` stages after them."""
         key = unit, budget, behind
         if key not in self._known:
-            is_language = unit == self.space.roles.language
-            found = [
-                self.table.chain(ChainRequest(unit, degrees, stages, self.samples, self.microbatches), behind)
-                for degrees in self.table.units.all_degrees([unit])
-                if not is_language or degrees.groups in self._groups
-                for stages in self._numbers_of_stages(unit, degrees, budget)
-            ]
+            found = [self.table.chain(request, behind) for request in self._requests(unit, budget)]
             self._known[key] = [option for option in found if option is not None]
         return self._known[key]
+
+    def _requests(self, unit: str, budget: int) -> Iterator[ChainRequest]:
+        """Yield a unit's chains on at most `budget` devices."""
+        is_language = unit == self.space.roles.language
+        for degrees in self.table.units.all_degrees([unit]):
+            if not is_language or degrees.groups in self._groups:
+                for stages in self._numbers_of_stages(unit, degrees, budget):
+                    yield ChainRequest(unit, degrees, stages, self.samples, self.microbatches)
 
     def _fast_chains(self, unit: str, budget: int, behind: int) -> list[Option]:
         """Return `_chains` without those that take too long."""
         key = unit, budget, behind, self.most_seconds
         if key not in self._known:
-            self._known[key] = [option for option in self._chains(unit, budget, behind) if self._is_in_time(option)]
+            requests = self._requests(unit, budget)
+            found = [self._in_time(request, behind) for request in requests]
+            self._known[key] = [option for option in found if option is not None]
         return self._known[key]
+
+    def _in_time(self, request: ChainRequest, behind: int) -> Option | None:
+        """Return the chain; None if memory forbids it, or if it takes too long."""
+        if math.isfinite(self.most_seconds) and not self._is_in_time(self.table.fastest(request)):
+            return None
+        option = self.table.chain(request, behind)
+        return option if option is not None and self._is_in_time(option) else None
 
     def _is_in_time(self, option: Option) -> bool:
         """Return False if any candidate with this chain takes more than `most_seconds`, by its bound and by its
