@@ -49,6 +49,20 @@ class ChainRequest(NamedTuple):
         return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.of_guests
 
 
+class FastestChains(NamedTuple):
+    """Chains of a unit for one mean of samples, each in its fastest cut, without recomputation or a limit of memory.
+    Arrays are [chains]: devices; groups of ranks among which a stage divides samples; seconds of a microbatch in the
+    slowest stage and in all; least seconds of it in the busiest stage, and in the mean stage of any cut."""
+
+    requests: list[ChainRequest]
+    gpus: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    slowest: NDArray[np.float64]
+    total: NDArray[np.float64]
+    busiest: NDArray[np.float64]
+    mean: NDArray[np.float64]
+
+
 class OptionTable:
     """All options of units on devices of `capacity_bytes`; each is computed once. fixed: unit → first layers of stages,
     instead of the best cut into so many."""
@@ -64,6 +78,7 @@ class OptionTable:
         self._laid_out: dict[ChainRequest, tuple[int, Option | None]] = {}  # with so many stages behind
         self._free_cuts: dict[ChainRequest, _ChainCosts] = {}
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
+        self._fastest: dict[Hashable, FastestChains] = {}  # shared as well
         self._joined: dict[ChainRequest, MeanCosts] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
@@ -85,7 +100,7 @@ class OptionTable:
 
     def _with(self, units: UnitLayers) -> OptionTable:
         other = OptionTable(units, self._capacity, self._fixed)
-        other._cuts = self._cuts
+        other._cuts, other._fastest = self._cuts, self._fastest
         return other
 
     def varied(self, capacity_bytes: float | None, fixed: Mapping[str, tuple[int, ...]]) -> OptionTable:
@@ -122,6 +137,25 @@ class OptionTable:
     def fastest(self, request: ChainRequest) -> Option:
         """Return the chain with the fastest cut, without recomputation or a limit of memory."""
         return self._free_cut(request).unlimited
+
+    def fastest_chains(self, unit: str, samples: float, devices: int) -> FastestChains:
+        """Return all chains of a unit on at most `devices` devices."""
+        key = unit, samples, devices
+        if key not in self._fastest:
+            requests, times = list[ChainRequest](), list[tuple[float, ...]]()
+            most = self.units.model.unit(unit).most_stages
+            for degrees in self.units.all_degrees([unit]):
+                layers = self.units.layers(unit, degrees, samples)
+                for stages in range(1, min(most, devices // degrees.ranks) + 1):
+                    cuts = self._best_cut(unit, layers.seconds, stages)
+                    seconds, work = (np.add.reduceat(one, cuts) for one in (layers.seconds, layers.work))
+                    requests.append(ChainRequest(unit, degrees, stages, samples, 0))
+                    times.append(tuple(map(float, (seconds.max(), seconds.sum(), work.max(), work.mean()))))
+            counts = [(one.degrees.ranks * one.stages, one.degrees.groups) for one in requests]
+            gpus, groups = np.array(counts, dtype=np.int64).reshape(-1, 2).T
+            each = np.array(times, dtype=np.float64).reshape(-1, 4).T
+            self._fastest[key] = FastestChains(requests, gpus, groups, *each)
+        return self._fastest[key]
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.layouts.option import ChainTimes, Option, PlanCandidate
-from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest
+from dilatant.plan.layouts.option_table import ROUNDING
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.limits import MAX_UNIT_LAYOUTS
 from dilatant.plan.model_spec import EncoderPosition, Roles
@@ -339,17 +339,14 @@ class SeparateUnits:
         key = unit, devices, count, microbatches, by_tokens, behind
         if key not in self._known_chains:
             space = self.spaces[self.away[unit]]
-            budget, most = devices // count, space.model.unit(unit).most_stages
+            budget = devices // count
             table = space.by_tokens if by_tokens else space.table
             table = table.shared_by(count, budget) if budget else table
             samples, found = space.global_batch / microbatches / count, list[Option | None]()
-            for degrees in table.units.all_degrees([unit]):
-                together = microbatches * float(table.units.layers(unit, degrees, samples).seconds.sum())
-                fewest = max(1, math.ceil(together * ROUNDING / self.most_seconds)) if self.most_seconds else 1
-                for stages in range(fewest, min(most, budget // degrees.ranks) + 1):
-                    request = ChainRequest(unit, degrees, stages, samples, microbatches)
-                    if microbatches * table.fastest(request).slowest * ROUNDING <= self.most_seconds:
-                        found.append(table.chain(request, behind))
+            known = table.fastest_chains(unit, samples, space.cluster.num_devices)
+            worth = (known.gpus <= budget) & (microbatches * known.slowest * ROUNDING <= self.most_seconds)
+            for at in np.flatnonzero(worth).tolist():
+                found.append(table.chain(known.requests[at]._replace(microbatches=microbatches), behind))
             self._known_chains[key] = [option for option in found if option is not None]
         return self._known_chains[key]
 

@@ -16,7 +16,7 @@ from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.sync_time import least_sync
 from dilatant.plan.layouts.option import UNLIMITED, ChainTimes, Option, ParallelChains, PlanCandidate
-from dilatant.plan.layouts.option_table import ChainRequest, OptionTable
+from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest, OptionTable
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import NOTABLE
 from dilatant.plan.model_spec import EncoderPosition
@@ -124,36 +124,33 @@ class _Shape:
         ways = [way for way in ways if way[0].groups in self._groups]
         for after in self._after(budget):
             for degrees, whole_items in ways:
-                for stages in self._numbers_of_stages(roles.language, degrees, budget - after.gpus):
+                for stages in self._numbers_of_stages(degrees, budget - after.gpus):
                     shape = roles.language, degrees, stages, self.samples, self.microbatches
                     request = ChainRequest(*shape, roles.encoders, whole_items=whole_items)
                     option = self._in_time(request, after.stages)
                     if option is not None:
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
-    def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
-        """Return the options of a unit on at most `budget` devices whose memory allows `behind` stages after them."""
-        key = unit, budget, behind
-        if key not in self._known:
-            found = [self.table.chain(request, behind) for request in self._requests(unit, budget)]
-            self._known[key] = [option for option in found if option is not None]
-        return self._known[key]
-
-    def _requests(self, unit: str, budget: int) -> Iterator[ChainRequest]:
-        """Yield a unit's chains on at most `budget` devices."""
-        is_language = unit == self.space.roles.language
-        for degrees in self.table.units.all_degrees([unit]):
-            if not is_language or degrees.groups in self._groups:
-                for stages in self._numbers_of_stages(unit, degrees, budget):
-                    yield ChainRequest(unit, degrees, stages, self.samples, self.microbatches)
-
     def _fast_chains(self, unit: str, budget: int, behind: int) -> list[Option]:
-        """Return `_chains` without those that take too long."""
+        """Return the chains of a unit beside the language model whose memory allows `behind` stages after them, without
+        those that take too long. With a limit of time, chains that are slower than another on no fewer devices whatever
+        they recompute are left out."""
         key = unit, budget, behind, self.most_seconds
         if key not in self._known:
-            requests = self._requests(unit, budget)
-            found = [self._in_time(request, behind) for request in requests]
-            self._known[key] = [option for option in found if option is not None]
+            known = self.table.fastest_chains(unit, self.samples, self.space.cluster.num_devices)
+            worth = (known.gpus <= budget) & (self.microbatches * known.busiest * ROUNDING <= self.most_seconds)
+            order = np.lexsort((known.gpus, known.total, known.slowest))
+            best, found = list[tuple[int, float, float]](), list[Option]()
+            each = zip(known.gpus.tolist(), known.slowest.tolist(), known.total.tolist())
+            least = [*each] if math.isfinite(self.most_seconds) else []
+            for at in order[worth[order]].tolist():
+                if least and any(_is_better(one, least[at]) for one in best):
+                    continue
+                option = self._in_time(known.requests[at]._replace(microbatches=self.microbatches), behind)
+                if option is not None:
+                    found.append(option)
+                    best.append((option.gpus, option.slowest, option.total))
+            self._known[key] = found
         return self._known[key]
 
     def _in_time(self, request: ChainRequest, behind: int) -> Option | None:
@@ -170,38 +167,41 @@ class _Shape:
             return True
         return chain_times(self.space, self.replicas, self.microbatches, option).least <= self.most_seconds
 
-    def _numbers_of_stages(self, unit: str, degrees: Degrees, budget: int) -> range:
-        """Return a unit's numbers of stages on at most `budget` devices, without those that surely take too long."""
-        fewest = 1
+    def _numbers_of_stages(self, degrees: Degrees, budget: int) -> range:
+        """Return the language model's numbers of stages on at most `budget` devices, without those that surely take too
+        long."""
+        fewest, name = 1, self.space.roles.language
         if 0.0 < self.most_seconds < math.inf:
-            layers = self.table.units.layers(unit, degrees, self.samples)
+            layers = self.table.units.layers(name, degrees, self.samples)
             fewest = max(1, math.ceil(self.microbatches * float(layers.work.sum()) / self.most_seconds))
-        return range(fewest, min(self.space.model.unit(unit).most_stages, budget // degrees.ranks) + 1)
+        return range(fewest, min(self.space.model.unit(name).most_stages, budget // degrees.ranks) + 1)
 
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Return the language model's options, with interleaved chunks where these may pay off."""
         name = self.space.roles.language
         key = name, budget, behind, self.space.settings.chunks
         if key not in self._known:
+            known, found = self.table.fastest_chains(name, self.samples, self.space.cluster.num_devices), list[Option]()
+            worth = (known.gpus <= budget) & np.isin(known.groups, [*self._groups])
             # A chain that takes too long may be fast enough in chunks, which are cut more evenly.
-            found = self._with_chunks(name, self._chains(name, budget, behind), behind)
-            self._known[key] = [option for option in found if self._is_in_time(option)]
+            worth &= self.microbatches * known.mean * ROUNDING <= self.most_seconds
+            for at in np.flatnonzero(worth).tolist():
+                request = known.requests[at]._replace(microbatches=self.microbatches)
+                for one in (request, *self._in_chunks(request)):
+                    option = self._in_time(one, behind)
+                    if option is not None:
+                        found.append(option)
+            self._known[key] = found
         return self._known[key]
 
-    def _with_chunks(self, name: str, plain: Sequence[Option], behind: int) -> list[Option]:
-        most = self.space.model.unit(name).most_stages
-        found = [*plain]
-        for one in plain:
-            for chunks in self.space.settings.chunks:
-                saved = (one.total - one.slowest) * (1 - 1 / chunks)
-                groups = one.stages
-                if groups == 1 or groups * chunks > most or saved < NOTABLE * self.microbatches * one.slowest:
-                    continue
-                shape = name, one.chain.degrees, groups * chunks, self.samples, self.microbatches
-                option = self.table.chain(ChainRequest(*shape, chunks=chunks), behind)
-                if option is not None:
-                    found.append(option)
-        return found
+    def _in_chunks(self, request: ChainRequest) -> Iterator[ChainRequest]:
+        """Yield a chain in interleaved chunks that may save a notable part of a step."""
+        one = self.table.fastest(request)
+        most = self.space.model.unit(request.unit).most_stages
+        for chunks in self.space.settings.chunks:
+            saved = (one.total - one.slowest) * (1 - 1 / chunks)
+            if 1 < request.stages <= most // chunks and saved >= NOTABLE * self.microbatches * one.slowest:
+                yield request._replace(stages=request.stages * chunks, chunks=chunks)
 
     def _before(self, encoders_at: EncoderPosition, budget: int, behind: int, left: int) -> Sequence[ParallelChains]:
         """Return the encoders' chains on at most `left` devices of the budget, with `behind` stages after them.
@@ -252,6 +252,11 @@ class _Shape:
             bound=bound(before, language, options, times),
             row_tokens=self.row_tokens,
         )
+
+
+def _is_better(one: tuple[int, float, float], other: tuple[int, float, float]) -> bool:
+    """Return True if a chain is at least as good as another in devices, slowest stage and total, and faster."""
+    return all(own <= theirs for own, theirs in zip(one, other)) and one[1:] != other[1:]
 
 
 def _all(by_devices: Sequence[Sequence[ParallelChains]]) -> list[ParallelChains]:
