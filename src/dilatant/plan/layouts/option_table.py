@@ -14,16 +14,12 @@ from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.costs.partition import missing_bytes, partition_layers, partition_layers_in_memory
-from dilatant.plan.costs.stage_costs import stage_peaks
 from dilatant.plan.costs.unit_layers import MeanCosts, UnitLayers
 from dilatant.plan.layouts.option import UNLIMITED, Option
 from dilatant.plan.rank_mapping import Chain
 
 ROUNDING = 1.0 - 1e-9
 """Tolerance for sums in a different order."""
-
-RECOMPUTED = ("seconds", "backward", "kept")
-"""Costs of a layer that depend on what it recomputes, besides its peak."""
 
 
 class ChainRequest(NamedTuple):
@@ -211,37 +207,27 @@ class OptionTable:
         Memory must hold the largest number of microbatches in flight."""
         if request.chunks > 1:
             return option  # several stages share the device
+        from dilatant.plan.layouts._chain_kernel import relaxed
+
         cuts = option.chain.cuts[request.unit]
         key = request, cuts, behind
         if key not in self._options:
             layers, free = self.layers(request), self.layers(request._replace(level="none"))
-            costs = replace(option.costs, static=np.add.reduceat(layers.static, cuts))  # that of this ZeRO kind
-            again = self._kept_again(request, cuts, costs, (free.kept - layers.kept).tolist(), behind)
-            again[0] |= bool(request.extra)  # the first layer includes extra units
-            mixed = {name: np.where(again, getattr(layers, name), getattr(free, name)) for name in RECOMPUTED}
-            sums = {name: np.add.reduceat(one, cuts) for name, one in mixed.items()}
-            costs = replace(costs, transient=stage_peaks(layers.transient, mixed["kept"], cuts), **sums)
+            ends, guests = np.array((*cuts, len(layers.kept))), bool(request.extra)
+            times = layers.recomputed_rows, free.recomputed_rows
+            room = float(self._capacity), behind, request.microbatches, guests
+            again, (static, transient, kept, seconds, backward) = relaxed(
+                ends, layers.static, layers.transient, *times, *room
+            )
+            bytes_of_stages = {"static": static, "transient": transient, "kept": kept}  # `static` of this ZeRO kind
+            costs = replace(option.costs, seconds=seconds, backward=backward, **bytes_of_stages)
             own = self.units.recomputed(request.unit, request.level, again)
             chain = replace(option.chain, recompute={**option.chain.recompute, request.unit: own})
-            laid_out = _ChainCosts.of(chain, costs)
+            laid_out = _ChainCosts(Option(chain, costs, UNLIMITED), static)
             self._options[key] = laid_out.option(request.microbatches, self._capacity)
         found = self._options[key]
         assert found is not None
         return found
-
-    def _kept_again(
-        self, request: ChainRequest, cuts: tuple[int, ...], held: MeanCosts, more: list[float], behind: int
-    ) -> NDArray[np.bool_]:
-        """Return [layers]: True where a layer recomputes. more: bytes of a microbatch that each layer else keeps."""
-        again = [True] * len(more)
-        free = (self._capacity - held.static - held.transient).tolist()
-        for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
-            in_flight, gain = min(request.stages - s + behind, request.microbatches), 0.0
-            left = free[s] - in_flight * float(held.kept[s])
-            for layer in range(end - 1, first - 1, -1):
-                gain += more[layer]
-                again[layer] = in_flight * gain > left
-        return np.array(again)
 
     def excess(self, request: ChainRequest, behind: int) -> float:
         """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""

@@ -75,7 +75,8 @@ class SearchProblem:
 class Space:
     """The search space of plans of one model on one cluster. by_tokens: the options of plans whose microbatches are cut
     by tokens. tokens: language-model tokens of each sample. shared: other pipelines may use idle devices, so slower
-    layouts on fewer devices are kept. times: cache by chain, pipelines and microbatches."""
+    layouts on fewer devices are kept. omitted: least bound, in seconds, of what was omitted as too slow. times:
+    cache by chain, pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -86,6 +87,7 @@ class Space:
     tokens: NDArray[np.float64]
     settings: SearchSettings = field(default_factory=SearchSettings)
     shared: bool = False
+    omitted: float = field(init=False, default=math.inf)
     times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
     _chains: dict[tuple[int, int, int | None, bool], dict[tuple[object, ...], list[Option]]] = field(
         init=False, default_factory=dict
