@@ -26,6 +26,7 @@ from benchmarks.machine import machine
 from benchmarks.planning.frozen_settings import MODEL
 from dilatant.config import load_config
 from dilatant.plan.costs.workload import Workload, squares_of
+from dilatant.planning.assemble import recompute_by_unit
 from dilatant.planning.planning import model_problem, plan_run
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_samples import PlannedSamples
@@ -116,6 +117,16 @@ CASES = {
             "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
         }}},
     ),
+    "DeepSeek-V3": Case(
+        1024, 4096,
+        model={"language_model": {"config": {
+            "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+            "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "v_head_dim": 128, "vocab_size": 129280,
+        }}},
+    ),
     "vision, audio, Llama-3-8B and SD 2.1": Case(
         64, 512,
         model={
@@ -169,7 +180,8 @@ def planned(case: Case, folder: Path) -> dict[str, Any]:
     (folder / "run.yaml").write_text(json.dumps(content), encoding="utf-8")
     config = load_config(folder / "run.yaml")
     times = [time.process_time()]
-    model = describe_model(build_meta_model(config, 256))
+    whole = build_meta_model(config, 256)
+    model = describe_model(whole, recompute_by_unit(config, whole.units))
     samples = samples_of(model, case.batch)
     times.append(time.process_time())
     problem = model_problem(config, model, samples)

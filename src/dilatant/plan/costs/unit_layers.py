@@ -74,6 +74,11 @@ class MeanCosts:
         return np.stack([getattr(self, one.name) for one in fields(self)])
 
     @cached_property
+    def recomputed_rows(self) -> NDArray[np.float64]:
+        """What depends on recomputation besides the peak: kept bytes, seconds and backward seconds, [3, layers]."""
+        return np.stack([self.kept, self.seconds, self.backward])
+
+    @cached_property
     def held(self) -> tuple[float, float]:
         """The bytes of all layers: static, and kept per microbatch in flight."""
         return float(self.static.sum()), float(self.kept.sum())

@@ -14,16 +14,12 @@ from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Recompute
 from dilatant.cost.memory import Zero
 from dilatant.plan.costs.partition import missing_bytes, partition_layers, partition_layers_in_memory
-from dilatant.plan.costs.stage_costs import stage_peaks
 from dilatant.plan.costs.unit_layers import MeanCosts, UnitLayers
 from dilatant.plan.layouts.option import UNLIMITED, Option
 from dilatant.plan.rank_mapping import Chain
 
 ROUNDING = 1.0 - 1e-9
 """Tolerance for sums in a different order."""
-
-RECOMPUTED = ("seconds", "backward", "kept")
-"""Costs of a layer that depend on what it recomputes, besides its peak."""
 
 
 class ChainRequest(NamedTuple):
@@ -49,6 +45,20 @@ class ChainRequest(NamedTuple):
         return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.of_guests
 
 
+class FastestChains(NamedTuple):
+    """Chains of a unit for one mean of samples, each in its fastest cut, without recomputation or a limit of memory.
+    Arrays are [chains]: devices; groups of ranks among which a stage divides samples; seconds of a microbatch in the
+    slowest stage and in all; least seconds of it in the busiest stage, and in the mean stage of any cut."""
+
+    requests: list[ChainRequest]
+    gpus: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    slowest: NDArray[np.float64]
+    total: NDArray[np.float64]
+    busiest: NDArray[np.float64]
+    mean: NDArray[np.float64]
+
+
 class OptionTable:
     """All options of units on devices of `capacity_bytes`; each is computed once. fixed: unit → first layers of stages,
     instead of the best cut into so many."""
@@ -64,6 +74,7 @@ class OptionTable:
         self._laid_out: dict[ChainRequest, tuple[int, Option | None]] = {}  # with so many stages behind
         self._free_cuts: dict[ChainRequest, _ChainCosts] = {}
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
+        self._fastest: dict[Hashable, FastestChains] = {}  # shared as well
         self._joined: dict[ChainRequest, MeanCosts] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
@@ -85,7 +96,7 @@ class OptionTable:
 
     def _with(self, units: UnitLayers) -> OptionTable:
         other = OptionTable(units, self._capacity, self._fixed)
-        other._cuts = self._cuts
+        other._cuts, other._fastest = self._cuts, self._fastest
         return other
 
     def varied(self, capacity_bytes: float | None, fixed: Mapping[str, tuple[int, ...]]) -> OptionTable:
@@ -118,6 +129,29 @@ class OptionTable:
         best = min(found, key=lambda one: one.total + (request.microbatches - 1) * one.slowest, default=None)
         self._laid_out[asked] = behind, best
         return best
+
+    def fastest(self, request: ChainRequest) -> Option:
+        """Return the chain with the fastest cut, without recomputation or a limit of memory."""
+        return self._free_cut(request).unlimited
+
+    def fastest_chains(self, unit: str, samples: float, devices: int) -> FastestChains:
+        """Return all chains of a unit on at most `devices` devices."""
+        key = unit, samples, devices
+        if key not in self._fastest:
+            requests, times = list[ChainRequest](), list[tuple[float, ...]]()
+            most = self.units.model.unit(unit).most_stages
+            for degrees in self.units.all_degrees([unit]):
+                layers = self.units.layers(unit, degrees, samples)
+                for stages in range(1, min(most, devices // degrees.ranks) + 1):
+                    cuts = self._best_cut(unit, layers.seconds, stages)
+                    seconds, work = (np.add.reduceat(one, cuts) for one in (layers.seconds, layers.work))
+                    requests.append(ChainRequest(unit, degrees, stages, samples, 0))
+                    times.append(tuple(map(float, (seconds.max(), seconds.sum(), work.max(), work.mean()))))
+            counts = [(one.degrees.ranks * one.stages, one.degrees.groups) for one in requests]
+            gpus, groups = np.array(counts, dtype=np.int64).reshape(-1, 2).T
+            each = np.array(times, dtype=np.float64).reshape(-1, 4).T
+            self._fastest[key] = FastestChains(requests, gpus, groups, *each)
+        return self._fastest[key]
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""
@@ -173,37 +207,27 @@ class OptionTable:
         Memory must hold the largest number of microbatches in flight."""
         if request.chunks > 1:
             return option  # several stages share the device
+        from dilatant.plan.layouts._chain_kernel import relaxed
+
         cuts = option.chain.cuts[request.unit]
         key = request, cuts, behind
         if key not in self._options:
             layers, free = self.layers(request), self.layers(request._replace(level="none"))
-            costs = replace(option.costs, static=np.add.reduceat(layers.static, cuts))  # that of this ZeRO kind
-            again = self._kept_again(request, cuts, costs, (free.kept - layers.kept).tolist(), behind)
-            again[0] |= bool(request.extra)  # the first layer includes extra units
-            mixed = {name: np.where(again, getattr(layers, name), getattr(free, name)) for name in RECOMPUTED}
-            sums = {name: np.add.reduceat(one, cuts) for name, one in mixed.items()}
-            costs = replace(costs, transient=stage_peaks(layers.transient, mixed["kept"], cuts), **sums)
+            ends, guests = np.array((*cuts, len(layers.kept))), bool(request.extra)
+            times = layers.recomputed_rows, free.recomputed_rows
+            room = float(self._capacity), behind, request.microbatches, guests
+            again, (static, transient, kept, seconds, backward) = relaxed(
+                ends, layers.static, layers.transient, *times, *room
+            )
+            bytes_of_stages = {"static": static, "transient": transient, "kept": kept}  # `static` of this ZeRO kind
+            costs = replace(option.costs, seconds=seconds, backward=backward, **bytes_of_stages)
             own = self.units.recomputed(request.unit, request.level, again)
             chain = replace(option.chain, recompute={**option.chain.recompute, request.unit: own})
-            laid_out = _ChainCosts.of(chain, costs)
+            laid_out = _ChainCosts(Option(chain, costs, UNLIMITED), static)
             self._options[key] = laid_out.option(request.microbatches, self._capacity)
         found = self._options[key]
         assert found is not None
         return found
-
-    def _kept_again(
-        self, request: ChainRequest, cuts: tuple[int, ...], held: MeanCosts, more: list[float], behind: int
-    ) -> NDArray[np.bool_]:
-        """Return [layers]: True where a layer recomputes. more: bytes of a microbatch that each layer else keeps."""
-        again = [True] * len(more)
-        free = (self._capacity - held.static - held.transient).tolist()
-        for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
-            in_flight, gain = min(request.stages - s + behind, request.microbatches), 0.0
-            left = free[s] - in_flight * float(held.kept[s])
-            for layer in range(end - 1, first - 1, -1):
-                gain += more[layer]
-                again[layer] = in_flight * gain > left
-        return np.array(again)
 
     def excess(self, request: ChainRequest, behind: int) -> float:
         """Return the bytes that a device lacks under the most frugal chain of this shape; 0 if it fits."""

@@ -75,7 +75,8 @@ class SearchProblem:
 class Space:
     """The search space of plans of one model on one cluster. by_tokens: the options of plans whose microbatches are cut
     by tokens. tokens: language-model tokens of each sample. shared: other pipelines may use idle devices, so slower
-    layouts on fewer devices are kept. times: cache by chain, pipelines and microbatches."""
+    layouts on fewer devices are kept. omitted: least bound, in seconds, of what was omitted as too slow. times:
+    cache by chain, pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -86,6 +87,7 @@ class Space:
     tokens: NDArray[np.float64]
     settings: SearchSettings = field(default_factory=SearchSettings)
     shared: bool = False
+    omitted: float = field(init=False, default=math.inf)
     times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
     _chains: dict[tuple[int, int, int | None, bool], dict[tuple[object, ...], list[Option]]] = field(
         init=False, default_factory=dict
@@ -96,6 +98,7 @@ class Space:
     _heaviest: dict[int, float] = field(init=False, default_factory=dict)
     _rows: dict[int, float] = field(init=False, default_factory=dict)
     _fullest: dict[tuple[str, int, int], float] = field(init=False, default_factory=dict)
+    _device_seconds: dict[str, NDArray[np.float64]] = field(init=False, default_factory=dict)
 
     def with_roles(self, roles: Roles) -> Space:
         """Return the space of only these units of the model, with this space's caches of chains."""
@@ -183,6 +186,15 @@ class Space:
         """Load of the language model's heaviest sample as a fraction of the mean global batch's load."""
         loads = self._loads(self.roles.language)
         return float(np.mean(loads.max(axis=1) / np.maximum(loads.sum(axis=1), 1e-300)))
+
+    def device_seconds(self, unit: str) -> NDArray[np.float64]:
+        """Return the least device seconds of each sample in a unit, over all degrees: [samples]. A row of several dense
+        samples costs at least the sum of their squares, times the minimum weight of a dense square."""
+        if unit not in self._device_seconds:
+            units = self.table.units
+            each = [one.ranks * units.of_samples(unit, one) for one in units.degrees([unit])]
+            self._device_seconds[unit] = min(1.0, units.least_dense(unit)) * np.min(each, axis=0)
+        return self._device_seconds[unit]
 
     def fullest_part(self, unit: str, samples: int, parts: int) -> float:
         """Return the load of the fullest of `parts` replicas of a unit, as a multiple of the mean replica's.

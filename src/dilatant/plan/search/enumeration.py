@@ -221,7 +221,7 @@ def least_seconds(spaces: Sequence[Space]) -> float:
     groups give a bound (the dual of the linear program); prices are improved by shifting between pairs of groups.
     """
     devices = np.array([space.cluster.num_devices for space in spaces], dtype=np.float64)
-    work = np.stack([_device_seconds(space) for space in spaces])
+    work = np.stack([np.concatenate([one.device_seconds(unit) for unit in one.roles.units]) for one in spaces])
     steps = work.shape[1] // (len(spaces[0].roles.units) * spaces[0].global_batch)
 
     least = _Dual(work, devices, steps)
@@ -272,16 +272,3 @@ class _Dual:
             else:
                 high = right
         return max((prices, with_share((low + high) / 2)), key=self.at)
-
-
-def _device_seconds(space: Space) -> NDArray[np.float64]:
-    """Return the least device seconds of each sample in each unit, over all degrees: [units * samples]. A row of
-    several dense samples costs at least the sum of their squares, times the minimum weight of a dense square."""
-    units = space.table.units
-    return np.concatenate(
-        [
-            min(1.0, units.least_dense(unit))
-            * np.min([one.ranks * units.of_samples(unit, one) for one in units.degrees([unit])], axis=0)
-            for unit in space.roles.units
-        ]
-    )

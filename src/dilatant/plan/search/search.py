@@ -145,14 +145,14 @@ class _Search:
         settings, devices, omits = self.settings, space.cluster.num_devices, most_times < math.inf
         check_devices(space)
         if self.only is None:
-            found = enumerate_candidates(space, self.ceiling if omits else math.inf, most_times)
+            found = enumerate_candidates(space, CLOSE * self.ceiling if omits else math.inf, most_times)
         else:
             found = self.only(space)
         if not found and not self.knows:
             raise does_not_fit(space, settings.microbatch_sizes[0])
         found = [candidate for candidate in found if min(candidate.counts) >= settings.copies]
         finals = Finals(space, self.scorer, min(ceiling, self.ceiling))
-        most = most_times * found[0].estimate if found and omits else math.inf
+        most = min(most_times * found[0].estimate, space.omitted) if found and omits else math.inf
         unseen = min(most, self._simulate(finals, found, devices))
         self._simulate_kinds(finals, found, space, ceiling)
         if self.only is None:

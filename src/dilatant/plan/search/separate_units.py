@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.layouts.option import ChainTimes, Option, PlanCandidate
-from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest
+from dilatant.plan.layouts.option_table import ROUNDING
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.limits import MAX_UNIT_LAYOUTS
 from dilatant.plan.model_spec import EncoderPosition, Roles
@@ -184,8 +184,9 @@ class SeparateUnits:
     home: int
     away: Mapping[str, int]
     most_seconds: float = math.inf
+    _free: dict[tuple[int, int, int | None], int] = field(default_factory=dict)
     _layouts: dict[tuple[int, int, int | None, int], UnitLayouts | None] = field(default_factory=dict)
-    _known_chains: dict[tuple[str, int, int, bool, int], list[Option]] = field(default_factory=dict)
+    _known_chains: dict[tuple[str, int, int, int, bool, int], list[Option]] = field(default_factory=dict)
 
     def candidates(self) -> Iterator[PlanCandidate]:
         """Yield the candidates."""
@@ -195,22 +196,37 @@ class SeparateUnits:
             space.roles.language,
             tuple(unit for unit in space.roles.generators if unit not in self.away),
         )
-        without_away = space.with_roles(here)
+        without_away, bases = space.with_roles(here), list[PlanCandidate]()
         for replicas in range(1, space.cluster.num_devices + 1):
             for (count, row_tokens), groups in space.counts_by_groups(replicas).items():
                 for one in shapes(without_away, replicas, count, row_tokens, self.most_seconds, groups):
-                    yield from self._joined(one)
+                    if self._leaves_enough(one):
+                        bases.append(one)
+                        key, free = _counts_of(one), space.cluster.num_devices - one.gpus
+                        self._free[key] = max(free, self._free.get(key, 0))
+        for one in bases:
+            yield from self._joined(one)
+
+    def _leaves_enough(self, base: PlanCandidate) -> bool:
+        """Return False if the step surely takes too long on these devices, or the other units' on those that are
+        left."""
+        space = self.spaces[self.home]
+        free = space.cluster.num_devices - base.gpus
+        here = [unit for unit, group in self.away.items() if group == self.home]
+        if free < len(here):
+            return False
+        work = sum(float(space.device_seconds(unit).sum()) for unit in here) * space.global_batch / len(space.tokens)
+        if work * ROUNDING > self.most_seconds * free:
+            return False
+        later = space.heaviest(base.replicas * base.num_microbatches)
+        # Other units can only lengthen the step.
+        return base.estimate * ROUNDING <= self.most_seconds or base.num_microbatches < later
 
     def _joined(self, base: PlanCandidate) -> Iterator[PlanCandidate]:
         """Yield the candidate joined with the most promising chains of the other units."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
         free = space.cluster.num_devices - base.gpus
-        if free < list(self.away.values()).count(self.home):
-            return
-        later = space.heaviest(base.replicas * base.num_microbatches)
-        if base.estimate * ROUNDING > self.most_seconds and base.num_microbatches >= later:
-            return  # other units can only lengthen the step
         at = next(number for number, option in enumerate(base.options) if language in option.chain.cuts)
         own, before, after = base.options[at], base.options[:at], base.options[at + 1 :]
         following = max((option.stages for option in after), default=0)
@@ -265,7 +281,7 @@ class SeparateUnits:
         """Return the layouts of the other units next to such pipelines, with `behind` stages after the encoders."""
         layouts = None
         for depth in (0, behind):
-            key = base.replicas, base.num_microbatches, base.row_tokens, depth
+            key = *_counts_of(base), depth
             if key not in self._layouts:
                 self._layouts[key] = self._all(*key)
             layouts = self._layouts[key]
@@ -277,19 +293,21 @@ class SeparateUnits:
         by_tokens, roles = row_tokens is not None, self.spaces[self.home].roles
         samples = self.spaces[self.home].global_batch // microbatches
         left = {group: self.spaces[group].cluster.num_devices for group in self.away.values()}
+        if self.home in left:
+            left[self.home] = self._free[replicas, microbatches, row_tokens]
         rows: list[JointLayout] = [JointLayout((), (), 0.0, 0.0, 0.0, 0.0, tuple(left.values()))]
         least: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
         headroom = math.inf
         for number, (unit, group) in enumerate(self.away.items()):
             depth, at_home = behind * (unit in roles.encoders), group == self.home
-            devices = self.spaces[group].cluster.num_devices
+            devices = left[group]
             counts = _counts(replicas, samples, devices, by_tokens, are_few(self.spaces))
             uneven = {count: self._uneven(unit, replicas, count, samples) for count in counts}
             own = [
                 UnitLayout(option, count, chain_times(self.spaces[group], count, microbatches, option), uneven[count])
                 for count in counts
                 if not (at_home and count == replicas)  # already among the shapes of equal pipelines
-                for option in self._chains(unit, count, microbatches, by_tokens, depth)
+                for option in self._chains(unit, devices, count, microbatches, by_tokens, depth)
             ]
             if not own:
                 return None
@@ -313,23 +331,28 @@ class SeparateUnits:
             return 1.0
         return self.spaces[self.home].fullest_part(unit, samples // parts, count // parts)
 
-    def _chains(self, unit: str, count: int, microbatches: int, by_tokens: bool, behind: int) -> list[Option]:
-        """Return chains of a unit whose `count` replicas share the samples of each microbatch, but none whose slowest
-        stage surely takes more than `most_seconds` for all microbatches."""
-        key = unit, count, microbatches, by_tokens, behind
+    def _chains(
+        self, unit: str, devices: int, count: int, microbatches: int, by_tokens: bool, behind: int
+    ) -> list[Option]:
+        """Return chains of a unit whose `count` replicas share the samples of each microbatch, on `devices` devices in
+        all, but none whose slowest stage surely takes more than `most_seconds` for all microbatches."""
+        key = unit, devices, count, microbatches, by_tokens, behind
         if key not in self._known_chains:
             space = self.spaces[self.away[unit]]
-            budget, most = space.cluster.num_devices // count, space.model.unit(unit).most_stages
+            budget = devices // count
             table = space.by_tokens if by_tokens else space.table
             table = table.shared_by(count, budget) if budget else table
             samples, found = space.global_batch / microbatches / count, list[Option | None]()
-            for degrees in table.units.all_degrees([unit]):
-                together = microbatches * float(table.units.layers(unit, degrees, samples).seconds.sum())
-                fewest = max(1, math.ceil(together * ROUNDING / self.most_seconds)) if self.most_seconds else 1
-                for stages in range(fewest, min(most, budget // degrees.ranks) + 1):
-                    found.append(table.chain(ChainRequest(unit, degrees, stages, samples, microbatches), behind))
+            known = table.fastest_chains(unit, samples, space.cluster.num_devices)
+            worth = (known.gpus <= budget) & (microbatches * known.slowest * ROUNDING <= self.most_seconds)
+            for at in np.flatnonzero(worth).tolist():
+                found.append(table.chain(known.requests[at]._replace(microbatches=microbatches), behind))
             self._known_chains[key] = [option for option in found if option is not None]
         return self._known_chains[key]
+
+
+def _counts_of(base: PlanCandidate) -> tuple[int, int, int | None]:
+    return base.replicas, base.num_microbatches, base.row_tokens
 
 
 def _counts(replicas: int, samples: int, devices: int, by_tokens: bool, all_of_them: bool) -> list[int]:

@@ -3,6 +3,7 @@ and a lower bound for every schedule."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.sync_time import least_sync
 from dilatant.plan.layouts.option import UNLIMITED, ChainTimes, Option, ParallelChains, PlanCandidate
-from dilatant.plan.layouts.option_table import ChainRequest, OptionTable
+from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest, FastestChains, OptionTable
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import NOTABLE
 from dilatant.plan.model_spec import EncoderPosition
@@ -33,7 +34,8 @@ def shapes(
     """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches each.
 
     With `row_tokens`, the maximum tokens of a microbatch, `microbatches` is the minimum number. most_seconds: chains
-    that surely take longer may be omitted. groups: numbers of groups that stages of the language model may have; empty
+    whose slowest stage takes longer, and candidates with larger estimates, are omitted; `Space.omitted` has their least
+    bound. groups: numbers of groups that stages of the language model may have; empty
     for any.
     """
     budget = space.cluster.num_devices // replicas
@@ -43,11 +45,16 @@ def shapes(
     shape = _Shape(
         space, table, replicas, samples, microbatches, row_tokens, most_seconds, chains, groups or space.groups
     )
-    yield from shape.beside(budget, EncoderPosition.PARALLEL)
+    found = [shape.beside(budget, EncoderPosition.PARALLEL)]
     if len(space.roles.encoders) > 1:
-        yield from shape.beside(budget, EncoderPosition.COLOCATED)
+        found.append(shape.beside(budget, EncoderPosition.COLOCATED))
     if space.roles.encoders:
-        yield from shape.inside(budget)
+        found.append(shape.inside(budget))
+    for one in itertools.chain(*found):
+        if one.estimate * ROUNDING <= most_seconds:
+            yield one
+        else:
+            space.omitted = min(space.omitted, one.bound)
 
 
 def textbook_shapes(space: Space) -> Iterator[PlanCandidate]:
@@ -99,15 +106,16 @@ class _Shape:
 
     def beside(self, budget: int, encoders_at: EncoderPosition) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on separate devices, on all devices or fewer."""
-        least = min((language.gpus for language in self._language(budget, 0)), default=budget + 1)
-        room = budget - least  # of the other units
+        alone = self._language(budget, 0)
+        room = budget - min((language.gpus for language in alone), default=budget + 1)  # of the other units
         if room < 0:
             return
-        for after in self._after(room):
+        floor = min(language.slowest for language in alone)
+        for after in self._after(room, floor):
             for language in self._language(budget - after.gpus, after.stages):
                 left = budget - after.gpus - language.gpus
                 behind = language.stages + after.stages
-                for before in self._before(encoders_at, room, behind, left):
+                for before in self._before(encoders_at, room, behind, left, floor):
                     yield self.candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[PlanCandidate]:
@@ -124,81 +132,108 @@ class _Shape:
         ways = [way for way in ways if way[0].groups in self._groups]
         for after in self._after(budget):
             for degrees, whole_items in ways:
-                for stages in self._numbers_of_stages(roles.language, degrees, budget - after.gpus):
+                fewest, most = 1, self.space.model.unit(roles.language).most_stages
+                if 0.0 < self.most_seconds < math.inf:
+                    work = units.layers(roles.language, degrees, self.samples).work
+                    fewest = max(1, math.ceil(self.microbatches * float(work.sum()) * ROUNDING / self.most_seconds))
+                for stages in range(fewest, min(most, (budget - after.gpus) // degrees.ranks) + 1):
                     shape = roles.language, degrees, stages, self.samples, self.microbatches
                     request = ChainRequest(*shape, roles.encoders, whole_items=whole_items)
-                    option = self.table.chain(request, after.stages)
-                    if option is not None and self._is_in_time(option):
+                    option = self._chain(request, after.stages) if self._may_pay(request) else None
+                    if option is not None:
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
-    def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
-        """Return the options of a unit on at most `budget` devices whose memory allows `behind` stages after them."""
-        key = unit, budget, behind
+    def _fast_chains(self, unit: str, budget: int, behind: int, floor: float = 0.0) -> list[Option]:
+        """Return the chains of a unit beside the language model whose memory allows `behind` stages after them, without
+        those that take too long. With a limit of time, chains that another surely beats on no fewer devices are left
+        out; floor: the least seconds of the language model's slowest stage."""
+        key = unit, budget, behind, self.most_seconds, floor
         if key not in self._known:
-            is_language = unit == self.space.roles.language
-            found = [
-                self.table.chain(ChainRequest(unit, degrees, stages, self.samples, self.microbatches), behind)
-                for degrees in self.table.units.all_degrees([unit])
-                if not is_language or degrees.groups in self._groups
-                for stages in self._numbers_of_stages(unit, degrees, budget)
-            ]
-            self._known[key] = [option for option in found if option is not None]
+            known = self.table.fastest_chains(unit, self.samples, self.space.cluster.num_devices)
+            slowest = np.maximum(known.slowest, floor)
+            order = np.lexsort((known.gpus, known.total, slowest))
+            worth = self._in_time(known, known.gpus <= budget)
+            least = [*zip(known.gpus.tolist(), slowest.tolist(), known.total.tolist())]
+            best, found = list[tuple[int, float, float]](), list[Option]()
+            for at in order[worth[order]].tolist():
+                if math.isfinite(self.most_seconds) and any(_is_better(one, least[at]) for one in best):
+                    continue
+                option = self._chain(known.requests[at]._replace(microbatches=self.microbatches), behind)
+                if option is not None:
+                    found.append(option)
+                    best.append((option.gpus, max(option.slowest, floor), option.total))
+            self._known[key] = found
         return self._known[key]
 
-    def _fast_chains(self, unit: str, budget: int, behind: int) -> list[Option]:
-        """Return `_chains` without those that take too long."""
-        key = unit, budget, behind, self.most_seconds
-        if key not in self._known:
-            self._known[key] = [option for option in self._chains(unit, budget, behind) if self._is_in_time(option)]
-        return self._known[key]
+    def _in_time(self, known: FastestChains, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the mask of chains `there` whose slowest stage does not take too long."""
+        fast = self.microbatches * known.slowest * ROUNDING <= self.most_seconds
+        omitted = known.busiest[there & ~fast]
+        self.space.omitted = min(self.space.omitted, self.microbatches * float(omitted.min(initial=math.inf)))
+        return there & fast
+
+    def _chain(self, request: ChainRequest, behind: int) -> Option | None:
+        """Return the chain; None if memory forbids it, or if it takes too long."""
+        option = self.table.chain(request, behind)
+        return option if option is not None and self._is_in_time(option) else None
+
+    def _may_pay(self, request: ChainRequest) -> bool:
+        """Return False if pipelines with this chain of the language model take too long without recomputation and other
+        units."""
+        if math.isinf(self.most_seconds):
+            return True
+        one = self.table.fastest(request)
+        if not self._is_in_time(one):
+            return False
+        alone = computed_seconds(self.space, self.replicas, self.microbatches, one.total, one.slowest, [one])
+        if alone * CLOSE_BELOW <= self.most_seconds:
+            return True
+        self.space.omitted = min(self.space.omitted, self.microbatches * float(one.costs.work.max()))
+        return False
 
     def _is_in_time(self, option: Option) -> bool:
-        """Return False if any candidate with this chain takes more than `most_seconds`, by its bound and by its
-        estimate."""
-        if self.microbatches * option.slowest <= self.most_seconds:
+        """Return False if the slowest stage takes too long."""
+        if self.microbatches * option.slowest * ROUNDING <= self.most_seconds:
             return True
-        return chain_times(self.space, self.replicas, self.microbatches, option).least <= self.most_seconds
-
-    def _numbers_of_stages(self, unit: str, degrees: Degrees, budget: int) -> range:
-        """Return a unit's numbers of stages on at most `budget` devices, without those that surely take too long."""
-        fewest = 1
-        if 0.0 < self.most_seconds < math.inf:
-            layers = self.table.units.layers(unit, degrees, self.samples)
-            fewest = max(1, math.ceil(self.microbatches * float(layers.work.sum()) / self.most_seconds))
-        return range(fewest, min(self.space.model.unit(unit).most_stages, budget // degrees.ranks) + 1)
+        self.space.omitted = min(self.space.omitted, self.microbatches * float(option.costs.work.max()))
+        return False
 
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Return the language model's options, with interleaved chunks where these may pay off."""
         name = self.space.roles.language
         key = name, budget, behind, self.space.settings.chunks
         if key not in self._known:
+            known, found = self.table.fastest_chains(name, self.samples, self.space.cluster.num_devices), list[Option]()
+            there = (known.gpus <= budget) & np.isin(known.groups, [*self._groups])
+            fast = self._in_time(known, there)
             # A chain that takes too long may be fast enough in chunks, which are cut more evenly.
-            found = self._with_chunks(name, self._chains(name, budget, behind), behind)
-            self._known[key] = [option for option in found if self._is_in_time(option)]
+            chunked = there & (self.microbatches * known.mean * ROUNDING <= self.most_seconds)
+            for at in np.flatnonzero(fast | chunked).tolist():
+                request = known.requests[at]._replace(microbatches=self.microbatches)
+                requests = [*([request] if fast[at] else []), *self._in_chunks(request)]
+                laid_out = [self._chain(one, behind) for one in requests if self._may_pay(one)]
+                found += [option for option in laid_out if option is not None]
+            self._known[key] = found
         return self._known[key]
 
-    def _with_chunks(self, name: str, plain: Sequence[Option], behind: int) -> list[Option]:
-        most = self.space.model.unit(name).most_stages
-        found = [*plain]
-        for one in plain:
-            for chunks in self.space.settings.chunks:
-                saved = (one.total - one.slowest) * (1 - 1 / chunks)
-                groups = one.stages
-                if groups == 1 or groups * chunks > most or saved < NOTABLE * self.microbatches * one.slowest:
-                    continue
-                shape = name, one.chain.degrees, groups * chunks, self.samples, self.microbatches
-                option = self.table.chain(ChainRequest(*shape, chunks=chunks), behind)
-                if option is not None:
-                    found.append(option)
-        return found
+    def _in_chunks(self, request: ChainRequest) -> Iterator[ChainRequest]:
+        """Yield a chain in interleaved chunks that may save a notable part of a step."""
+        one = self.table.fastest(request)
+        most = self.space.model.unit(request.unit).most_stages
+        for chunks in self.space.settings.chunks:
+            saved = (one.total - one.slowest) * (1 - 1 / chunks)
+            if 1 < request.stages <= most // chunks and saved >= NOTABLE * self.microbatches * one.slowest:
+                yield request._replace(stages=request.stages * chunks, chunks=chunks)
 
-    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int, left: int) -> Sequence[ParallelChains]:
+    def _before(
+        self, encoders_at: EncoderPosition, budget: int, behind: int, left: int, floor: float
+    ) -> Sequence[ParallelChains]:
         """Return the encoders' chains on at most `left` devices of the budget, with `behind` stages after them.
         In a shared space, those that are Pareto-optimal only for fewer devices are included."""
-        for depth in (0, behind):
+        for depth in (0, min(behind, self.microbatches - 1)):  # from there on, all microbatches are in flight
             key = encoders_at, budget, depth
             if key not in self._encoder_chains:
-                each = self._encoders(encoders_at, budget, depth)
+                each = self._encoders(encoders_at, budget, depth, floor)
                 headroom = min((option.headroom for options in each for option in options), default=UNLIMITED)
                 self._encoder_chains[key] = headroom, self.space.joined(each, budget)
             headroom, by_devices = self._encoder_chains[key]
@@ -206,11 +241,11 @@ class _Shape:
                 break
         return _all(by_devices[: left + 1]) if self.space.shared else by_devices[left]
 
-    def _encoders(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Option]]:
+    def _encoders(self, encoders_at: EncoderPosition, budget: int, behind: int, floor: float) -> list[list[Option]]:
         """Return for each chain of encoders the options whose memory allows `behind` stages after them."""
         encoders = self.space.roles.encoders
         if encoders_at is not EncoderPosition.COLOCATED:
-            return [self._fast_chains(unit, budget, behind) for unit in encoders]
+            return [self._fast_chains(unit, budget, behind, floor) for unit in encoders]
         most = min(self.space.model.unit(unit).most_stages for unit in encoders)
         options = [
             self.table.colocated(encoders, degrees, stages, self.samples, self.microbatches)
@@ -219,8 +254,8 @@ class _Shape:
         ]
         return [[option for option in options if option is not None and option.headroom >= behind]]
 
-    def _after(self, budget: int) -> list[ParallelChains]:
-        chains = [self._fast_chains(unit, budget, 0) for unit in self.space.roles.generators]
+    def _after(self, budget: int, floor: float = 0.0) -> list[ParallelChains]:
+        chains = [self._fast_chains(unit, budget, 0, floor) for unit in self.space.roles.generators]
         return _all(self.space.joined(chains, budget))
 
     def candidate(
@@ -243,9 +278,18 @@ class _Shape:
         )
 
 
+def _is_better(one: tuple[int, float, float], other: tuple[int, float, float]) -> bool:
+    """Return True if a chain is at least as good as another in devices, slowest stage and total, and faster."""
+    return all(own <= theirs for own, theirs in zip(one, other)) and one[1:] != other[1:]
+
+
 def _all(by_devices: Sequence[Sequence[ParallelChains]]) -> list[ParallelChains]:
     return list(dict.fromkeys(chains for group in by_devices for chains in group))
 
+
+CLOSE_BELOW = 0.95
+"""Least estimate of pipelines as a multiple of their language model's alone: the weight gradients of other units may
+fill more of its bubbles."""
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
