@@ -110,7 +110,10 @@ class _Shape:
         room = budget - min((language.gpus for language in alone), default=budget + 1)  # of the other units
         if room < 0:
             return
-        floor = min(language.slowest for language in alone)
+        floor = (
+            min(language.slowest for language in alone),
+            min(float(language.costs.work.max()) for language in alone),
+        )
         for after in self._after(room, floor):
             for language in self._language(budget - after.gpus, after.stages):
                 left = budget - after.gpus - language.gpus
@@ -143,34 +146,38 @@ class _Shape:
                     if option is not None:
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
-    def _fast_chains(self, unit: str, budget: int, behind: int, floor: float = 0.0) -> list[Option]:
+    def _fast_chains(self, unit: str, budget: int, behind: int, floor: Floor = (0.0, 0.0)) -> list[Option]:
         """Return the chains of a unit beside the language model whose memory allows `behind` stages after them, without
         those that take too long. With a limit of time, chains that another surely beats on no fewer devices are left
-        out; floor: the least seconds of the language model's slowest stage."""
+        out; floor: of the language model beside it."""
         key = unit, budget, behind, self.most_seconds, floor
         if key not in self._known:
             known = self.table.fastest_chains(unit, self.samples, self.space.cluster.num_devices)
-            slowest = np.maximum(known.slowest, floor)
+            slowest = np.maximum(known.slowest, floor[0])
             order = np.lexsort((known.gpus, known.total, slowest))
             worth = self._in_time(known, known.gpus <= budget)
             least = [*zip(known.gpus.tolist(), slowest.tolist(), known.total.tolist())]
             best, found = list[tuple[int, float, float]](), list[Option]()
             for at in order[worth[order]].tolist():
                 if math.isfinite(self.most_seconds) and any(_is_better(one, least[at]) for one in best):
+                    self._omit(max(float(known.busiest[at]), floor[1]))
                     continue
                 option = self._chain(known.requests[at]._replace(microbatches=self.microbatches), behind)
                 if option is not None:
                     found.append(option)
-                    best.append((option.gpus, max(option.slowest, floor), option.total))
+                    best.append((option.gpus, max(option.slowest, floor[0]), option.total))
             self._known[key] = found
         return self._known[key]
 
     def _in_time(self, known: FastestChains, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return the mask of chains `there` whose slowest stage does not take too long."""
         fast = self.microbatches * known.slowest * ROUNDING <= self.most_seconds
-        omitted = known.busiest[there & ~fast]
-        self.space.omitted = min(self.space.omitted, self.microbatches * float(omitted.min(initial=math.inf)))
+        self._omit(float(known.busiest[there & ~fast].min(initial=math.inf)))
         return there & fast
+
+    def _omit(self, work: float) -> None:
+        """Record that chains were omitted whose busiest stage works at least so many seconds on a microbatch."""
+        self.space.omitted = min(self.space.omitted, self.microbatches * work)
 
     def _chain(self, request: ChainRequest, behind: int) -> Option | None:
         """Return the chain; None if memory forbids it, or if it takes too long."""
@@ -188,14 +195,14 @@ class _Shape:
         alone = computed_seconds(self.space, self.replicas, self.microbatches, one.total, one.slowest, [one])
         if alone * CLOSE_BELOW <= self.most_seconds:
             return True
-        self.space.omitted = min(self.space.omitted, self.microbatches * float(one.costs.work.max()))
+        self._omit(float(one.costs.work.max()))
         return False
 
     def _is_in_time(self, option: Option) -> bool:
         """Return False if the slowest stage takes too long."""
         if self.microbatches * option.slowest * ROUNDING <= self.most_seconds:
             return True
-        self.space.omitted = min(self.space.omitted, self.microbatches * float(option.costs.work.max()))
+        self._omit(float(option.costs.work.max()))
         return False
 
     def _language(self, budget: int, behind: int) -> list[Option]:
@@ -226,7 +233,7 @@ class _Shape:
                 yield request._replace(stages=request.stages * chunks, chunks=chunks)
 
     def _before(
-        self, encoders_at: EncoderPosition, budget: int, behind: int, left: int, floor: float
+        self, encoders_at: EncoderPosition, budget: int, behind: int, left: int, floor: Floor
     ) -> Sequence[ParallelChains]:
         """Return the encoders' chains on at most `left` devices of the budget, with `behind` stages after them.
         In a shared space, those that are Pareto-optimal only for fewer devices are included."""
@@ -241,7 +248,7 @@ class _Shape:
                 break
         return _all(by_devices[: left + 1]) if self.space.shared else by_devices[left]
 
-    def _encoders(self, encoders_at: EncoderPosition, budget: int, behind: int, floor: float) -> list[list[Option]]:
+    def _encoders(self, encoders_at: EncoderPosition, budget: int, behind: int, floor: Floor) -> list[list[Option]]:
         """Return for each chain of encoders the options whose memory allows `behind` stages after them."""
         encoders = self.space.roles.encoders
         if encoders_at is not EncoderPosition.COLOCATED:
@@ -254,7 +261,7 @@ class _Shape:
         ]
         return [[option for option in options if option is not None and option.headroom >= behind]]
 
-    def _after(self, budget: int, floor: float = 0.0) -> list[ParallelChains]:
+    def _after(self, budget: int, floor: Floor = (0.0, 0.0)) -> list[ParallelChains]:
         chains = [self._fast_chains(unit, budget, 0, floor) for unit in self.space.roles.generators]
         return _all(self.space.joined(chains, budget))
 
@@ -290,6 +297,9 @@ def _all(by_devices: Sequence[Sequence[ParallelChains]]) -> list[ParallelChains]
 CLOSE_BELOW = 0.95
 """Least estimate of pipelines as a multiple of their language model's alone: the weight gradients of other units may
 fill more of its bubbles."""
+
+Floor = tuple[float, float]
+"""Seconds of a microbatch that some unit takes in any case: in its slowest stage, and at least in its busiest."""
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
