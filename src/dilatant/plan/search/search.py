@@ -88,8 +88,8 @@ def search(
     problem = replace(problem, settings=replace(problem.settings, microbatch_sizes=sizes))
     spaces = problem.spaces()
 
-    def under(zero: Zero, scorer: PlanScorer, ceiling: float) -> SearchResult:
-        run = _Search(problem.settings, scorer, finalists, only, ceiling, is_alone=len(spaces) == 1)
+    def under(zero: Zero, scorer: PlanScorer, ceiling: float, tries_slow: bool) -> SearchResult:
+        run = _Search(problem.settings, scorer, finalists, only, ceiling, len(spaces) == 1, tries_slow)
         shared = [space.sharing(zero) for space in spaces]
         if len(shared) == 1:
             return run.on_group(shared[0])[1]
@@ -100,10 +100,15 @@ def search(
     return replace(answer, wall_seconds=time.perf_counter() - started)
 
 
+class SlowLeftError(PlanError):
+    """No plan near the best estimate fits memory; slower ones were not tried."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Search:
     """A search under one kind of optimizer-state sharding; `settings`, `scorer`, `finalists` and `only` as in `search`.
-    ceiling: seconds of a known plan; only faster ones are accepted. is_alone: the devices are of one kind."""
+    ceiling: seconds of a known plan; only faster ones are accepted. is_alone: the devices are of one kind. tries_slow:
+    where no plan near the best estimate fits memory, all others are simulated."""
 
     settings: SearchSettings
     scorer: PlanScorer
@@ -111,6 +116,7 @@ class _Search:
     only: Enumerate | None
     ceiling: float
     is_alone: bool
+    tries_slow: bool = True
 
     @property
     def knows(self) -> bool:
@@ -136,8 +142,9 @@ class _Search:
                     return found, answer
             except NoneFasterError:
                 raise
-            except PlanError:
-                pass  # perhaps only slow ones fit
+            except PlanError as error:
+                if not self.tries_slow:  # perhaps only slow ones fit
+                    raise SlowLeftError("no plan near the best estimate fits memory") from error
         return self._within(math.inf, space, ceiling)
 
     def _within(self, most_times: float, space: Space, ceiling: float) -> tuple[list[PlanCandidate], SearchResult]:
@@ -152,14 +159,15 @@ class _Search:
             raise does_not_fit(space, settings.microbatch_sizes[0])
         found = [candidate for candidate in found if min(candidate.counts) >= settings.copies]
         finals = Finals(space, self.scorer, min(ceiling, self.ceiling))
-        most = min(most_times * found[0].estimate, space.omitted) if found and omits else math.inf
-        unseen = min(most, self._simulate(finals, found, devices))
+        most = most_times * found[0].estimate if found and omits else math.inf
+        least = min(most, space.omitted) if omits else math.inf
+        unseen = min(least, self._simulate(finals, found, devices))
         self._simulate_kinds(finals, found, space, ceiling)
         if self.only is None:
-            self._simulate_textbook(finals, space)
+            self._simulate_textbook(finals, space, most)
         if self.only is None and self.is_alone and devices <= LARGE_CLUSTER:
             proofs = MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, devices)
-            unseen = min(most, finals.prove(found, proofs))
+            unseen = min(least, finals.prove(found, proofs))
         if not finals.ranked:
             raise self._refusal(found, finals, min(finals.skipped, unseen), space)
         share = SMALL_CLUSTER / max(SMALL_CLUSTER, devices)
@@ -206,10 +214,12 @@ class _Search:
                     finals.simulate(one)
                     break
 
-    def _simulate_textbook(self, finals: Finals, space: Space) -> None:
-        """Simulate the layouts that people choose without a search, unless their bounds or estimates are hopeless."""
+    def _simulate_textbook(self, finals: Finals, space: Space, most: float) -> None:
+        """Simulate the layouts that people choose without a search, unless their bounds or estimates are hopeless
+        beside the best plan, or beside `most` seconds."""
         for one in sorted(textbook_shapes(space), key=lambda one: one.estimate):
-            hopeless = one.bound >= finals.best or one.estimate >= HOPELESS_FACTOR * finals.best
+            best = min(finals.best, most)
+            hopeless = one.bound >= best or one.estimate >= HOPELESS_FACTOR * best
             if one.replicas >= self.settings.copies and not hopeless:
                 finals.simulate(one)
 
@@ -245,7 +255,7 @@ class _Search:
             if skips and least_seconds([space]) >= min(ceiling, self.ceiling):
                 continue
             try:
-                alone = replace(self, scorer=_from_rank(self.scorer, first))
+                alone = replace(self, scorer=_from_rank(self.scorer, first), tries_slow=True)
                 candidates[group], answer = alone.on_group(space, ceiling)
                 answers.append(on_ranks_from(answer, first, cluster.num_devices))
             except NoneFasterError as none:
@@ -282,7 +292,7 @@ def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:
 
 
 def search_zeros(
-    find: Callable[[Zero, PlanScorer, float], SearchResult],
+    find: Callable[[Zero, PlanScorer, float, bool], SearchResult],
     searched: Mapping[Zero, PlanScorer],
     rescored: Mapping[Zero, PlanScorer],
     cluster: Cluster,
@@ -292,28 +302,33 @@ def search_zeros(
 
     The best plan of each search is also simulated under every later kind, including `rescored` (on many devices under
     its own schedule), and the overall best under all kinds. `rescored` is searched only if no search finds a plan.
-    find(zero, scorer, seconds): search one kind for plans below `seconds`. Of equally fast plans the first is chosen.
-    Raises the first search's PlanError if all find nothing.
+    find(zero, scorer, seconds, tries_slow): search one kind for plans below `seconds`; without `tries_slow` it may
+    raise SlowLeftError and is called again, after the others. Of equally fast plans the first is chosen. Raises the
+    first search's PlanError if all find nothing.
     """
     scorers = {**searched, **rescored}
     answers: list[SearchResult] = []
     exhausted: list[NoneFasterError] = []
     refused: dict[Zero, PlanError] = {}
-    later = dict(scorers)
-    for zero, scorer in scorers.items():
-        del later[zero]
+    waiting, left = list(scorers), set[Zero]()
+    while waiting:
+        zero = waiting.pop(0)
         if answers and zero not in searched:
-            break
+            continue
+        later = {other: scorers[other] for other in waiting if other not in left}
         try:
-            answer = find(zero, scorer, _ceiling(answers, all_devices))
+            answer = find(zero, scorers[zero], _ceiling(answers, all_devices), zero in left)
             tried = [answer.winner, *_of_groups(answer, cluster)]
             answers.append(_under_each(answer, tried, later, cluster, all_devices))
         except NoneFasterError as none:
             exhausted.append(none)
+        except SlowLeftError:
+            left.add(zero)
+            waiting.append(zero)  # with a known plan, few remain
         except PlanError as error:
             refused[zero] = error
     if not answers:
-        raise next(iter(refused.values()))
+        raise next(refused[zero] for zero in scorers if zero in refused)
     best = best_of(answers, all_devices, exhausted)
     if len(scorers) == 1:
         return best
