@@ -216,9 +216,9 @@ class _Search:
 
     def _simulate_textbook(self, finals: Finals, space: Space, most: float) -> None:
         """Simulate the layouts that people choose without a search, unless their bounds or estimates are hopeless
-        beside the best plan, or beside `most` seconds."""
+        beside the best plan or, where none is known, beside `most` seconds."""
         for one in sorted(textbook_shapes(space), key=lambda one: one.estimate):
-            best = min(finals.best, most)
+            best = finals.best if math.isfinite(finals.best) else most
             hopeless = one.bound >= best or one.estimate >= HOPELESS_FACTOR * best
             if one.replicas >= self.settings.copies and not hopeless:
                 finals.simulate(one)
