@@ -319,8 +319,8 @@ class SeparateUnits:
             place = [*left].index(group)
             last = number == len(self.away) - 1 and not (are_few(self.spaces) or self.home in left)
             rows = joined(rows, own, place, unit in roles.encoders, len(self.away) > 1, last)
-        if not rows:
-            return None
+            if not rows:
+                return None
         used = [left[self.home] - row.left[[*left].index(self.home)] if self.home in left else 0 for row in rows]
         return UnitLayouts(rows, least, np.array(used), headroom)
 
