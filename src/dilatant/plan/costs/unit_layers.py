@@ -75,7 +75,7 @@ class MeanCosts:
 
     @cached_property
     def recomputed_rows(self) -> NDArray[np.float64]:
-        """What depends on recomputation besides the peak: kept bytes, seconds and backward seconds, [3, layers]."""
+        """Kept bytes, seconds and backward seconds, [3, layers]: they depend on recomputation, besides the peak."""
         return np.stack([self.kept, self.seconds, self.backward])
 
     @cached_property

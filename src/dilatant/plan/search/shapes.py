@@ -149,7 +149,7 @@ class _Shape:
     def _fast_chains(self, unit: str, budget: int, behind: int, floor: Floor = (0.0, 0.0)) -> list[Option]:
         """Return the chains of a unit beside the language model whose memory allows `behind` stages after them, without
         those that take too long. With a limit of time, chains that another surely beats on no fewer devices are left
-        out; floor: of the language model beside it."""
+        out. floor: least seconds of the language model beside it, for which any chain must wait."""
         key = unit, budget, behind, self.most_seconds, floor
         if key not in self._known:
             known = self.table.fastest_chains(unit, self.samples, self.space.cluster.num_devices)
