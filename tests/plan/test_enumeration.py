@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cases.model_cases import cost_model
+from cases.model_cases import cost_model, model, unit
 from cases.search_cases import RULES, open_space, random_vlm, search
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
@@ -143,6 +143,20 @@ def test_slow_plans_are_searched_where_no_other_fits():
     found = search(spec, costs, cluster, workload, 160, scorer, rules=RULES)
     assert len(found.winner.plan.ranks) < 20 < max(asked)
     assert found.candidates >= len(enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES)))
+
+
+def test_units_that_find_no_devices_beside_each_other_have_no_candidates():
+    """Three of seven devices are left beside two language models, where each of three encoders needs two."""
+    names = ("vision", "audio", "depth")
+    encoders = [unit(name, 2, ("language",), kind="vision") for name in names]
+    spec = model(*encoders, unit("language", 2))
+    costs = cost_model({"vision": 1.0, "language": 3.0}, ((2, 1),), output=0.0)
+    workload = Workload({name: np.full(4, 8.0) for name in (*names, "language")})
+    found = enumerate_candidates(
+        open_space(spec, costs, Cluster(1, 7, 1e6, Link(1e9, 1e-6), Link(1e8, 1e-5)), workload, 4, RULES)
+    )
+    assert found
+    assert all(one.gpus <= 7 and all(own % 2 == 0 for own in (o.gpus for o in one.options)) for one in found)
 
 
 def test_skipped_candidates_do_not_enter_the_proven_bound():
