@@ -240,25 +240,31 @@ def write_note(buffer: memoryview, ticket: int, since: float, sample: str = "") 
 
 
 def read_note(buffer: memoryview) -> Note | None:
-    """Return the newest note, or None if none was written yet or the writer overtook every read.
+    """Return the newest note, or None if none was written yet or the writer overtook every read. No later call returns
+    an older note.
 
     May run while another process is in `write_note`. If that process is killed there, the previous note is returned.
     """
+    before = b""
     for _ in range(_READ_TRIES):
-        if copies := _copies(buffer):
+        now = bytes(buffer[:NOTE_BYTES])
+        copies = _copies(now)
+        # One whole copy may be older than what the other held: it is the newest only if nothing was written meanwhile.
+        if len(copies) == 2 or (copies and now == before):
             return max(copies)[1]
+        before = now
     return None
 
 
-def _copies(buffer: memoryview) -> list[tuple[int, Note]]:
+def _copies(now: bytes | memoryview) -> list[tuple[int, Note]]:
     """Return the copies of a note whose checksums are right, with their numbers."""
-    now, whole = bytes(buffer[:NOTE_BYTES]), []
-    for copy in (now[:_COPY_BYTES], now[_COPY_BYTES:]):
+    whole = []
+    for copy in (now[:_COPY_BYTES], now[_COPY_BYTES:NOTE_BYTES]):
         body = copy[_CHECKSUM.size :]
         number, ticket, since, length = _NOTE.unpack_from(body)
         end = _NOTE.size + length
         if _CHECKSUM.unpack_from(copy) == (zlib.crc32(body[:end]),):
-            whole.append((number, Note(ticket, since, body[_NOTE.size : end].decode("utf-8", "replace"))))
+            whole.append((number, Note(ticket, since, bytes(body[_NOTE.size : end]).decode("utf-8", "replace"))))
     return whole
 
 
