@@ -18,9 +18,9 @@ from dilatant.plan.layouts.option import Option, ParallelChains, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest, OptionTable
 from dilatant.plan.layouts.space import SearchProblem, Space
 from dilatant.plan.model_spec import EncoderPosition, ModelSpec
+from dilatant.plan.search.closed_form import bound, chain_times
 from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.search import Enumerate
-from dilatant.plan.search.shapes import bound, chain_times
 
 
 class Mode(StrEnum):

@@ -14,7 +14,7 @@ from dilatant.plan.layouts.option import ParallelChains, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.model_spec import EncoderPosition
-from dilatant.plan.search.shapes import bound, chain_times
+from dilatant.plan.search.closed_form import bound, chain_times
 
 MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
 """Fractions of device memory that DistTrain's search may use, tried in turn."""

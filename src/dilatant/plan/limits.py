@@ -12,9 +12,10 @@ tokens only where no number of samples divides the batch."""
 
 FEWEST = 6
 """Minimum number of simulated candidates of each kind, however many devices there are."""
-SLOW = 1.5
-"""On more than SMALL_CLUSTER devices, candidates that surely take more than this multiple of the best estimate are not
-enumerated, except to find a plan that fits and, up to LARGE_CLUSTER, one that takes less than that."""
+SLOW = 1.25
+"""On more than SMALL_CLUSTER devices, candidates whose estimates are above this multiple of the best one are not
+enumerated, except to find a plan that fits. If the best plan takes longer than that, on up to LARGE_CLUSTER devices,
+those up to this multiple of its time are."""
 NEAR, WORTH = 1.1, 0.98
 """Units get separate replicas only if the estimate is below this multiple of the best other step: NEAR on more than
 SMALL_CLUSTER devices, WORTH on more than LARGE_CLUSTER."""

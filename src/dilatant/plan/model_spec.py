@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from dilatant.config.degrees import Degrees
 from dilatant.config.memory_modes import Recompute
@@ -43,7 +44,7 @@ class LayerSpec:
 
     def parts(self, degrees: Degrees) -> int:
         """Number of parts into which the ranks of a stage divide the layer, without experts."""
-        return degrees.ranks // degrees.copies if self.divided else 1
+        return degrees.tp if self.divided else 1
 
     def expert_parts(self, degrees: Degrees) -> int:
         """Number of parts into which they divide its experts: whole experts, or without expert parallelism a part of
@@ -105,7 +106,7 @@ class UnitSpec:
         return tuple(layer.trainable for layer in self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSpec:
     """All units, in topological order."""
 
@@ -113,10 +114,14 @@ class ModelSpec:
 
     def unit(self, name: str) -> UnitSpec:
         """Return the unit called `name`; KeyError lists the existing units."""
-        for unit in self.units:
-            if unit.name == name:
-                return unit
-        raise KeyError(f"no unit {name!r} in this model; it has {[unit.name for unit in self.units]}")
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise KeyError(f"no unit {name!r} in this model; it has {[*self._by_name]}") from None
+
+    @cached_property
+    def _by_name(self) -> dict[str, UnitSpec]:
+        return {unit.name: unit for unit in self.units}
 
     @property
     def trainable(self) -> dict[str, tuple[bool, ...]]:

@@ -79,6 +79,14 @@ class MeanCosts:
         return np.stack([self.kept, self.seconds, self.backward])
 
     @cached_property
+    def sums(self) -> tuple[float, float, float, float, float]:
+        """All layers' `seconds`, `work`, forward part of `seconds`, `heaviest` and `heaviest_split`."""
+        seconds = float(self.seconds.sum())
+        others = self.work, self.heaviest, self.heaviest_split
+        work, heaviest, split = (float(one.sum()) for one in others)
+        return seconds, work, seconds - float(self.backward.sum()), heaviest, split
+
+    @cached_property
     def held(self) -> tuple[float, float]:
         """The bytes of all layers: static, and kept per microbatch in flight."""
         return float(self.static.sum()), float(self.kept.sum())
@@ -311,7 +319,7 @@ class UnitLayers:
         """Return `level` for layers `where` it saves memory, else "none"; empty if the model fixes recomputation."""
         if not self.is_free(unit):
             return ()
-        return tuple(level if there else "none" for there in self.recomputable(unit) & where)
+        return tuple([level if there else "none" for there in (self.recomputable(unit) & where).tolist()])
 
     def _ranks_sharing(self, unit: str, degrees: Degrees) -> NDArray[np.float64]:
         """Return [layers]: the number of ranks that shard the optimizer state of one rank's layers (see `shared_by`),

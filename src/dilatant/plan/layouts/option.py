@@ -30,6 +30,12 @@ class Option:
     costs: MeanCosts
     headroom: int
 
+    def with_headroom(self, headroom: int) -> Option:
+        """Return the chain with another headroom. What was computed of this one stays known: plans have many such."""
+        other = object.__new__(Option)
+        other.__dict__.update(self.__dict__, headroom=headroom)
+        return other
+
     @property
     def stages(self) -> int:
         return len(self.costs.seconds)

@@ -42,21 +42,32 @@ class ChainRequest(NamedTuple):
 
     @property
     def degrees_of_extra(self) -> Degrees:
-        return Degrees(cp=self.degrees.ranks) if self.whole_items else self.degrees.of_guests
+        return degrees_of_extra(self.degrees, self.whole_items)
+
+
+def degrees_of_extra(degrees: Degrees, whole_items: bool) -> Degrees:
+    """Return the degrees of units in the first stage of a chain; see `ChainRequest`."""
+    return Degrees(cp=degrees.ranks) if whole_items else degrees.of_guests
 
 
 class FastestChains(NamedTuple):
     """Chains of a unit for one mean of samples, each in its fastest cut, without recomputation or a limit of memory.
-    Arrays are [chains]: devices; groups of ranks among which a stage divides samples; seconds of a microbatch in the
-    slowest stage and in all; least seconds of it in the busiest stage, and in the mean stage of any cut."""
+    first_of: degrees → index of their chain of one stage, which those of more stages follow. Arrays are [chains]:
+    devices; groups of ranks among which a stage divides samples; seconds of a microbatch in the slowest stage and in
+    all; least seconds of it in the busiest stage, and in the mean stage of any cut; its forwards; seconds of the
+    heaviest sample, with whole backwards and with split ones."""
 
     requests: list[ChainRequest]
+    first_of: Mapping[Degrees, int]
     gpus: NDArray[np.int64]
     groups: NDArray[np.int64]
     slowest: NDArray[np.float64]
     total: NDArray[np.float64]
     busiest: NDArray[np.float64]
     mean: NDArray[np.float64]
+    forwards: NDArray[np.float64]
+    heaviest: NDArray[np.float64]
+    heaviest_split: NDArray[np.float64]
 
 
 class OptionTable:
@@ -139,18 +150,21 @@ class OptionTable:
         key = unit, samples, devices
         if key not in self._fastest:
             requests, times = list[ChainRequest](), list[tuple[float, ...]]()
+            first_of = dict[Degrees, int]()
             most = self.units.model.unit(unit).most_stages
             for degrees in self.units.all_degrees([unit]):
+                first_of[degrees] = len(requests)
                 layers = self.units.layers(unit, degrees, samples)
+                both, total, work = np.stack([layers.seconds, layers.work]), *map(float, layers.sums[:2])
                 for stages in range(1, min(most, devices // degrees.ranks) + 1):
                     cuts = self._best_cut(unit, layers.seconds, stages)
-                    seconds, work = (np.add.reduceat(one, cuts) for one in (layers.seconds, layers.work))
+                    slowest, busiest = np.add.reduceat(both, cuts, axis=1).max(axis=1).tolist()
                     requests.append(ChainRequest(unit, degrees, stages, samples, 0))
-                    times.append(tuple(map(float, (seconds.max(), seconds.sum(), work.max(), work.mean()))))
+                    times.append((slowest, total, busiest, work / stages, *layers.sums[2:]))
             counts = [(one.degrees.ranks * one.stages, one.degrees.groups) for one in requests]
             gpus, groups = np.array(counts, dtype=np.int64).reshape(-1, 2).T
-            each = np.array(times, dtype=np.float64).reshape(-1, 4).T
-            self._fastest[key] = FastestChains(requests, gpus, groups, *each)
+            each = np.array(times, dtype=np.float64).reshape(-1, 7).T
+            self._fastest[key] = FastestChains(requests, first_of, gpus, groups, *each)
         return self._fastest[key]
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
@@ -332,5 +346,5 @@ class _ChainCosts:
         if headroom == UNLIMITED:
             return self.unlimited
         if headroom not in self._by_headroom:
-            self._by_headroom[headroom] = replace(self.unlimited, headroom=headroom)
+            self._by_headroom[headroom] = self.unlimited.with_headroom(headroom)
         return self._by_headroom[headroom]

@@ -16,8 +16,9 @@ from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.limits import FEWEST, LARGE_CLUSTER, MOST_KINDS, NEAR, SMALL_CLUSTER, WORTH
 from dilatant.plan.model_spec import EncoderPosition
+from dilatant.plan.search.closed_form import exposed_seconds
 from dilatant.plan.search.separate_units import placed_candidates, separate_replica_candidates
-from dilatant.plan.search.shapes import exposed_seconds, shapes, textbook_shapes
+from dilatant.plan.search.shapes import shapes, textbook_shapes
 
 
 def enumerate_candidates(

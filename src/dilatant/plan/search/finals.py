@@ -20,7 +20,7 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.limits import CLOSE, MAX_EXTENDED_CANDIDATES, MOST_CAREFUL, MOVED_CUTS
+from dilatant.plan.limits import CLOSE, LARGE_CLUSTER, MAX_EXTENDED_CANDIDATES, MOST_CAREFUL, MOVED_CUTS
 from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.rank_mapping import RankOrder, map_ranks, replicas_of
@@ -127,7 +127,7 @@ class Finals:
 
     def reorder(self) -> None:
         """Simulate the two best plans in every other rank order, under the schedule that suited them best."""
-        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:2]:
+        for one, candidate in self._ordered()[:2]:
             if candidate.bound >= self._ceiling:
                 continue
             for plan in self._plans(candidate):
@@ -138,7 +138,7 @@ class Finals:
         """Move single layers of the best plans to a neighbouring stage, as long as that makes them faster. At most
         `most` plans are simulated, MOVED_CUTS from one plan, under the schedule that suited it best."""
         shapes: dict[PlanCandidate, RankedPlan] = {}
-        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds):
+        for one, candidate in self._ordered():
             if one.score.seconds < CLOSE * self.best:
                 shapes.setdefault(candidate, one)
         for candidate, one in shapes.items():
@@ -167,7 +167,10 @@ class Finals:
         return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
 
     def fill_idle(self, found: Sequence[PlanCandidate], most: int) -> None:
-        """Simulate up to `most` plans with one more pipeline on idle devices, most promising candidates first."""
+        """Simulate up to `most` plans with one more pipeline on idle devices, most promising candidates first. On many
+        devices, under the schedule that suited the candidate best."""
+        many = self._space.cluster.num_devices > LARGE_CLUSTER
+        suited = {one: found.score.schedule for found, one in reversed(self._ordered())} if many else {}
         filled = (
             (candidate, filled)
             for candidate in promising(self._space, found, self.best)
@@ -175,7 +178,11 @@ class Finals:
             for filled in with_extra_pipeline(plan, candidate, self._space)
         )
         for candidate, plan in itertools.islice(filled, most):
-            self._score(candidate, plan)
+            self._score(candidate, plan, suited.get(candidate) or None)
+
+    def _ordered(self) -> list[tuple[RankedPlan, PlanCandidate]]:
+        """Return the plans that fit memory, fastest first."""
+        return sorted(self._found, key=lambda found: found[0].score.seconds)
 
     def _plans(self, candidate: PlanCandidate) -> list[Plan]:
         """Return the plans of every rank order with enough copies; none if tensor groups do not pack into nodes."""

@@ -135,17 +135,20 @@ class _Search:
         Only the most promising candidates are simulated if none can be faster than `ceiling` seconds. Raises PlanError;
         NoneFasterError if nothing beats `self.ceiling`."""
         may_omit = self.only is None and self.settings.copies == 1 and not self.settings.all_devices
+        most_times = math.inf
         if may_omit and space.cluster.num_devices > SMALL_CLUSTER:
             try:
                 found, answer = self._within(SLOW, space, ceiling)
-                if space.cluster.num_devices > LARGE_CLUSTER or answer.seconds < SLOW * found[0].estimate:
+                best = min(ceiling, self.ceiling, answer.seconds)
+                if space.cluster.num_devices > LARGE_CLUSTER or best < SLOW * found[0].estimate:
                     return found, answer
+                most_times = SLOW * best / found[0].estimate
             except NoneFasterError:
                 raise
             except PlanError as error:
                 if not self.tries_slow:  # perhaps only slow ones fit
                     raise SlowLeftError("no plan near the best estimate fits memory") from error
-        return self._within(math.inf, space, ceiling)
+        return self._within(most_times, space, ceiling)
 
     def _within(self, most_times: float, space: Space, ceiling: float) -> tuple[list[PlanCandidate], SearchResult]:
         """Search as `on_group` does, among candidates within `most_times` the best estimate."""

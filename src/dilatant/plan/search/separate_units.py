@@ -16,7 +16,8 @@ from dilatant.plan.layouts.option_table import ROUNDING
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.limits import MAX_UNIT_LAYOUTS
 from dilatant.plan.model_spec import EncoderPosition, Roles
-from dilatant.plan.search.shapes import chain_times, computed_seconds, shapes
+from dilatant.plan.search.closed_form import chain_times, computed_seconds
+from dilatant.plan.search.shapes import shapes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,20 +7,17 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
-from dilatant.plan.buckets import BUCKET_BYTES
-from dilatant.plan.cluster import Cluster
-from dilatant.plan.costs.sync_time import least_sync
-from dilatant.plan.layouts.option import UNLIMITED, ChainTimes, Option, ParallelChains, PlanCandidate
-from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest, FastestChains, OptionTable
+from dilatant.plan.layouts.option import UNLIMITED, Option, ParallelChains, PlanCandidate
+from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest, FastestChains, OptionTable, degrees_of_extra
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import NOTABLE
 from dilatant.plan.model_spec import EncoderPosition
+from dilatant.plan.search.closed_form import Work, bound, chain_times, computed_seconds, estimate, unchunked_seconds
+from dilatant.plan.search.pairing import CLOSE_BELOW, InTime, Pairing
 
 
 def shapes(
@@ -103,10 +100,12 @@ class _Shape:
     _known: dict[tuple[object, ...], list[Option]]
     _groups: Collection[int] = ()
     _encoder_chains: dict[tuple[object, ...], tuple[int, list[list[ParallelChains]]]] = field(default_factory=dict)
+    _paired: dict[tuple[str, ...], InTime] = field(default_factory=dict)
 
     def beside(self, budget: int, encoders_at: EncoderPosition) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on separate devices, on all devices or fewer."""
-        alone = self._language(budget, 0)
+        others = *self.space.roles.encoders, *self.space.roles.generators
+        alone = self._language(budget, 0, others)
         room = budget - min((language.gpus for language in alone), default=budget + 1)  # of the other units
         if room < 0:
             return
@@ -114,8 +113,8 @@ class _Shape:
             min(language.slowest for language in alone),
             min(float(language.costs.work.max()) for language in alone),
         )
-        for after in self._after(room, floor):
-            for language in self._language(budget - after.gpus, after.stages):
+        for after in self._after(room, others, floor):
+            for language in self._language(budget - after.gpus, after.stages, others):
                 left = budget - after.gpus - language.gpus
                 behind = language.stages + after.stages
                 for before in self._before(encoders_at, room, behind, left, floor):
@@ -132,33 +131,65 @@ class _Shape:
             for degrees in units.all_degrees([roles.language])
             if degrees.tp > 1 and Degrees(cp=degrees.ranks) in alone
         ]
-        ways = [way for way in ways if way[0].groups in self._groups]
-        for after in self._after(budget):
-            for degrees, whole_items in ways:
-                fewest, most = 1, self.space.model.unit(roles.language).most_stages
-                if 0.0 < self.most_seconds < math.inf:
-                    work = units.layers(roles.language, degrees, self.samples).work
-                    fewest = max(1, math.ceil(self.microbatches * float(work.sum()) * ROUNDING / self.most_seconds))
-                for stages in range(fewest, min(most, (budget - after.gpus) // degrees.ranks) + 1):
-                    shape = roles.language, degrees, stages, self.samples, self.microbatches
-                    request = ChainRequest(*shape, roles.encoders, whole_items=whole_items)
+        requests = [one for way in ways if way[0].groups in self._groups for one in self._with_encoders(*way)]
+        for after in self._after(budget, roles.generators):
+            for request in requests:
+                if request.degrees.ranks * request.stages <= budget - after.gpus:
                     option = self._chain(request, after.stages) if self._may_pay(request) else None
                     if option is not None:
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
-    def _fast_chains(self, unit: str, budget: int, behind: int, floor: Floor = (0.0, 0.0)) -> list[Option]:
+    def _with_encoders(self, degrees: Degrees, whole_items: bool) -> list[ChainRequest]:
+        """Return the chains of the language model at these degrees, with the encoders in the first stage, that may be
+        in time."""
+        roles, known = self.space.roles, self._fastest(self.space.roles.language)
+        most, first = self.space.model.unit(roles.language).most_stages, known.first_of[degrees]
+        rows = np.arange(first, first + min(most, self.space.cluster.num_devices // degrees.ranks))
+        rows = rows[self._in_time(roles.generators).whole[rows]]
+        theirs = degrees_of_extra(degrees, whole_items)
+        each = [self.table.units.layers(unit, theirs, self.samples).sums for unit in roles.encoders]
+        seconds, least, forwards, *_ = map(sum, zip(*each))
+        fill, slowest = known.total[rows] + seconds, np.maximum(known.slowest[rows], seconds)
+        work = Work(known.forwards[rows] + forwards, fill, known.heaviest[rows], known.heaviest_split[rows])
+        step = unchunked_seconds(self.space, self.replicas, self.microbatches, fill, slowest, work)
+        worth = step * CLOSE_BELOW <= self.most_seconds
+        self._omit(max(least, float(known.busiest[rows[~worth]].min(initial=math.inf))))
+        shape = self.samples, self.microbatches, roles.encoders
+        return [
+            ChainRequest(roles.language, degrees, stages, *shape, whole_items=whole_items)
+            for stages in (rows[worth] - first + 1).tolist()
+        ]
+
+    def _in_time(self, others: tuple[str, ...]) -> InTime:
+        """Return the chains that may be in time beside each other, on all devices of a pipeline: of the language model
+        and `others`."""
+        if others not in self._paired:
+            budget, language = self.space.cluster.num_devices // self.replicas, self._fastest(self.space.roles.language)
+            there = (language.gpus <= budget) & np.isin(language.groups, [*self._groups])
+            step = self.space, self.replicas, self.microbatches, self.most_seconds, language, there
+            known = {unit: self._fastest(unit) for unit in others}
+            self._paired[others] = Pairing(*step, known, budget, self.space.settings.chunks).in_time()
+            self._omit(self._paired[others].omitted)
+        return self._paired[others]
+
+    def _fastest(self, unit: str) -> FastestChains:
+        return self.table.fastest_chains(unit, self.samples, self.space.cluster.num_devices)
+
+    def _fast_chains(
+        self, unit: str, budget: int, behind: int, others: tuple[str, ...], floor: Floor = (0.0, 0.0)
+    ) -> list[Option]:
         """Return the chains of a unit beside the language model whose memory allows `behind` stages after them, without
         those that take too long. With a limit of time, chains that another surely beats on no fewer devices are left
-        out. floor: least seconds of the language model beside it, for which any chain must wait."""
-        key = unit, budget, behind, self.most_seconds, floor
+        out. others: units beside the language model. floor: its least seconds, for which any chain must wait."""
+        key = unit, budget, behind, self.most_seconds, floor, others
         if key not in self._known:
-            known = self.table.fastest_chains(unit, self.samples, self.space.cluster.num_devices)
+            known = self._fastest(unit)
             slowest = np.maximum(known.slowest, floor[0])
-            order = np.lexsort((known.gpus, known.total, slowest))
-            worth = self._in_time(known, known.gpus <= budget)
+            worth = np.flatnonzero(self._in_time(others).others[unit] & (known.gpus <= budget))
+            order = worth[np.lexsort((known.gpus[worth], known.total[worth], slowest[worth]))]
             least = [*zip(known.gpus.tolist(), slowest.tolist(), known.total.tolist())]
             best, found = list[tuple[int, float, float]](), list[Option]()
-            for at in order[worth[order]].tolist():
+            for at in order.tolist():
                 if math.isfinite(self.most_seconds) and any(_is_better(one, least[at]) for one in best):
                     self._omit(max(float(known.busiest[at]), floor[1]))
                     continue
@@ -168,12 +199,6 @@ class _Shape:
                     best.append((option.gpus, max(option.slowest, floor[0]), option.total))
             self._known[key] = found
         return self._known[key]
-
-    def _in_time(self, known: FastestChains, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return the mask of chains `there` whose slowest stage does not take too long."""
-        fast = self.microbatches * known.slowest * ROUNDING <= self.most_seconds
-        self._omit(float(known.busiest[there & ~fast].min(initial=math.inf)))
-        return there & fast
 
     def _omit(self, work: float) -> None:
         """Record that chains were omitted whose busiest stage works at least so many seconds on a microbatch."""
@@ -205,31 +230,29 @@ class _Shape:
         self._omit(float(option.costs.work.max()))
         return False
 
-    def _language(self, budget: int, behind: int) -> list[Option]:
-        """Return the language model's options, with interleaved chunks where these may pay off."""
+    def _language(self, budget: int, behind: int, others: tuple[str, ...]) -> list[Option]:
+        """Return the language model's options beside `others`, with interleaved chunks where these may pay off."""
         name = self.space.roles.language
-        key = name, budget, behind, self.space.settings.chunks
+        key = name, budget, behind, self.most_seconds, self.space.settings.chunks, others
         if key not in self._known:
-            known, found = self.table.fastest_chains(name, self.samples, self.space.cluster.num_devices), list[Option]()
-            there = (known.gpus <= budget) & np.isin(known.groups, [*self._groups])
-            fast = self._in_time(known, there)
+            known, worth, found = self._fastest(name), self._in_time(others), list[Option]()
             # A chain that takes too long may be fast enough in chunks, which are cut more evenly.
-            chunked = there & (self.microbatches * known.mean * ROUNDING <= self.most_seconds)
-            for at in np.flatnonzero(fast | chunked).tolist():
+            for at in np.flatnonzero((worth.whole | worth.chunked) & (known.gpus <= budget)).tolist():
                 request = known.requests[at]._replace(microbatches=self.microbatches)
-                requests = [*([request] if fast[at] else []), *self._in_chunks(request)]
-                laid_out = [self._chain(one, behind) for one in requests if self._may_pay(one)]
+                laid_out = [self._chain(request, behind)] if worth.whole[at] else []
+                for one in self._in_chunks(request, known, at) if worth.chunked[at] else ():
+                    laid_out += [self._chain(one, behind)] if self._may_pay(one) else []
                 found += [option for option in laid_out if option is not None]
             self._known[key] = found
         return self._known[key]
 
-    def _in_chunks(self, request: ChainRequest) -> Iterator[ChainRequest]:
+    def _in_chunks(self, request: ChainRequest, known: FastestChains, at: int) -> Iterator[ChainRequest]:
         """Yield a chain in interleaved chunks that may save a notable part of a step."""
-        one = self.table.fastest(request)
         most = self.space.model.unit(request.unit).most_stages
+        slowest, total = float(known.slowest[at]), float(known.total[at])
         for chunks in self.space.settings.chunks:
-            saved = (one.total - one.slowest) * (1 - 1 / chunks)
-            if 1 < request.stages <= most // chunks and saved >= NOTABLE * self.microbatches * one.slowest:
+            saved = (total - slowest) * (1 - 1 / chunks)
+            if 1 < request.stages <= most // chunks and saved >= NOTABLE * self.microbatches * slowest:
                 yield request._replace(stages=request.stages * chunks, chunks=chunks)
 
     def _before(
@@ -252,7 +275,8 @@ class _Shape:
         """Return for each chain of encoders the options whose memory allows `behind` stages after them."""
         encoders = self.space.roles.encoders
         if encoders_at is not EncoderPosition.COLOCATED:
-            return [self._fast_chains(unit, budget, behind, floor) for unit in encoders]
+            beside = *encoders, *self.space.roles.generators
+            return [self._fast_chains(unit, budget, behind, beside, floor) for unit in encoders]
         most = min(self.space.model.unit(unit).most_stages for unit in encoders)
         options = [
             self.table.colocated(encoders, degrees, stages, self.samples, self.microbatches)
@@ -261,8 +285,8 @@ class _Shape:
         ]
         return [[option for option in options if option is not None and option.headroom >= behind]]
 
-    def _after(self, budget: int, floor: Floor = (0.0, 0.0)) -> list[ParallelChains]:
-        chains = [self._fast_chains(unit, budget, 0, floor) for unit in self.space.roles.generators]
+    def _after(self, budget: int, others: tuple[str, ...], floor: Floor = (0.0, 0.0)) -> list[ParallelChains]:
+        chains = [self._fast_chains(unit, budget, 0, others, floor) for unit in self.space.roles.generators]
         return _all(self.space.joined(chains, budget))
 
     def candidate(
@@ -294,133 +318,5 @@ def _all(by_devices: Sequence[Sequence[ParallelChains]]) -> list[ParallelChains]
     return list(dict.fromkeys(chains for group in by_devices for chains in group))
 
 
-CLOSE_BELOW = 0.95
-"""Least estimate of pipelines as a multiple of their language model's alone: the weight gradients of other units may
-fill more of its bubbles."""
-
 Floor = tuple[float, float]
 """Seconds of a microbatch that some unit takes in any case: in its slowest stage, and at least in its busiest."""
-
-Seconds = TypeVar("Seconds", float, NDArray[np.float64])
-
-GAPS = 1.08
-"""Simulated interleaved steps take this multiple of the closed-form time."""
-FILLING, DELAY = 0.75, 0.4
-"""Fractions that remain where weight gradients of all layers fill the bubbles, in simulations.
-
-FILLING is of the first microbatch's forwards, DELAY of the delay by the heaviest microbatch.
-"""
-
-
-def chain_times(space: Space, replicas: int, microbatches: int, option: Option) -> ChainTimes:
-    """Return lower bounds and exposed sync of one option in `replicas` pipelines of `microbatches` microbatches each.
-
-    A stage takes at least its work plus the gradient sync after its last microbatch, and at least its forwards plus the
-    sync of all its gradients. With split backwards, a stage waits for forwards only and syncs all gradients after its
-    work. Replicas share the work, but one with fewer samples than microbatches has fewer calls; some replica has all.
-    """
-    key = option, replicas, microbatches
-    if key not in space.times:
-        space.times[key] = _chain_times(space, *key)
-    return space.times[key]
-
-
-def _chain_times(space: Space, option: Option, replicas: int, microbatches: int) -> ChainTimes:
-    from dilatant.plan.layouts._chain_kernel import chain_times as kernel
-
-    chain, costs, cluster = option.chain, option.costs, space.cluster
-    degrees = chain.degrees
-    holders = replicas * degrees.copies
-    ring = 2 * (holders - 1) / holders
-    waits = chain.chunks == 1
-    shared = sorted([0, *map(len, chain.cuts.values())])[-2] if waits else len(costs.work)
-    sums = (
-        _ring_bandwidth(cluster, holders, degrees.tp),
-        *least_sync(holders, degrees.tp, cluster, space.table.units.rules),
-    )
-
-    def times(lightest: NDArray[np.float64], heaviest: float, sync_at_end: bool) -> tuple[float, float, float, float]:
-        busiest, longest, last, exposed = kernel(
-            costs.work + costs.calls / replicas, costs.work_host, costs.forward, lightest, costs.lightest_split,
-            costs.gradient, costs.backward, microbatches, waits, ring, *sums, float(BUCKET_BYTES), sync_at_end, shared,
-        )  # fmt: skip
-        if degrees.ep > 1:  # experts may have no other holder
-            return busiest, 0.0, heaviest, exposed
-        return busiest, longest, heaviest + last, exposed
-
-    stages, synced, path, exposed = times(costs.lightest, option.heaviest, False)
-    if not space.settings.splits_backward or not waits:
-        return ChainTimes(stages, synced, path, math.inf, math.inf, exposed)
-    busiest, longest, path_split, _ = times(costs.lightest_split, option.heaviest_split, True)
-    return ChainTimes(stages, synced, path, max(busiest, longest), path_split, exposed)
-
-
-def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
-    """Return the sync seconds after the last backward, maximum over device groups. sums: seconds of gradient sync
-    [groups]."""
-    backward = option.costs.backward[: len(sums)]  # of the last chunk
-    last_bucket = 1.0 / np.maximum(1.0, np.ceil(option.costs.gradient / BUCKET_BYTES))  # its share of the gradients
-    return float(np.maximum(sums - backward, sums * last_bucket).max())
-
-
-def estimate(
-    space: Space,
-    pipelines: int,
-    microbatches: int,
-    fill: float,
-    slowest: float,
-    options: Sequence[Option],
-    times: Sequence[ChainTimes],
-) -> float:
-    """Estimate the seconds of a step of equal pipelines: `computed_seconds` plus exposed gradient sync."""
-    computed = computed_seconds(space, pipelines, microbatches, fill, slowest, options)
-    return float(computed + max(one.exposed_sync for one in times))
-
-
-def computed_seconds(
-    space: Space, pipelines: int, microbatches: int, fill: Seconds, slowest: Seconds, options: Sequence[Option]
-) -> Seconds:
-    """Estimate the compute seconds of a step: the first microbatch takes `fill`, each further one `slowest`.
-    The heaviest microbatch delays those behind it by about half of its excess in simulations. Where backwards may be
-    split, weight gradients fill bubbles in proportion to their share of the work."""
-    heavier = (space.heaviest(pipelines * microbatches) - 1.0) * (fill - slowest)
-    steady = microbatches * slowest
-    whole = fill + steady - slowest
-    heaviest = heaviest_split = forwards = total = 0.0
-    for option in options:
-        if option.chain.chunks > 1:
-            return GAPS * whole + heavier / 2
-        heaviest += option.heaviest
-        heaviest_split += option.heaviest_split
-        forwards += option.forwards
-        total += option.total
-    whole = whole + heavier / 2
-    if not (space.settings.splits_backward and heaviest):
-        return whole
-    late = 1.0 - heaviest_split / heaviest  # fraction of weight gradients
-    share = forwards / total
-    last = FILLING * share * fill + steady  # last stages wait for the first forward,
-    first = (1.0 - late) * fill + (1.0 - share) * steady  # first stages for the first backward
-    larger = max if isinstance(fill, float) else np.maximum  # max is faster for two floats
-    split = larger(last, first) + DELAY * heavier
-    return whole - larger(0.0, whole - split) * min(1.0, 3 * late)
-
-
-def bound(before: ParallelChains, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
-    """Return seconds that no schedule beats; the language model waits at least for the encoders' lightest sample."""
-    ahead = max((one.lightest for one in before.options), default=0.0)
-    ahead_split = max((one.lightest_split for one in before.options), default=0.0)
-    whole = split = 0.0
-    for option, own in zip(options, times, strict=True):
-        waits = option is language
-        whole = max(whole, own.stages + ahead * waits, own.synced + ahead_split * waits, own.path)
-        split = max(split, own.stages_split + ahead_split * waits, own.path_split)
-    return min(whole, split)
-
-
-def _ring_bandwidth(cluster: Cluster, holders: int, tp: int) -> float:
-    bandwidth = cluster.inside.bandwidth
-    if holders * tp > cluster.reach:
-        on_node = min(holders, max(1, cluster.reach // tp))
-        bandwidth = min(bandwidth, on_node * cluster.between.bandwidth / cluster.gpus_per_node)
-    return bandwidth
