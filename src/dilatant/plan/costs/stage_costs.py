@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.sync_time import shard_seconds, sharing
-from dilatant.plan.model_spec import ModelSpec, UnitSpec
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import PlacedStage, Plan, Stage
 
 KIND_ORDER = ("F", "B", "I", "W")
@@ -110,7 +110,13 @@ def layer_table(
     """
     columns: dict[str, list[Any]] = {one.name: [] for one in fields(LayerTable)}
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
+    known: dict[tuple[LayerSpec, bool, Recompute], dict[str, Any]] = {}  # most blocks of a model are alike
     for layer, before, how in zip(unit.layers, trainable_before(unit.trainable, upstream), again, strict=True):
+        alike = replace(layer, name=""), before, how
+        if alike in known:
+            for name, value in known[alike].items():
+                columns[name].append(value)
+            continue
         cost = costs.layer(layer.kind, degrees)
         if layer.experts:
             cost = with_experts_on_ranks(cost, degrees.ep, on_node, slower)
@@ -137,6 +143,7 @@ def layer_table(
             "backward": layer.trainable or before,
             "host_seconds": [forward, inputs + weights, inputs, weights],
         }
+        known[alike] = row
         for name, value in row.items():
             columns[name].append(value)
     trains = np.array(columns.pop("backward"), dtype=np.bool_)

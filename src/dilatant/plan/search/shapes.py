@@ -135,7 +135,7 @@ class _Shape:
         for after in self._after(budget, roles.generators):
             for request in requests:
                 if request.degrees.ranks * request.stages <= budget - after.gpus:
-                    option = self._chain(request, after.stages) if self._may_pay(request) else None
+                    option = self._chain(request, after.stages)
                     if option is not None:
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
