@@ -246,6 +246,7 @@ def test_modelled_products_are_the_weights_that_a_token_meets(tmp_path):
     model = described(config(tmp_path, MIXTRAL))
     layer = model.spec.unit("language").layers[1]
     assert (layer.experts, layer.expert_parameters) == (8, 8 * 3 * 32 * 64)
+    assert (layer.largest, layer.largest_of_experts) == (32 * 32, 8 * 2 * 32 * 64)
     shapes = layer_shapes(model)
     assert shapes["mixtral block 32"].routed_width == 2 * 32
     block = shapes["mixtral block 32"]

@@ -16,8 +16,9 @@ class LayerSpec:
     """One layer: logical name, type in the cost model, parameters, whether it trains and tensor parallelism divides it.
     `tied`: parameters shared with the unit's first layer; a rank with both layers holds them once. `experts`: number of
     experts, which own `expert_parameters` of the parameters; expert-parallel ranks divide them. `fixed`: parameters
-    that are frozen although the layer trains, as with adapters. `largest`: parameters of its largest trainable
-    weight. `four_bit`: parameters stored in four bits. `orthogonal`: parameters that Muon updates, with one moment."""
+    that are frozen although the layer trains, as with adapters. `largest`, `largest_of_experts`: parameters of its
+    largest trainable weight outside experts, and of the largest that all its experts share. `four_bit`: parameters
+    stored in four bits. `orthogonal`: parameters that Muon updates, with one moment."""
 
     name: str
     kind: str
@@ -28,6 +29,7 @@ class LayerSpec:
     experts: int = 0
     expert_parameters: int = 0
     largest: int = 0
+    largest_of_experts: int = 0
     fixed: int = 0
     four_bit: int = 0
     orthogonal: int = 0

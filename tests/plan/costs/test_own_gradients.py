@@ -1,4 +1,4 @@
-"""What salvage keeps of gradients beside their sums, counted by hand."""
+"""What sums of gradients hold beside them, and what salvage keeps, counted by hand."""
 
 from __future__ import annotations
 
@@ -50,3 +50,27 @@ def test_gradients_summed_with_other_ranks_are_kept_once_more(replicas, zero, ke
     assert found.own_gradient_bytes.tolist() == [4 * count for count in kept]
     document = StepCosts(found).to_document()
     assert StepCosts.from_document(document, plan).stages.own_gradient_bytes.tolist() == [4 * count for count in kept]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "summed"),
+    [
+        (Degrees(), 1, 0),
+        (Degrees(), 2, 600),  # all experts' part of one weight
+        (Degrees(ep=2), 1, 40),  # nobody else has these experts
+        (Degrees(ep=2), 2, 300),
+        (Degrees(cp=4, ep=2), 1, 300),
+        (Degrees(tp=2), 2, 300),
+    ],
+)
+def test_a_rank_sums_its_part_of_the_experts(ranks, replicas, summed) -> None:
+    layer = LayerSpec("block", "any", 1000, experts=4, expert_parameters=900, largest=40, largest_of_experts=600)
+    costs = CostModel(
+        "any", "synthetic", "float32", {"any": dict.fromkeys([ranks.without_experts], LayerCost(*[Quadratic()] * 4))}
+    )
+    count = ranks.ranks
+    stages = [Stage(0, 1, tuple(range(first, first + count)), *ranks) for first in range(0, replicas * count, count)]
+    plan = Plan((UnitPlan("language", tuple(Replica((stage,)) for stage in stages), ()),))
+    model = ModelSpec((UnitSpec("language", (layer,), ()),))
+    found = stage_costs(plan, model, costs, replace(FP32, zero="none"))
+    assert found.sum_bytes.tolist() == [4 * summed] * replicas

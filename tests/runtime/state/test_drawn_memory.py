@@ -141,6 +141,11 @@ IN_GROUPS: dict[str, Any] = {
     "recompute": "none", "family": "1f1b", "microbatches": 2, "texts": (400, 380, 420, 410), "images": (1, 1, 1, 1),
 }  # fmt: skip
 """Two groups of ranks, in each a sample of every microbatch, that divide experts."""
+MANY_EXPERTS = {
+    **IN_GROUPS, "experts": 24, "microbatches": 1,
+    "language": ParallelSpec(2, pp=1, ep=2), "vision": ParallelSpec(2),
+}  # fmt: skip
+"""The largest weights are those of experts, of which a rank sums half with the other replica."""
 
 
 def drawn(seed: int) -> Drawn:
@@ -263,6 +268,7 @@ def check(workers: WorkerPool, seed: int, **instead: Any) -> np.ndarray:
         (5, {"word": "weights"}),
         (6, {"word": "weights"}),
         (7, IN_GROUPS),
+        (7, MANY_EXPERTS),
         (5, {"word": "weights", "frozen": ("vision.encoder",)}),
         (6, {"word": "weights", "frozen": ("vision.encoder", "language")}),
         (5, {"word": "weights_by_step", "frozen": ("vision.encoder", "language")}),

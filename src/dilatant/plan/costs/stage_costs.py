@@ -350,11 +350,11 @@ def _summed(entry: PlacedStage, unit: UnitSpec, replicas: int) -> list[tuple[flo
         if not layer.trainable:
             continue
         if replicas * degrees.ranks > parts:
-            held = layer.held_beside_experts(degrees)
-            if replicas > 1 or degrees.ep == 1:
+            held, largest = layer.held_beside_experts(degrees), layer.largest / parts
+            if replicas * degrees.ranks > layer.expert_parts(degrees):
                 held = layer.held(degrees)
+                largest = max(largest, layer.largest_of_experts / layer.expert_parts(degrees))
             held -= layer.held_before(degrees) if entry.is_first else 0.0
-            largest = layer.largest / parts
             if layer.orthogonal:  # a bucket has a matrix for every holder, of this layer or the next
                 largest = min(largest * replicas * degrees.ranks, layer.orthogonal * (stage.end - stage.first))
             found.append((held * layer.trained_share, largest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,6 +130,7 @@ def describe_model(model: MultimodalModel, recompute: Mapping[str, Recompute | N
         by_layer = list(weights_by_layer(unit))
         leading = {id(parameter) for _, parameter in by_layer[0]}
         experts = {layer: _experts(block) for layer, block in zip(unit.layers[1:], unit.blocks)}
+        of_experts = _expert_weights(unit)
         for index, weights in enumerate(by_layer):
             role, variant = _role(unit, index)
             shapes = tuple((rest, tuple(parameter.shape)) for rest, parameter in weights)
@@ -147,7 +148,7 @@ def describe_model(model: MultimodalModel, recompute: Mapping[str, Recompute | N
                     kind=kind,
                     parameters=sum(parameter.numel() for _, parameter in weights),
                     divided=types[kind].is_divided,
-                    **_trained_fields(weights),
+                    **_trained_fields(weights, of_experts),
                     four_bit=four_bit,
                     orthogonal=sum(p.numel() for r, p in weights if f"{unit.layers[index]}{r}" in unit.orthogonal),
                     tied=sum(parameter.numel() for _, parameter in weights if index and id(parameter) in leading),
@@ -182,11 +183,23 @@ def describe_model(model: MultimodalModel, recompute: Mapping[str, Recompute | N
     )
 
 
-def _trained_fields(weights: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
-    """Return the fields of `LayerSpec` that depend on which of a layer's weights train."""
-    trained = [parameter.numel() for _, parameter in weights if parameter.requires_grad]
-    fixed = sum(parameter.numel() for _, parameter in weights) - sum(trained)
-    return {"trainable": bool(trained), "fixed": fixed, "largest": max(trained, default=0)}
+def _trained_fields(weights: Sequence[tuple[str, nn.Parameter]], of_experts: Set[int]) -> dict[str, Any]:
+    """Return the fields of `LayerSpec` that depend on which of a layer's weights train. of_experts: `_expert_weights`
+    of its unit."""
+    trained = [parameter for _, parameter in weights if parameter.requires_grad]
+    fixed = sum(parameter.numel() for _, parameter in weights) - sum(parameter.numel() for parameter in trained)
+    return {
+        "trainable": bool(trained),
+        "fixed": fixed,
+        "largest": max((one.numel() for one in trained if id(one) not in of_experts), default=0),
+        "largest_of_experts": max((one.numel() for one in trained if id(one) in of_experts), default=0),
+    }
+
+
+def _expert_weights(unit: Unit) -> set[int]:
+    """Return the identities of all weights of experts."""
+    modules = [module for block in unit.blocks for _, module in fused_experts(block)]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def describe_unfrozen(model: ModelDescription, name: str) -> ModelDescription:
@@ -194,7 +207,8 @@ def describe_unfrozen(model: ModelDescription, name: str) -> ModelDescription:
     known = model.units[name]
     unit = copy.deepcopy(known)
     thaw({name: unit}, [name])
-    fields = [_trained_fields(weights) for weights in weights_by_layer(unit)]
+    of_experts = _expert_weights(unit)
+    fields = [_trained_fields(weights, of_experts) for weights in weights_by_layer(unit)]
     spec = model.spec.unit(name)
     layers = tuple(replace(layer, **own) for layer, own in zip(spec.layers, fields, strict=True))
     units = tuple(replace(spec, layers=layers) if one is spec else one for one in model.spec.units)
