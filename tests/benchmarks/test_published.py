@@ -14,16 +14,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.papers.corpus.predictions import corpus_report, predicted_bytes, predicted_seconds
-from benchmarks.papers.corpus.rows import (
-    OVERLAPPED,
-    SUMS,
-    Measured,
-    MeasuredMemory,
-    Sums,
-    measured_memory,
-    measured_runs,
-    read_lines,
-)
+from benchmarks.papers.corpus.programs import OVERLAPPED, SUMS, Sums
+from benchmarks.papers.corpus.rows import Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from benchmarks.papers.planner import cuts_by_work, even_chain
 from dilatant.cost.published_runs import published_runs
 
