@@ -18,13 +18,13 @@ SEQUENCE_PARALLEL = replace(MEGATRON_2022, attention="unfused, recomputed", whol
 """Megatron of 2022 with sequence parallelism and selective recomputation."""
 
 RUNNERS = {
-    "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
-    "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
+    "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8, stops_early=True, weight_casts=1),
+    "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4, stops_early=True),
     "torchtitan": TORCHTITAN,
     "torchtitan compiled": replace(TORCHTITAN, name="torchtitan, compiled", fused=True, operations=0.4),
     "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
     "automodel": AUTOMODEL,
-    "torchtune": Runner("torchtune", "library", operations=0.8),
+    "torchtune": Runner("torchtune", "library", operations=0.8, stops_early=True),
     "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
     "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
 }
@@ -109,7 +109,7 @@ def words_of(row: Mapping[str, Any]) -> str:
 
 def written(row: Mapping[str, Any]) -> tuple[int, int]:
     """Return the latest year and month in which a row's program was written: of its source, or of its container."""
-    words = words_of(row) + str(row.get("date"))
+    words = f"{words_of(row)} {row.get('date')}"
     found = [(int(year), int(month)) for year, month in re.findall(r"\b(20\d\d)-(\d\d)", words)]
     found += [(int(year), 12) for year in re.findall(r"\bof (20\d\d)\b", words)]
     found += [(2000 + int(year), int(month)) for year, month in re.findall(r"nemo[ :/-]*(2\d)\.(\d\d)", words)]
@@ -121,13 +121,15 @@ def program_of(row: Mapping[str, Any]) -> Runner:
     source, words = row["source_id"], words_of(row)
     compiled = " compiled" if row.get("compile") else ""
     if source in RUNNERS:
-        return RUNNERS.get(source + compiled, RUNNERS[source])
+        runner = RUNNERS.get(source + compiled, RUNNERS[source])
+        # llm-foundry's rows in pure bf16 are those of PyTorch 1.13 (README @300cc5c58 of May 2023).
+        return replace(runner, stops_early=False) if row.get("mp_mode") == "PURE" else runner
     for pattern, name in NAMES.items():
         if re.search(pattern, words):
             return RUNNERS.get(name + compiled, RUNNERS[name])
     sharded = zero_of(row["zero"])[1] != "none"
     if re.search(COMPILED_XLA, words):
-        runner = replace(MEGATRON, name="xla")
+        runner = replace(MEGATRON, name="xla", stops_early=True)  # only what a backward needs is in its graph
     elif re.search(IN_MEGATRON, words):
         runner = _megatron(row, words)
     elif sharded or re.search(EAGER_TORCH, words):
