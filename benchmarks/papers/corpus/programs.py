@@ -25,6 +25,7 @@ RUNNERS = {
     "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
     "automodel": AUTOMODEL,
     "torchtune": Runner("torchtune", "library", operations=0.8, stops_early=True),
+    "paddle": Runner("paddle", "flash", operations=0.8, whole_rows=10.0),
     "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
     "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
 }
@@ -83,7 +84,7 @@ back, that nothing hides."""
 
 NAMES = {
     "torchtitan": "torchtitan", "torchtune": "torchtune", "automodel": "automodel", "internevo": "internevo",
-    "fms.?fsdp": "fms-fsdp", "llm.?foundry|mosaic": "llm-foundry",
+    "fms.?fsdp": "fms-fsdp", "llm.?foundry|mosaic": "llm-foundry", "paddle": "paddle",
 }  # fmt: skip
 """Words of a row → key of `RUNNERS`."""
 
@@ -173,6 +174,11 @@ def hides_tensor_parallelism(row: Mapping[str, Any]) -> bool:
     if found := re.search(told, words):
         return not found[1] and not re.search("false|off|none", found[2])
     return re.search(BY_NVIDIA, words) is not None and row["source_id"] not in SUMS and not row["multimodal"]
+
+
+def hides_exchanges(row: Mapping[str, Any]) -> bool:
+    """Return True if a row says that exchanges of experts run beside computation."""
+    return re.search(r"(?:a2a|all.to.all|expert|\bep)\w*[-_ ](?:comm[a-z]* )?overlap", words_of(row)) is not None
 
 
 def sums_of(row: Mapping[str, Any]) -> Sums:

@@ -29,6 +29,7 @@ from benchmarks.papers.corpus.programs import (
     OF_EXPERTS,
     OVERLAPPED,
     Sums,
+    hides_exchanges,
     hides_tensor_parallelism,
     program_of,
     sums_of,
@@ -251,7 +252,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
         parts = with_vision(row, hardware, runner)
     else:
         parts = parts_of(row, hardware, runner, is_gated(row))
-    if experts and (is_one_graph(row, name, low) or exchanges_beside(row, name)):
+    if experts and (is_one_graph(row, name, low) or exchanges_beside(row, name) or hides_exchanges(row)):
         parts = tuple(replace(part, sent=part.sent.scaled(BESIDE)) for part in parts)
     if row["source_id"] == "nanotron-ultrascale":
         seconds_of_host, more = NANOTRON_HOST
