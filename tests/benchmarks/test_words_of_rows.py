@@ -146,6 +146,16 @@ def test_rows_may_leave_out_what_follows_from_others():
     assert next(measured_runs(iter([{"source_id": "nothing else"}]))) == "incomplete"
 
 
+def test_numbers_may_be_texts_and_steps_may_be_rates():
+    same = (
+        read(gpus="16", gbs="1,024", measured={"step_ms": 50_000}),
+        read(gbs=1024, cp=0, measured={"samples_per_s": 1024 / 50}),
+        read(gbs=1024, measured={"tokens_per_second": 1024 * 8192 / 50}),
+        read(gbs=1024, vpp="NA", measured="50 s", derived_step_seconds="50.0"),
+    )
+    assert [(run.batch, run.dp, run.cp, run.chunks, run.seconds) for run in same] == [(1024, 8, 1, 1, 50.0)] * 4
+
+
 def test_rows_that_contradict_themselves_are_refused():
     assert read(dp=4) == "its degrees contradict its number of devices"
     experts = {**LLAMA, "moe": {"experts": 8, "top_k": 2, "ffn": 14_336}}

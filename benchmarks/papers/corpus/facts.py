@@ -20,26 +20,41 @@ GPUS = {
 }  # fmt: skip
 """Patterns of names → entry of the hardware file; the first that matches counts."""
 
+NUMBERS = ("gpus", "tp", "pp", "vpp", "cp", "dp", "ep", "mbs", "gbs")
+OF_MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "parameters", "head_dim")
+TEXTS = ("source_id", "source", "hardware", "precision", "zero", "notes", "quality", "id")
 DEFAULTS: Mapping[str, Any] = {
     "source": "", "quality": "B", "multimodal": False, "hardware": "", "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1,
-    "dp": None, "mbs": None, "gbs": None, "precision": "bf16", "recompute": "none", "zero": None, "notes": None,
-    "measured": {},
+    "precision": "bf16", "recompute": "none",
 }  # fmt: skip
 """Facts of a row that leaves them out."""
 
 
 def completed(row: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
-    """Return a row with all keys. The data-parallel degree follows from the others, and seconds from a rate, where they
-    are absent."""
-    own = {**DEFAULTS, **{key: value for key, value in row.items() if value is not None}}
-    own.setdefault("source_id", own["source"].split(" ")[0])
-    own.setdefault("id", f"{own['source_id']}-{number:04d}")
-    own["model"] = {"name": own["source_id"], **own.get("model", {})}
-    if own["dp"] is None and own.get("gpus"):
+    """Return a row with all keys, of which those that it leaves out have a default or None. The data-parallel degree
+    follows from the others, and seconds from a rate, where they are absent."""
+    told = {**row, **{key: _whole(row.get(key)) for key in NUMBERS}}
+    told |= {key: None if row.get(key) in (None, "") else str(row[key]) for key in TEXTS}
+    own = {**dict.fromkeys(NUMBERS + TEXTS), **DEFAULTS, **{key: one for key, one in told.items() if one is not None}}
+    own["source_id"] = own["source_id"] or own["source"].split(" ")[0] or "unknown"
+    own["id"] = own["id"] or f"{own['source_id']}-{number:04d}"
+    own["measured"] = own.get("measured") if isinstance(own.get("measured"), Mapping) else {}
+    model = row["model"] if isinstance(row.get("model"), Mapping) else {}
+    own["model"] = {**model, **{key: _whole(model.get(key)) for key in OF_MODEL}}
+    own["model"]["name"] = str(model.get("name") or own["source_id"])
+    if own["dp"] is None and own["gpus"]:
         own["dp"] = own["gpus"] // (own["tp"] * own["pp"] * own["cp"])
-    if (seconds := _from_rate(own)) is not None:
-        own.setdefault("derived_step_seconds", seconds)
+    if not own.get("derived_step_seconds"):
+        own["derived_step_seconds"] = _seconds(own)
     return own
+
+
+def _whole(value: Any) -> int | None:
+    """Return a positive whole number that may be written as a text ("1,024"), None for anything else."""
+    try:
+        return max(0, int(float(str(value).replace(",", "")))) or None
+    except (ValueError, OverflowError):
+        return None
 
 
 def replicas(row: Mapping[str, Any]) -> int:
@@ -51,15 +66,19 @@ def replicas(row: Mapping[str, Any]) -> int:
     return int(ranks)
 
 
-def _from_rate(row: Mapping[str, Any]) -> float | None:
-    """Return the seconds of a step by the tokens or samples a second that a row's source prints, if it does."""
-    measured, tokens = row["measured"], row["model"].get("seq")
-    samples = measured.get("samples_per_s") or measured.get("samples_per_second")
-    rate = measured.get("tokens_per_s") or measured.get("tokens_per_second")
-    each = measured.get("tokens_per_s_per_gpu") or measured.get("tokens_per_second_per_gpu")
-    if not row["gbs"] or not (samples or (tokens and (rate or each))):
-        return None
-    return float(row["gbs"] / (samples or (rate or each * row.get("gpus", 0)) / tokens))
+def _seconds(row: Mapping[str, Any]) -> float | None:
+    """Return the seconds of a step by the milliseconds, tokens or samples a second that a row's source prints."""
+    measured, tokens = row["measured"], row["model"]["seq"]
+
+    def figure(*names: str) -> float:
+        return next((float(measured[name]) for name in names if measured.get(name)), 0.0)
+
+    if milliseconds := figure("step_ms", "ms_per_step", "iteration_ms"):
+        return milliseconds / 1e3
+    each = figure("tokens_per_s_per_gpu", "tokens_per_second_per_gpu") * (row["gpus"] or 0)
+    rate = (figure("tokens_per_s", "tokens_per_second") or each) / (tokens or 1)
+    samples = figure("samples_per_s", "samples_per_second") or rate * (tokens is not None)
+    return row["gbs"] / samples if samples and row["gbs"] else None
 
 
 def gpu_of(text: str) -> str:

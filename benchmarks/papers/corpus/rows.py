@@ -146,19 +146,18 @@ class Measured:
 def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]:
     """Yield each row as a run, or the reason why it cannot be predicted. A row without its number of heads has that of
     its source's other rows of as many and as wide layers, where they agree."""
-    known, heads = [*rows], dict[tuple[Any, ...], set[int]]()
+    known, heads = [completed(row, number) for number, row in enumerate(rows)], dict[tuple[Any, ...], set[int]]()
     for row in known:
-        if own := row.get("model", {}).get("heads"):
+        if own := row["model"]["heads"]:
             heads.setdefault(_shape(row), set()).add(own)
     sweep: dict[tuple[Any, ...], list[Measured]] = {}
     runs: list[Measured | str] = []
-    for number, row in enumerate(known):
+    for row in known:
         found = heads.get(_shape(row), set())
+        if not row["model"]["heads"] and len(found) == 1:
+            row["model"]["heads"] = min(found)
         try:
-            whole = completed(row, number)
-            if not whole["model"].get("heads") and len(found) == 1:
-                whole["model"]["heads"] = min(found)
-            runs.append(run := _run(whole))
+            runs.append(run := _run(row))
         except ValueError as error:
             runs.append(str(error))
         else:
@@ -172,8 +171,7 @@ def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]
 
 
 def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    model = row.get("model", {})
-    return row.get("source_id"), model.get("layers"), model.get("hidden")
+    return row["source_id"], row["model"]["layers"], row["model"]["hidden"]
 
 
 def _run(row: Mapping[str, Any]) -> Measured:
@@ -190,7 +188,9 @@ def _run(row: Mapping[str, Any]) -> Measured:
         model = {**model, **model["language"]}
     elif experts:
         group = "experts"
-    seconds = figures.get("step_seconds") or figures.get("seconds_per_step") or row.get("derived_step_seconds")
+    seconds = float(
+        figures.get("step_seconds") or figures.get("seconds_per_step") or row["derived_step_seconds"] or 0.0
+    )
     needed = [model.get(key) for key in ("layers", "hidden", "vocab", "seq")]
     needed += [model.get("ffn") or experts]
     needed += [row.get(key) for key in ("gpus", "tp", "pp", "dp", "mbs", "gbs")] + [seconds]
@@ -274,7 +274,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], chunks, row["mbs"], row["gbs"], recompute, zero, shard,
-        float(seconds), runner, group, recomputed, sums, stages, DOMAIN if name in NVLINK_DOMAIN else node,
+        seconds, runner, group, recomputed, sums, stages, DOMAIN if name in NVLINK_DOMAIN else node,
     )  # fmt: skip
 
 
