@@ -25,7 +25,7 @@ from rich.console import Console
 
 from benchmarks.machine import machine
 from benchmarks.papers.corpus.predictions import corpus, in_turn, memory, simulated
-from benchmarks.papers.corpus.rows import (
+from benchmarks.papers.corpus.programs import (
     AFTERWARDS,
     AFTERWARDS_FP16,
     MEGATRON_2021,

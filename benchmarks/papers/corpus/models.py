@@ -24,8 +24,9 @@ NVLINK_DOMAIN = {"GB200": 72, "GB300": 72}
 ALIGNED = 8
 """Heads of a multiple of so many 16-bit numbers let batched products load 16 bytes at once, which tensor cores need."""
 
-FUSED_NORMS = ("nanotron-ultrascale",)
-"""Sources of whose blocks norms are one kernel each, but not rotary embeddings and activations."""
+FUSED_NORMS = ("llm-foundry", "nanotron-ultrascale")
+"""Sources of whose blocks norms are one kernel each in 16 bits, but not rotary embeddings and activations. MPT's do not
+leave autocast's precision (`low_precision_layernorm`, its default @b2a43a147)."""
 
 EAGER_LOSS = ("bloom-prequel", "nanotron-ultrascale")
 """Sources whose loss over a divided vocabulary is computed in fp32, operation by operation: a cast, the largest, a
@@ -161,6 +162,7 @@ def routed(
         fused_traffic=shape.fused_traffic + moved,
         launches=2 * shape.launches,
         operations=2 * shape.operations,
+        last=0,  # weights of experts multiply its result
     )
     copy = 2 * hidden * BYTES["bfloat16"] / tp / (row.get("cp") or 1)  # there and back
     name = next((name for name in NVLINK_DOMAIN if name in row["hardware"]), None)

@@ -14,16 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.papers.corpus.programs import Sums
 from benchmarks.papers.corpus.reasons import REASONS
-from benchmarks.papers.corpus.rows import (
-    BALANCED,
-    Measured,
-    MeasuredMemory,
-    Sums,
-    measured_memory,
-    measured_runs,
-    read_lines,
-)
+from benchmarks.papers.corpus.rows import BALANCED, Measured, MeasuredMemory, measured_memory, measured_runs, read_lines
 from benchmarks.papers.models import PaperUnit, cost_model, model_spec, parameters
 from benchmarks.papers.planner import Case, even_chain, same_samples
 from dilatant.config.degrees import Degrees

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.papers.corpus.models import NVLINK_DOMAIN
+from benchmarks.papers.corpus.programs import has_delayed_scales
 
 FINE_TUNING_CHUNKS = {"LLAMA2-13B": 10, "LLAMA2-70B": 20}
 """Virtual stages of NeMo 24.07's fine-tuning on H100, by its scripts (examples/peft/llama/h100 of
@@ -72,7 +73,7 @@ BY_ROWS = Scales(0.79, gathered=4.0, sent=1.0)
 
 def scales_of(row: Mapping[str, Any]) -> Scales:
     """Return how a row in FP8 scales."""
-    if row["source_id"] in ("llm-foundry", "nemo-24.07"):
+    if row["source_id"] in ("llm-foundry", "nemo-24.07") or has_delayed_scales(row):
         return DELAYED
     if re.search("MX|finer", row["precision"]) and "H100" not in row["hardware"]:
         return BY_BLOCKS

@@ -11,7 +11,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.papers.corpus.facts import (
+    completed,
+    gpu_of,
+    is_gated,
+    is_half,
+    low_precision,
+    network_of,
+    node_of,
+    recompute_of,
+    replicas,
+    zero_of,
+)
 from benchmarks.papers.corpus.models import NVLINK_DOMAIN, parts_of
+from benchmarks.papers.corpus.programs import (
+    NANOTRON_HOST,
+    OF_EXPERTS,
+    OVERLAPPED,
+    Sums,
+    hides_exchanges,
+    hides_tensor_parallelism,
+    program_of,
+    sums_of,
+)
 from benchmarks.papers.corpus.recipes import (
     EAGER_EXPERTS,
     FINE_TUNING_CHUNKS,
@@ -24,29 +46,15 @@ from benchmarks.papers.corpus.recipes import (
 from benchmarks.papers.corpus.vision import recipe_of, with_vision
 from benchmarks.papers.models import Part, llama, parameters
 from dilatant.config.memory_modes import Recompute, Shard
-from dilatant.cost.analytic import AUTOMODEL, BESIDE, MEGATRON, TORCHTITAN, Runner, analytic_cost
+from dilatant.cost.analytic import BESIDE, Runner, analytic_cost
 from dilatant.cost.hardware import Hardware, Link, load_hardware
 from dilatant.cost.memory import Zero
 
-HARDWARE = {
-    "RoCE a node": "A800", "GB300": "GB300", "GB200": "GB200", "GH200": "GH200", "B300": "B300", "B200": "B200",
-    "H200": "H200", "H20": "H20", "H100": "H100", "H800": "H800", "A800": "A800",
-    "A100 40": "A100 40GB", "A100-40": "A100 40GB", "a100_40": "A100 40GB", "A100": "A100", "a100": "A100",
-    "MI300X": "MI300X", "MI325X": "MI325X", "MI355X": "MI355X", "3090": "RTX 3090", "4090": "RTX 4090", "V100": "V100",
-}  # fmt: skip
-"""Words in a row's hardware → entry of the hardware file; the first that matches counts."""
-
-NETWORKS = (
-    ("4 x Omni-Path 100 Gb/s", 50e9),
-    ("4 x 100 Gb/s", 50e9),
-    ("400 Gb/s a node", 50e9),
-    ("800 Gb/s a node", 100e9),
-    ("HF cluster, EFA", 160e9),
-)
-"""Words in a row's hardware → bytes per second of a node's ports, if they differ from the hardware file's."""
-
 FILLED = 0.9
 """Fraction of a device's memory that a run with as little recomputation as possible fills."""
+
+EFA = 160e9
+"""Bytes per second of the ports of a node of Hugging Face's cluster."""
 
 FOUR_LINKS = 100e9
 """Bytes per second between two GPUs of a node of Jean Zay, which four NVLinks join (of the A100's twelve), as BLOOM's
@@ -58,85 +66,16 @@ REACHED = 0.75
 DOMAIN = 64
 """GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
 
-MEGATRON_2021 = replace(MEGATRON, name="megatron of 2021", attention="unfused", whole_rows=10.0, gradient_bytes=12)
-MEGATRON_2022 = replace(MEGATRON_2021, name="megatron of 2022", gradient_bytes=0)
-"""From 2022 on products add to sums of gradients themselves."""
-SEQUENCE_PARALLEL = replace(MEGATRON_2022, attention="unfused, recomputed", whole_rows=0.0)
-"""Megatron of 2022 with sequence parallelism and selective recomputation."""
-
-RUNNERS = {
-    "llm-foundry": Runner("fsdp of 2023", "early", operations=0.8),
-    "fms-fsdp": Runner("fsdp, compiled", "flash", fused=True, operations=0.4),
-    "torchtitan": TORCHTITAN,
-    "torchtitan compiled": replace(TORCHTITAN, name="torchtitan, compiled", fused=True, operations=0.4),
-    "internevo": Runner("internevo", "flash", operations=0.4, whole_rows=42.0),
-    "automodel": AUTOMODEL,
-    "torchtune": Runner("torchtune", "library", operations=0.8),
-    "bloom-prequel": replace(MEGATRON_2021, name="megatron-deepspeed"),
-    "nanotron-ultrascale": Runner("nanotron", "flash", wait=0.1e-3),
-}
-"""Runner by source, and by whether it was compiled; other sources are Megatron with the newest kernels."""
-
-NANOTRON_HOST = 2.3e-3, 1.2e-3
-"""Seconds in which nanotron's host issues a pass of a block, and more for each tensor-parallel rank in pipelines over
-several nodes. Fitted to its 1B and 8B: however many tokens a microbatch has, forward and backward of a block take no
-less than 4.6 ms, and there 9.5, 14 and 23.5 ms with tp 2, 4 and 8."""
-
 CONTRADICTS = 1.6
 """A row of nanotron that takes so many times as long as one on the same layout, bubbles aside, whose microbatches are
 as small or smaller, is reported apart: its source says that speeds of two implementations are mixed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """How a program sums gradients over replicas: `bytes` of a gradient that are sent; whether the sums run beside the
-    last backward; `hidden`: whether new weights are gathered beside the next step's first forward; bucket: weights of
-    one sum, of which the last has nothing beside it. Seconds of gathers of new weights, besides their bytes: broadcast:
-    for each rank, if all others get its weights in a message of its own; sliced: for each rank and block, if each part
-    of a weight is copied by itself; weights: for each weight of a device. whole: seconds of sums in pipelines without
-    sharded state, besides, for each weight of a device."""
-
-    bytes: float = 4.0
-    overlap: bool = True
-    hidden: bool = False
-    bucket: float = 0.0
-    broadcast: float = 0.0
-    sliced: float = 0.0
-    weights: float = 0.0
-    whole: float = 0.0
-
-    def gather_seconds(self, ranks: int, blocks: float, weights: float) -> float:
-        """Return these seconds for `ranks` that share the state of so many blocks and weights of a device."""
-        return ranks * (self.broadcast + self.sliced * blocks) + self.weights * weights
-
-
-OF_EXPERTS = Sums(bytes=2.0, hidden=True)
-"""Sums of Megatron Bridge's runs with experts, as its recipes for performance set them (`_perf_precision` and
-`_pretrain_common` @067f987df): in bf16, and weights are gathered beside the next forward."""
-
-OVERLAPPED, AFTERWARDS, AFTERWARDS_FP16 = Sums(), Sums(overlap=False), Sums(bytes=2.0, overlap=False)
-IN_BF16 = Sums(bytes=2.0)
-SUMS = {
-    "internevo": Sums(bytes=2.0, bucket=float(2**29), broadcast=2.6e-3),
-    "bloom-prequel": AFTERWARDS,
-    "nanotron-ultrascale": Sums(sliced=40e-6, weights=0.05e-9, whole=0.16e-9),
-    "megatron-bridge-summary": IN_BF16,
-    "nemo-24.07": IN_BF16,
-}
-"""Sums by source, where they are not those of Megatron and FSDP. InternEvo sends gradients in bf16, half a billion a
-bucket (`reduce_bucket_size` of its configs), and each rank's weights by a broadcast (seconds fitted to its runs with 8
-to 1,024 ranks); the pipelines of DeepSpeed sum afterwards. Megatron Bridge and NeMo 24.07 send dense models' gradients
-in bf16 (`grad_reduce_in_fp32`, `grad_sync_dtype`).
-nanotron's ZeRO-1 gathers each weight into one slice for each rank (`_all_gather_params`, its optim/zero.py @069c21cf),
-six weights a block; seconds fitted to its 1B and 8B on several nodes. Its pipelines without ZeRO take longer than with
-it by what 8 bytes a weight take through a port of 50 GB/s, in the median of its 1B and 8B: sums in fp32, forth and
-back, that nothing hides."""
-
 BALANCED = ("nanotron-ultrascale",)
 """Sources whose stages are cut by the operations of their layers, not by their number."""
 
-HELD_OUT = ("bloom-prequel", "fms-fsdp", "torchtitan", "megatron-bridge-summary", "nemo-24.07", "amd-primus")
-"""Sources on which no constant was fitted. Of nanotron's models, the 3B and the 80B are held out."""
+FITTED = ("llm-foundry", "internevo", "nanotron-ultrascale", "bridge-cards", "bridge-skills")
+"""Sources on which constants were fitted. Of nanotron's models, the 3B and the 80B are held out."""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -149,7 +88,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 class Measured:
     """One run. gpus: name of the entry in the hardware file. shard: what is sharded besides optimizer state. group:
     what is trained, besides dense language models. recomputed: share of the blocks, if not all. stages: blocks of each
-    stage, if they are told."""
+    stage, if they are told. per_node: GPUs that NVLink joins."""
 
     id: str
     source: str
@@ -174,6 +113,7 @@ class Measured:
     recomputed: float = 1.0
     sums: Sums = OVERLAPPED
     stages: tuple[int, ...] = ()
+    per_node: int = 8
 
     @property
     def label(self) -> str:
@@ -196,31 +136,26 @@ class Measured:
         return self.seconds / (1 + (self.pp - 1) * self.dp * self.microbatch / self.batch)
 
     @property
-    def per_node(self) -> int:
-        """GPUs that NVLink joins."""
-        return DOMAIN if self.gpus in NVLINK_DOMAIN else 8
-
-    @property
     def held_out(self) -> bool:
         """True if no constant was fitted to runs of its source, or of its model."""
         if "experts" in self.group and self.model.startswith("Qwen3_30B"):
             return False
-        return self.source in HELD_OUT or self.model in ("Llama 3B", "Llama 80B")
+        return self.source not in FITTED or self.model in ("Llama 3B", "Llama 80B")
 
 
 def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]:
     """Yield each row as a run, or the reason why it cannot be predicted. A row without its number of heads has that of
     its source's other rows of as many and as wide layers, where they agree."""
-    known, heads = [*rows], dict[tuple[Any, ...], set[int]]()
+    known, heads = [completed(row, number) for number, row in enumerate(rows)], dict[tuple[Any, ...], set[int]]()
     for row in known:
-        if own := row["model"].get("heads"):
+        if own := row["model"]["heads"]:
             heads.setdefault(_shape(row), set()).add(own)
     sweep: dict[tuple[Any, ...], list[Measured]] = {}
     runs: list[Measured | str] = []
     for row in known:
         found = heads.get(_shape(row), set())
-        if not row["model"].get("heads") and len(found) == 1:
-            row = {**row, "model": {**row["model"], "heads": min(found)}}
+        if not row["model"]["heads"] and len(found) == 1:
+            row["model"]["heads"] = min(found)
         try:
             runs.append(run := _run(row))
         except ValueError as error:
@@ -236,7 +171,7 @@ def measured_runs(rows: Iterator[Mapping[str, Any]]) -> Iterator[Measured | str]
 
 
 def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["source_id"], row["model"].get("layers"), row["model"].get("hidden")
+    return row["source_id"], row["model"]["layers"], row["model"]["hidden"]
 
 
 def _run(row: Mapping[str, Any]) -> Measured:
@@ -253,22 +188,31 @@ def _run(row: Mapping[str, Any]) -> Measured:
         model = {**model, **model["language"]}
     elif experts:
         group = "experts"
-    seconds = figures.get("step_seconds") or figures.get("seconds_per_step") or row.get("derived_step_seconds")
+    seconds = float(
+        figures.get("step_seconds") or figures.get("seconds_per_step") or row["derived_step_seconds"] or 0.0
+    )
     needed = [model.get(key) for key in ("layers", "hidden", "vocab", "seq")]
     needed += [model.get("ffn") or experts]
     needed += [row.get(key) for key in ("gpus", "tp", "pp", "dp", "mbs", "gbs")] + [seconds]
-    name = next((HARDWARE[word] for word in HARDWARE if word in row["hardware"]), None)
-    if not all(needed) or name is None or row["gbs"] % (row["dp"] * row["mbs"]):
+    if not all(needed):
         raise ValueError("incomplete")
-    hardware = load_hardware(name)
+    row = {**row, "dp": replicas(row)}
+    if row["gbs"] % (row["dp"] * row["mbs"]):
+        raise ValueError("incomplete")
+    # InternEvo's cluster: its own text calls the GPUs A100, but says RoCE and NVLink of 400 GB/s.
+    name = "A800" if row["source_id"] == "internevo" else gpu_of(row["hardware"])
+    hardware, node = load_hardware(name), node_of(row["hardware"])
     if row["pp"] * (row["vpp"] or 1) > model["layers"] + 2 or model["layers"] < row["pp"]:
         raise ValueError("more stages than layers")
     if row["tp"] > 8:
         raise ValueError("tensor groups across nodes")
-    for words, bandwidth in NETWORKS:
-        if words in row["hardware"]:
-            hardware = replace(hardware, between=Link(REACHED * bandwidth, hardware.between.latency))
-            break
+    if node != 8 and name not in NVLINK_DOMAIN:  # as many ports as GPUs
+        ports = max(1, hardware.ports * node // 8)
+        between = Link(hardware.between.bandwidth * ports / hardware.ports, hardware.between.latency)
+        hardware = replace(hardware, between=between, ports=ports)
+    network = EFA if "EFA" in row["hardware"] else network_of(row["hardware"], node)
+    if network is not None and name not in NVLINK_DOMAIN:
+        hardware = replace(hardware, between=Link(REACHED * network, hardware.between.latency))
     if "Jean Zay" in row["hardware"]:
         hardware = replace(hardware, inside=Link(REACHED * FOUR_LINKS, hardware.inside.latency))
     if name in NVLINK_DOMAIN:  # as many ports as GPUs
@@ -276,17 +220,15 @@ def _run(row: Mapping[str, Any]) -> Measured:
         hardware = replace(hardware, between=Link(port * DOMAIN, hardware.between.latency), ports=DOMAIN)
     if "500 W" in row["hardware"]:  # of 700: power grows with the cube of the clock; HBM2e
         hardware = replace(hardware.clocked((5 / 7) ** (1 / 3)), bandwidth=2.4e12)
-    found = re.search("(fp|float)([48])", row["precision"].lower())
-    low = f"float{found[2]}" if found else None
+    low = low_precision(row["precision"])
     if low is not None and low not in hardware.peak_flops:
         raise ValueError(f"{name} has no products in {low}")
-    key = row["source_id"] + (" compiled" if row["source_id"] == "torchtitan" and row.get("compile") else "")
-    runner, chunks = replace(RUNNERS.get(key, MEGATRON), products=low), row["vpp"] or 1
+    runner, chunks = replace(program_of(row), products=low), row["vpp"] or 1
     if row["source_id"] == "nemo-24.07" and "Fine" in row["source"] and row["pp"] > 1:
         chunks = FINE_TUNING_CHUNKS[model["name"]]
     if low or experts:  # products too short to hide the sums that they add to
         runner = replace(runner, gradient_bytes=max(8, runner.gradient_bytes))
-    if tensor_parallel_beside(row, low) and not experts:
+    if (tensor_parallel_beside(row, low) or hides_tensor_parallelism(row)) and not experts:
         runner = replace(runner, hidden=1.0 - BESIDE)
     if re.search("async ?tp", str(row["notes"]).lower()):  # products write where collectives read
         runner = replace(runner, whole_rows=0.0)
@@ -299,9 +241,8 @@ def _run(row: Mapping[str, Any]) -> Measured:
         runner = replace(runner, cast_bytes=scales.cast_bytes, whole_rows=widths, hidden=hidden)
     if experts:
         runner = replace(runner, operations=EAGER_EXPERTS * left_to_host(row, name, low))
-    gated = row["source_id"] not in ("llm-foundry", "bloom-prequel") and "GPT" not in model["name"]
     stages: tuple[int, ...] = ()
-    sums = SUMS.get(row["source_id"], OVERLAPPED)
+    sums = sums_of(row)
     if experts:
         sums = OF_EXPERTS if group == "experts" else OVERLAPPED
     if "vision" in model:
@@ -310,8 +251,8 @@ def _run(row: Mapping[str, Any]) -> Measured:
         runner = replace(runner, whole_rows=10.0)
         parts = with_vision(row, hardware, runner)
     else:
-        parts = parts_of(row, hardware, runner, gated)
-    if experts and (is_one_graph(row, name, low) or exchanges_beside(row, name)):
+        parts = parts_of(row, hardware, runner, is_gated(row))
+    if experts and (is_one_graph(row, name, low) or exchanges_beside(row, name) or hides_exchanges(row)):
         parts = tuple(replace(part, sent=part.sent.scaled(BESIDE)) for part in parts)
     if row["source_id"] == "nanotron-ultrascale":
         seconds_of_host, more = NANOTRON_HOST
@@ -321,24 +262,19 @@ def _run(row: Mapping[str, Any]) -> Measured:
     peak = hardware.peak_flops[runner.products or "bfloat16"] * row["tp"] * row["pp"] * row["dp"] * (row["cp"] or 1)
     if 6.0 * weights * row["gbs"] * model["seq"] / peak > seconds:
         raise ValueError("faster than the peak of its devices")
-    recompute: Recompute = "none"
-    if re.match("full|gradient_check", row["recompute"] or ""):
-        recompute = "block"
-    elif "op" in str(row["recompute"]) or (row["source_id"] == "torchtitan" and "selective" in str(row["recompute"])):
-        # Attention is kept, and every second product: torchtitan's default kind of "selective".
+    recompute = recompute_of(row["recompute"])
+    if row["source_id"] == "torchtitan" and "selective" in str(row["recompute"]):  # its default kind
         recompute = "block_keep_attention"
     recomputed = 1.0
-    if row["precision"] == "fp16":  # written, and read and added in 16 bits
+    if is_half(row["precision"]):  # written, and read and added in 16 bits
         sums, runner = replace(sums, bytes=2.0), replace(runner, gradient_bytes=min(8, runner.gradient_bytes))
     if row["recompute"] == "selective" and row["source_id"] == "fms-fsdp":  # of some blocks; how many is not told
         recompute, recomputed = "block", _least_recomputed(row, parts, hardware, runner)
-    words = str(row["zero"])
-    zero: Zero = "node" if "groups" in words or "HYBRID" in words else "none" if "ZeRO-0" in words else "all"
-    shard: Shard = "weights" if "FSDP" in words or "ZeRO-3" in words else "gradients" if "ZeRO-2" in words else "none"
+    zero, shard = zero_of(row["zero"])
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], chunks, row["mbs"], row["gbs"], recompute, zero, shard,
-        float(seconds), runner, group, recomputed, sums, stages,
+        seconds, runner, group, recomputed, sums, stages, DOMAIN if name in NVLINK_DOMAIN else node,
     )  # fmt: skip
 
 

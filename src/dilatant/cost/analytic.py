@@ -63,7 +63,10 @@ class Runner:
     elements, in widths of queries, that a ring moves for each of its ranks in a forward, to merge partial outputs: a
     third of those of forward and backward, which adds partial gradients. Megatron: the compiled corrections of
     Transformer Engine @d0067d0d, 2.25 and 2.25 for ranks of balanced halves; torchtitan: PyTorch 2.13's merger in fp32,
-    operation by operation, 16 and 5. cast_bytes: in which an element becomes an operand in eight bits."""
+    operation by operation, 16 and 5. cast_bytes: in which an element becomes an operand in eight bits. stops_early:
+    recomputation ends before a block's last product, as PyTorch's does from 2.1 on (`set_checkpoint_early_stop`).
+    weight_casts: how often a microbatch casts a block's weights to eight bits: 0 if they are cast once a step, as in
+    Megatron, 1 if the backward uses the forward's (Transformer Engine), 2 in torchao."""
 
     name: str
     attention: str = "packed"
@@ -77,13 +80,17 @@ class Runner:
     exposed: float = 0.25
     merged: float = 0.0
     cast_bytes: int = CAST_BYTES
+    stops_early: bool = False
+    weight_casts: int = 0
 
 
 DILATANT = Runner("dilatant")
 MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0, exposed=0.0, merged=1.5)
-TORCHTITAN = Runner("torchtitan", "flash", operations=0.8, whole_rows=8.0, exposed=0.0, merged=7.0)
-AUTOMODEL = Runner("automodel", "library", operations=0.8)
-FSDP = Runner("fsdp", "flash", operations=0.8)
+TORCHTITAN = Runner(
+    "torchtitan", "flash", operations=0.8, whole_rows=8.0, exposed=0.0, merged=7.0, stops_early=True, weight_casts=2
+)
+AUTOMODEL = Runner("automodel", "library", operations=0.8, stops_early=True)
+FSDP = Runner("fsdp", "flash", operations=0.8, stops_early=True)
 """Other programs, with which `benchmarks/planning/published.py` compares their published steps; FSDP: torchtitan's on
 one tensor-parallel rank."""
 
@@ -105,7 +112,8 @@ class LayerShape:
     forward, are per layer. `collectives`: tensor-parallel regions, each with an all-gather before and a reduce-scatter
     after it. `trained_share`: fraction of the products whose weights train when the layer trains. `forward_only`:
     multiply-adds that never have a backward (an autoencoder that makes targets). `divided`: False if every
-    tensor-parallel rank computes the whole layer.
+    tensor-parallel rank computes the whole layer. `last`: multiply-adds of the last product, if no backward needs its
+    result.
     """
 
     matmul: int
@@ -132,6 +140,7 @@ class LayerShape:
     operations: int = 0
     inputs: float = 0.0
     outputs: float = 0.0
+    last: int = 0
 
 
 def block_shape(
@@ -185,6 +194,7 @@ def block_shape(
         collectives=2,
         inputs=2 * hidden + query + intermediate,
         outputs=2 * hidden + query + key_value + (2 if gated else 1) * intermediate,
+        last=hidden * intermediate,
     )
 
 
@@ -274,7 +284,11 @@ def analytic_cost(
         c=runner.gradient_bytes * weights * shape.trained_share + shape.launches * hardware.launch,
     )
     casts = runner.cast_bytes / memory / group if low else 0.0
-    cast, cast_back = (Quadratic(b=casts * operands) for operands in (shape.inputs, shape.outputs))
+    cast_weights = runner.cast_bytes * weights if low else 0.0
+    cast, cast_back = (
+        Quadratic(b=casts * operands, c=cast_weights * (runner.weight_casts > number))
+        for number, operands in enumerate((shape.inputs, shape.outputs))
+    )
     waits = Quadratic(c=2 * shape.collectives * runner.wait if degrees.tp > 1 else 0.0)
     messages, messages_back = (
         collective_seconds(shape, links, dtype, degrees, way, kernel.a, runner.exposed)
@@ -282,6 +296,8 @@ def analytic_cost(
     )
     targets = Quadratic(b=2 * shape.forward_only / flops / group)
     forward = product + attention + traffic + started + messages + waits + targets + cast
+    # Of two regions' collectives, the last reduce-scatter.
+    stopped = Quadratic(b=2 * shape.last / flops / group) + _exchanged(shape, links.tensor, dtype, degrees).scaled(0.5)
     input_gradient = product + attention_back + traffic.scaled(2.0) + started_back + messages_back + waits + cast_back
     weight_gradient = product.scaled(shape.trained_share) + summed
     kept = Quadratic(b=width * shape.kept / group)
@@ -291,7 +307,7 @@ def analytic_cost(
         "input_gradient": input_gradient,
         "weight_gradient": weight_gradient,
         "first_trainable": input_gradient + weight_gradient + leading.scaled(-1.0),
-        "recompute": forward,
+        "recompute": forward + stopped.scaled(-1.0) if runner.stops_early and shape.last else forward,
         "activation_bytes": kept,
         "frozen_bytes": Quadratic(b=width * (shape.kept - shape.weight_only) / group),
         "weight_bytes": Quadratic(b=width * min(shape.weight_kept, shape.kept) / group),
