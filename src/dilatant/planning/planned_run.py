@@ -299,7 +299,7 @@ def _frozen_parts(planned: PlannedRun) -> list[str]:
     shard = {unit: how for unit, how in _sharded(problem, plan).items() if how.startswith("weights")}
     for placed, shared_by in zip(plan.stages(), sharing(plan, problem.model.spec, rules)):
         layers = problem.model.spec.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        frozen = [rules.weight * layer.held_frozen(placed.stage.degrees) for layer in layers]
+        frozen = [rules.weight * layer.held_frozen(placed.stage.degrees, placed.is_first) for layer in layers]
         held = sum(frozen), sum(size / by for size, by in zip(frozen, shared_by))
         largest[placed.unit] = max(held, largest.get(placed.unit, held))
     return [

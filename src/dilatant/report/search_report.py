@@ -159,12 +159,9 @@ def _parameter_bytes(
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
         degrees = placed.stage.degrees
         shard, by = rules.shard_of(placed.unit), shared_by[placed.index]
-        tied = np.array([layer.held_before(degrees) * placed.is_first for layer in layers])
-        trained = np.array([layer.held_trained(degrees) for layer in layers])
-        frozen = np.array([layer.held_frozen(degrees) for layer in layers])
-        share = np.array([layer.trained_share for layer in layers])
-        trained, frozen = trained - tied * share, frozen - tied * (1.0 - share)
-        weights += rules.weight * (sum(layer.held(degrees) for layer in layers) - float(tied.sum()))
+        trained = np.array([layer.held_trained(degrees, placed.is_first) for layer in layers])
+        frozen = np.array([layer.held_frozen(degrees, placed.is_first) for layer in layers])
+        weights += rules.weight * sum(layer.held(degrees, placed.is_first) for layer in layers)
         gone = rules.weight * (shard == "weights") * (1.0 - 1.0 / by)
         for counts, trains in ((trained, True), (frozen, False)):
             weights -= float((counts * (gone + rules.spared_by_masters(placed.unit, trains) / by))[by > 1].sum())
