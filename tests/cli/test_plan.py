@@ -459,6 +459,8 @@ def test_another_framework_is_planned_for(project: Path, dilatant: Dilatant) -> 
     assert other.step_seconds > 0
     assert "kernels modelled as those of megatron" in other.sentences[0]
     assert "times as fast" in other.sentences[-1]
+    assert other.models.startswith("megatron-core 0.16.1 runs llama by its GPTModel")
+    assert out.index(other.models) < out.index(other.command)
     named = "set what corresponds to train.precision: fp8 and train.optimizer.name: adamw_8bit beside them"
     assert not any("beside them" in one for one in other.sentences)
     assert "For megatron" in (project / "run" / "plan" / "plan.html").read_text()

@@ -268,7 +268,8 @@ def plan(
         print_plan(report, console)
     if report.framework is not None and not as_json:
         print_line(console, f"\nFor {framework}:")
-        for line in filter(None, [report.framework.command, *report.framework.sentences]):
+        found = report.framework
+        for line in filter(None, [found.models, found.command, *found.sentences]):
             print_line(console, f"  {line}", wrap=False)
     if as_json or options.config is None:
         return
