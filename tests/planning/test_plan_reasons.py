@@ -79,6 +79,16 @@ def test_what_rules_out_sharded_data_parallelism_is_named(pipeline, train, says)
     assert last.endswith(says)
 
 
+def test_stages_take_what_their_devices_are_busy_for(pipeline):
+    """Each of the two devices runs one stage, the first of them the encoder, too."""
+    count, timeline = pipeline.result.winner.microbatches[0], pipeline.typical
+    slowest, fastest = sorted((busy / count for busy in timeline.busy.tolist()), reverse=True)
+    reasons = plan_report(pipeline, "test").reasons
+    (found,) = (one for one in reasons if one.startswith("The slowest stage, language stage "))
+    assert f" takes {seconds_text(slowest)} for a mean microbatch, the fastest, language stage " in found
+    assert found.endswith(f", {seconds_text(fastest)}.")
+
+
 def test_how_right_predictions_were_is_said_by_source(pipeline):
     (unknown,) = _compared(pipeline)
     assert unknown.startswith("No published run on drawn was compared")

@@ -131,7 +131,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
 
 def _reasons(planned: PlannedRun) -> tuple[str, ...]:
     """Return why the search chose its plan, from the plan's shape to how sure the search is."""
-    first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
+    first, *reasons, last = search_reasons(planned.result, planned.typical, planned.problem.target.cluster)
     limits = *_frozen_parts(planned), *device_reasons(planned), *link_reasons(planned), *_decoding(planned)
     more = *planned.rows, *limits, *_compared(planned)
     return (first, *_groups(planned), *why_not_data_parallelism(planned), *reasons, *more, last)

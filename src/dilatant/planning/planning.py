@@ -477,7 +477,6 @@ def _as_ranked(
         replicas=pipelines,
         microbatch_size=max(1, round(problem.global_batch / (pipelines * num_microbatches))),
         num_microbatches=num_microbatches,
-        stage_seconds={},
         idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
         bound=0.0,
         score=score,

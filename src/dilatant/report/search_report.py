@@ -27,8 +27,8 @@ from dilatant.report.plan_report import (
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.text.search_reasons import layout_text, recomputation_text
-from dilatant.report.text.wording import counted, microbatches_text
+from dilatant.report.text.search_reasons import cut_text, layout_text, recomputation_text
+from dilatant.report.text.wording import counted
 
 _BINS = 24
 _RUNNERS_UP = 6
@@ -189,11 +189,10 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
     devices = [cluster.at(rank) for rank in plan.ranks]
-    microbatches = microbatches_text(*ranked.microbatches, ranked.row_tokens)
     idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
     return ComparedPlan(
-        name=_shape_name(ranked.encoders_at, ranked.replicas, len(ranked.plan.units)),
-        layout=f"{layout_text(plan, cluster)}; {microbatches}",
+        name=_shape_name(ranked.encoders_at, ranked.replicas + ranked.extra, len(ranked.plan.units)),
+        layout=f"{layout_text(plan, cluster)}; {cut_text(ranked)}",
         devices=len(plan.ranks),
         step_seconds=score.seconds,
         peak_memory=max(
