@@ -442,6 +442,13 @@ def test_what_nobody_can_imagine_is_refused(dilatant: Dilatant, arguments: tuple
     refused(dilatant("plan", "--model", "x", *arguments), says)
 
 
+def test_a_wrong_layout_is_refused_before_anything_is_opened(project: Path, dilatant: Dilatant) -> None:
+    (project / "train.jsonl").unlink()
+    for asked in ("--why-not", "--like"):
+        refused(dilatant("plan", project / "none.yaml", asked, "language: {pp: 0}"), "pp is 0")
+        refused(dilatant("plan", project / "config.yaml", asked, "audio: {pp: 2}"), "'audio' is no unit of this model")
+
+
 def test_options_of_a_model_beside_a_config_are_refused(project: Path, dilatant: Dilatant) -> None:
     answer = dilatant("plan", project / "config.yaml", *FEW, "--gpus", "64xH100", "--text", 9)
     refused(answer, "--gpus, --text belongs to --model")

@@ -203,10 +203,16 @@ def plan(
 
     if framework is not None and framework not in FRAMEWORKS:
         raise UserError(f"--for {framework}: there are {', '.join(FRAMEWORKS)}")
+    from dilatant.plan.search.why_not import parse_asked_layout
+
+    layouts = (*(why_not or ()), *filter(None, [like]))
+    for text in layouts:
+        parse_asked_layout(text)
     resolved = with_cost_file(options.read(), costs)
+    for text in layouts:
+        parse_asked_layout(text, resolved.model.units)
 
     from dilatant.plan.errors import DoesNotFitError
-    from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.fewest import fewest_devices
     from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.other_frameworks import plan_for
@@ -268,8 +274,8 @@ def plan(
         print_plan(report, console)
     if report.framework is not None and not as_json:
         print_line(console, f"\nFor {framework}:")
-        found = report.framework
-        for line in filter(None, [found.models, found.command, *found.sentences]):
+        other = report.framework
+        for line in filter(None, [other.models, other.command, *other.sentences]):
             print_line(console, f"  {line}", wrap=False)
     if as_json or options.config is None:
         return
