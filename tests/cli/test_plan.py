@@ -449,6 +449,14 @@ def test_a_wrong_layout_is_refused_before_anything_is_opened(project: Path, dila
         refused(dilatant("plan", project / "config.yaml", asked, "audio: {pp: 2}"), "'audio' is no unit of this model")
 
 
+def test_a_folder_instead_of_a_config_is_refused_with_what_to_name(dilatant: Dilatant, tmp_path: Path) -> None:
+    refused(dilatant("plan", tmp_path), f"{str(tmp_path)!r} is a folder; name a YAML file", "by `--model`")
+    (tmp_path / "a.yaml").write_text("model: {}")
+    refused(dilatant("plan", tmp_path), f"name a file in it, such as {str(tmp_path / 'a.yaml')!r}")
+    (tmp_path / "config.json").write_text("{}")
+    refused(dilatant("plan", tmp_path), f"`dilatant plan --model {tmp_path}`")
+
+
 def test_options_of_a_model_beside_a_config_are_refused(project: Path, dilatant: Dilatant) -> None:
     answer = dilatant("plan", project / "config.yaml", *FEW, "--gpus", "64xH100", "--text", 9)
     refused(answer, "--gpus, --text belongs to --model")
