@@ -36,7 +36,9 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert fewest["step_seconds"] > 0.0
     assert len(found["plan"]["units"]) == 2
     refused(dilatant("plan"), "name the CONFIG")
-    refused(dilatant("plan", project_file := tmp_path / "none.yaml", "--model", "x"), "or a model with --model")
+    refused(
+        dilatant("plan", project_file := tmp_path / "none.yaml", "--model", "x"), "or a model with --model, not both"
+    )
     assert not project_file.exists()
     code, out, err = dilatant(*asked[:3], "--gpus", "2xh100", *FEW, "--fault-tolerance", 1, "--text", 4)
     assert code == 0, err
@@ -58,10 +60,14 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
         (("--image-size", "99999x99999", "--images", 1), "--image-size 99999x99999: an image has from 1 to"),
         (("--image-size", "-1x8", "--images", 1), "write it like 1024x768"),
         (("--image-size", "16x8"), "--image-size belongs to --images"),
-        (("--gpus", "0xH100"), "name up to 8"),
+        (("--gpus", "0xH100"), "name from 1 to 8, or a multiple of 8"),
+        (("--gpus", "8xH100,8"), "--gpus 8: write it like 64xH100, or 32xH100,32xA100"),
+        (("--gpus", "8xH100,8xH100"), "name H100 once"),
+        (("--text", 0), "--text 0: a sample has from 1 to 131,072 words"),
+        (("--images", -1), "--images -1: a sample has from 0 to 4,096 images"),
         (("--set", "train.steps=many"), "--set has a mistake"),
         (("--gpus", f"{'9' * 5000}xH100"), "write it like 64xH100"),
-        (("--gpus", "800000000xH100"), "take more than 1 GiB"),
+        (("--gpus", "800000000xH100"), "plans are made for at most 131,072 devices"),
         (("--gpus", "80000xH100", "--text", 100_000), "take more than 1 GiB"),
     ],
 )
