@@ -44,6 +44,10 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert code == 0, err
     assert "on 1 node of 2 × H100: One step" in out
     assert "It fits from" not in out  # one device may not be lost
+    code, out, err = dilatant(*asked[:3], "--gpus", "1xA100,1xH100", *FEW, "--text", 4)
+    assert code == 0, err
+    assert "on A100: 1 node of 1 × A100; H100: 1 node of 1 × H100: One step should take " in out
+    assert "for 8 samples" in out
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
     refused(dilatant("plan", "--model", tmp_path / "text", "--images", 1), "--images 1: ", "reads none; leave it out")

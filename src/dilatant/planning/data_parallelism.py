@@ -54,7 +54,9 @@ def _whole(planned: PlannedRun, found: list[RankedPlan]) -> Iterator[str]:
         yield f"Data parallelism alone takes {seconds_text(best.score.seconds)}, {more}. {why}"
         return
     held, room = _state(problem, result.winner.zero, "none"), problem.target.cluster.bytes_per_device
-    takes = f"weights and their state take {bytes_text(held)} of {bytes_text(room)} on each device"
+    takes = (
+        f"weights and their state take {bytes_text(held)} of the {bytes_text(room)} that plans may use of each device"
+    )
     if held >= room:
         yield f"Data parallelism alone does not fit: {takes}."
     else:
@@ -78,8 +80,8 @@ def _sharded(planned: PlannedRun) -> Iterator[str]:
     except PlanError:
         held, room = _state(problem, "all", "weights"), problem.target.cluster.bytes_per_device
         yield (
-            f"{name} does not fit either: its parts of weights and their state take {bytes_text(held)} of "
-            f"{bytes_text(room)} on each device, and activations and gathered blocks the rest."
+            f"{name} does not fit either: its parts of weights and their state take {bytes_text(held)} of the "
+            f"{bytes_text(room)} that plans may use of each device, and activations and gathered blocks the rest."
         )
         return
     seconds = with_long_rows(planned_as(own, found, ())).result.seconds
