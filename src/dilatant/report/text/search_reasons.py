@@ -144,7 +144,8 @@ def _tensor(result: SearchResult) -> list[str]:
         return []
     own = widest(result.winner)
     others = [f"tp {tp} {seconds_text(seconds)}" for tp, seconds in best.items() if tp != own]
-    return [f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."]
+    takes = f"tp {own} takes {seconds_text(best[own])}"
+    return [f"Tensor parallelism: {takes}, the best step simulated with {listed(others)}."]
 
 
 def _sharing(result: SearchResult) -> list[str]:
@@ -155,7 +156,7 @@ def _sharing(result: SearchResult) -> list[str]:
     found = {zero: result.by_zero[zero] for zero in others}
     slower = [f"zero {zero} {seconds_text(seconds)}" for zero, seconds in found.items() if seconds is not None]
     takes = f"takes {seconds_text(result.seconds)}"
-    clauses = [f"{takes}, the best step with {listed(slower)}"] if slower else [takes]
+    clauses = [f"{takes}, the best step simulated with {listed(slower)}"] if slower else [takes]
     clauses += [f"with zero {zero} no plan that was simulated fits" for zero in others if found[zero] is None]
     return [f"Optimizer state is {_SHARED_BY[own]}: zero {own} {'; '.join(clauses)}."]
 
