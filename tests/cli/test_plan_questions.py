@@ -11,6 +11,7 @@ import pytest
 from cases.planning.planning_verbs import FEW, H100, planned
 from cases.tiny_project import Dilatant
 from dilatant.report.plan_report import PlanReport
+from dilatant.report.text.wording import seconds_text
 from harness.refused import refused
 
 
@@ -110,6 +111,8 @@ def test_another_framework_is_planned_for(project: Path, dilatant: Dilatant) -> 
     assert line.strip() == other.command
     assert other.step_seconds > 0
     assert "kernels modelled as those of megatron" in other.sentences[0]
+    own = seconds_text(report.step_seconds)
+    assert f" ({own} with our own): " in other.sentences[-1]
     assert "times as fast" in other.sentences[-1]
     assert other.models.startswith("megatron-core 0.16.1 runs llama by its GPTModel")
     assert out.index(other.models) < out.index(other.command)
