@@ -49,6 +49,9 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert code == 0, err
     assert "on A100: 1 node of 1 × A100; H100: 1 node of 1 × H100: One step should take " in out
     assert "for 8 samples" in out
+    code, out, err = dilatant(*asked[:3], "--gpus", "2xCPU", *FEW, "--text", 4, "--json")
+    assert code == 0, err
+    assert json.loads(out)["cost_source"].startswith("analytic")  # rows of LONGEST would be measured for minutes
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
     refused(dilatant("plan", "--model", tmp_path / "text", "--images", 1), "--images 1: ", "reads none; leave it out")
@@ -83,8 +86,8 @@ def test_what_nobody_can_imagine_is_refused(dilatant: Dilatant, arguments: tuple
 def test_a_wrong_layout_is_refused_before_anything_is_opened(project: Path, dilatant: Dilatant) -> None:
     (project / "train.jsonl").unlink()
     for asked in ("--why-not", "--like"):
-        refused(dilatant("plan", project / "none.yaml", asked, "language: {pp: 0}"), "pp is 0")
-        refused(dilatant("plan", project / "config.yaml", asked, "audio: {pp: 2}"), "'audio' is no unit of this model")
+        answer = dilatant("plan", project / "config.yaml", asked, "language: {pp: 0}, audio: {pp: 2}")
+        refused(answer, "pp is 0", "'audio' is no unit of this model")
 
 
 def test_a_folder_instead_of_a_config_is_refused_with_what_to_name(dilatant: Dilatant, tmp_path: Path) -> None:

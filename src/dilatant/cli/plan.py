@@ -129,6 +129,7 @@ class PlanOptions:
             "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
             "train": {"global_batch_size": samples},
             "cluster": cluster,
+            "plan": {"measure_seconds": 0},
         }
 
 
@@ -239,11 +240,8 @@ def plan(
         raise UserError(f"--for {framework}: there are {', '.join(FRAMEWORKS)}")
     from dilatant.plan.search.why_not import parse_asked_layout
 
-    layouts = (*(why_not or ()), *filter(None, [like]))
-    for text in layouts:
-        parse_asked_layout(text)
     resolved = with_cost_file(options.read(), costs)
-    for text in layouts:
+    for text in (*(why_not or ()), *filter(None, [like])):
         parse_asked_layout(text, resolved.model.units)
 
     from dilatant.plan.errors import DoesNotFitError
