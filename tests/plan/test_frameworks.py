@@ -12,6 +12,7 @@ from cases.search_cases import RULES, closed_form, open_space, search
 from dilatant.plan import Workload
 from dilatant.plan.framework_flags import framework_flags
 from dilatant.plan.rank_mapping import RankOrder, map_ranks
+from dilatant.plan.search.framework_models import FRAMEWORK_MODELS
 from dilatant.plan.search.frameworks import FRAMEWORKS
 
 DEVICES, BATCH, BLOCKS = 16, 16, 16
@@ -205,3 +206,33 @@ def test_stages_are_cut_as_the_framework_cuts(name, stages, blocks):
     counts[0] -= 1
     counts[-1] -= 1
     assert counts.tolist() == blocks
+
+
+SOUND = {"audio": "audio"}
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "encoders", "generators", "is_whole", "says"),
+    [
+        ("torchtitan", "llama", {}, 0, False, ""),
+        ("torchtitan", "mistral", {}, 0, False, "torchtitan 0.3.0 runs mistral by its experiment"),
+        ("torchtitan", "qwen2_5_vl", {}, 0, True, "torchtitan 0.3.0 has no model like this, qwen2_5_vl: the flags"),
+        ("torchtitan", "qwen3", SOUND, 0, False, "no model like this, audio encoders joined to a language model"),
+        ("veomni", "qwen2_5_omni_thinker", {}, 0, True, ""),
+        ("ms-swift", "qwen2_5_omni_thinker", {}, 0, True, ""),
+        ("megatron-bridge", "qwen2_5_omni_thinker", {}, 0, True, "has no model like this, qwen2_5_omni: "),
+        ("megatron", "llama", {"vision": "image"}, 0, False, "by its GPTModel, whose own flags"),
+        ("megatron", "llama", {"vision": "image", **SOUND}, 1, False, "image encoders, audio encoders, generators"),
+        ("megatron", "qwen3_vl", {}, 0, True, "has no model like this, qwen3_vl: "),
+        ("automodel", "idefics3", {}, 0, True, ""),
+        ("automodel", "qwen3", {"vision": "image"}, 0, False, "has no model like this, image encoders joined"),
+    ],
+)  # fmt: skip
+def test_what_of_a_model_a_framework_lacks_is_said(name, family, encoders, generators, is_whole, says):
+    note = FRAMEWORK_MODELS[name].note(family, encoders, generators, is_whole)
+    assert says in note
+    assert bool(says) == bool(note)
+
+
+def test_every_framework_has_its_models():
+    assert FRAMEWORK_MODELS.keys() == FRAMEWORKS.keys()

@@ -117,6 +117,9 @@ def test_what_cannot_be_says_why(asked, said):
 def test_what_is_no_layout_is_refused(text):
     with pytest.raises(UserError, match="is no layout"):
         parse_asked_layout(text, ["vision", "language"])
+    if text != "text: {pp: 2}":  # wrong for this model alone
+        with pytest.raises(UserError, match="is no layout"):
+            parse_asked_layout(text)
 
 
 def test_a_way_to_share_state_may_be_asked_for():

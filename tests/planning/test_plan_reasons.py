@@ -9,11 +9,14 @@ import pytest
 
 from cases.planning.drawn_hardware import SLOW, problem_on
 from dilatant.cost.hardware import load_hardware
+from dilatant.cost.memory import bytes_text
 from dilatant.cost.published_runs import mean_errors
 from dilatant.plan.search.why_not import parse_asked_layout
-from dilatant.planning.planned_run import _compared, _data_parallel, _nearest, plan_report
+from dilatant.planning.data_parallelism import why_not_data_parallelism
+from dilatant.planning.planned_run import _compared, _nearest, plan_report
 from dilatant.planning.planning import plan_like, plan_run, planned_as
 from dilatant.report.plan_report import PlanReport
+from dilatant.report.text.wording import percent_text, seconds_text
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +30,22 @@ def pipeline(tmp_path_factory):
 
 
 def test_why_not_data_parallelism_is_answered_unasked(pipeline):
-    (found,) = _data_parallel(pipeline)
+    found, sharded = why_not_data_parallelism(pipeline)
     (whole,) = pipeline.result.runners_up
     more = 100.0 * (whole.score.seconds / pipeline.result.seconds - 1.0)
     assert found.startswith("Data parallelism alone takes ")
     assert f" {more:.0f} % more. " in found or f" {more:.1f} % more. " in found
-    assert not _data_parallel(replace(pipeline, result=replace(pipeline.result, winner=whole, runners_up=())))
+    assert not why_not_data_parallelism(replace(pipeline, result=replace(pipeline.result, winner=whole, runners_up=())))
+    alone = parse_asked_layout("language: {replicas: 2, pp: 1}, vision: {replicas: 2, pp: 1}", ["vision", "language"])
+    by_hand = plan_like(pipeline.problem.sharing("node", {"": "weights"}), alone).result.seconds
+    more = by_hand / pipeline.result.seconds - 1.0
+    assert sharded == (
+        f"Sharded data parallelism (FSDP, train.shard: weights) takes {seconds_text(by_hand)}, "
+        f"{percent_text(abs(more))} {'more' if more >= 0 else 'less'}."
+    )
     filled = replace(whole, replicas=1)  # as if its second replica were the one on devices that pipelines left idle
-    assert _data_parallel(replace(pipeline, result=replace(pipeline.result, runners_up=(filled,)))) == [found]
+    again = why_not_data_parallelism(replace(pipeline, result=replace(pipeline.result, runners_up=(filled,))))
+    assert again == [found, sharded]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +55,38 @@ def test_memory_of_data_parallelism_that_was_not_timed_is_said(pipeline, gib, be
     target = pipeline.problem.target
     target = replace(target, cluster=replace(target.cluster, bytes_per_device=gib * 2.0**30))
     problem, result = replace(pipeline.problem, target=target), replace(pipeline.result, runners_up=())
-    (found,) = _data_parallel(replace(pipeline, problem=problem, result=result))
+    found, sharded = why_not_data_parallelism(replace(pipeline, problem=problem, result=result))
     assert found.startswith(begins)
-    assert "weights and their state take " in found
+    uses = plan_report(replace(pipeline, result=replace(result, winner=pipeline.result.runners_up[0])), "test").memory
+    state = sum(uses[0].bytes_by_use[use] for use in ("parameters", "gradients", "optimizer"))
+    assert f"weights and their state take {bytes_text(state)} of " in found
+    assert ("does not fit either: its parts" in sharded) == (gib < 1)
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ({"shard": "none"}, "is ruled out by train.shard: none."),
+        ({"zero": "none"}, "is ruled out by train.zero: none."),
+        ({"deterministic": True}, "is ruled out by train.deterministic or resilience.enabled."),
+        ({"global_batch_size": 1}, "Data parallelism alone would leave devices idle: a step has 1 sample for 2."),
+    ],
+)
+def test_what_rules_out_sharded_data_parallelism_is_named(pipeline, train, says):
+    config = pipeline.problem.config
+    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
+    *_, last = why_not_data_parallelism(replace(pipeline, problem=replace(pipeline.problem, config=config)))
+    assert last.endswith(says)
+
+
+def test_stages_take_what_their_devices_are_busy_for(pipeline):
+    """Each of the two devices runs one stage, the first of them the encoder, too."""
+    count, timeline = pipeline.result.winner.microbatches[0], pipeline.typical
+    slowest, fastest = sorted((busy / count for busy in timeline.busy.tolist()), reverse=True)
+    reasons = plan_report(pipeline, "test").reasons
+    (found,) = (one for one in reasons if one.startswith("The slowest stage, language stage "))
+    assert f" takes {seconds_text(slowest)} for a mean microbatch, the fastest, language stage " in found
+    assert found.endswith(f", {seconds_text(fastest)}.")
 
 
 def test_how_right_predictions_were_is_said_by_source(pipeline):

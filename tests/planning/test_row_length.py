@@ -192,20 +192,6 @@ def test_every_plan_of_the_comparison_has_the_long_rows(tmp_path: Path) -> None:
     assert all(zeros[zero] < seconds for zero, seconds in short.items())
 
 
-def test_stage_seconds_are_those_of_the_long_rows(tmp_path: Path) -> None:
-    """Whatever cuts a step into microbatches, their seconds are its seconds but for sums and updates."""
-    problem = _problem(tmp_path)
-    searched = plan_run(problem)
-    winner = searched.result.winner
-    for count, size in ((16, 1), (4, 4)):
-        cut = {unit: tuple(seconds * size / winner.microbatch_size for seconds in own)
-               for unit, own in winner.stage_seconds.items()}  # fmt: skip
-        one = replace(winner, num_microbatches=count, microbatch_size=size, stage_seconds=cut)
-        found = with_long_rows(replace(searched, result=replace(searched.result, winner=one))).result.winner
-        seconds = sum(map(sum, found.simulated_stage_seconds.values())) * found.microbatches[0]
-        assert seconds == pytest.approx(sum(map(sum, cut.values())) * count)
-
-
 def test_rows_that_hold_less_than_a_step_are_not_said_to_hold_it(tmp_path: Path) -> None:
     data = {"train": [{"path": "train.jsonl"}], "max_length": 2**15, "workers": 0}
     problem = _problem(tmp_path, data=data).with_row_tokens(2**15)

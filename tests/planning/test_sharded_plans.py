@@ -16,8 +16,10 @@ from dilatant.config.degrees import ONE
 from dilatant.config.memory_modes import SHARDS, Shard
 from dilatant.cost.memory import GLOO_COPIES, NCCL_COPIES, bytes_text
 from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.assemble import assemble_samples
+from dilatant.planning.fewest import fewest_devices, least_state
 from dilatant.planning.planned_run import plan_report, training_plan
 from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of
 from dilatant.planning.problem.planned_hardware import plan_target
@@ -84,6 +86,15 @@ def test_few_long_rows_get_sharded_weights(tmp_path: Path) -> None:
     assert training_plan(found.problem, winner).shard == {"language": "weights"}
     assert "train.shard: weights" in found.notes[-1]
     assert not found.result.proven
+
+
+def test_devices_that_cannot_hold_the_state_are_not_searched(tmp_path: Path) -> None:
+    problem = few_long_rows(tmp_path, 2.0, optimizer={"name": "adamw"})
+    assert 0 < least_state(problem) <= sum(plan_run(problem).result.winner.score.peak_bytes)
+    (unit,) = problem.model.spec.units
+    huge = replace(unit, layers=tuple(replace(layer, parameters=layer.parameters << 20) for layer in unit.layers))
+    problem = replace(problem, model=replace(problem.model, spec=ModelSpec((huge,))))
+    assert fewest_devices(problem, fits=False) is None
 
 
 def test_adapters_on_long_rows_get_a_sharded_base(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def report():
         ratio=workload_ratio(["vision", "language"], work, BATCH, stable),
         memory=memory_use(winner, model, cluster, RULES), candidates=compared_plans(result, cluster),
         lower_bound_seconds=result.lower_bound, proven=result.proven, planning_seconds=result.wall_seconds,
-        allocated_devices=cluster.num_devices, reasons=search_reasons(result, cluster),
+        allocated_devices=cluster.num_devices, reasons=search_reasons(result, timeline, cluster),
         groups=searched_plans(result), gpus_per_node=cluster.gpus_per_node,
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_a_weight_at_both_ends_of_a_stage_counts_once_by_use():
         cut = tuple(Stage(first, end, (rank,)) for rank, (first, end) in enumerate(bounds))
         plan = Plan((UnitPlan("language", (Replica(cut),)),))
         score = PlanScore(1.0, 1.0, 0.0, {}, (1e6,) * stages)
-        ranked = RankedPlan(plan, EncoderPosition.PARALLEL, 1, 1, 1, {}, 0, 0.0, score)
+        ranked = RankedPlan(plan, EncoderPosition.PARALLEL, 1, 1, 1, 0, 0.0, score)
         uses = memory_use(ranked, model, Cluster(1, stages, 2e6, Link(1e10, 1e-6), Link(1e9, 1e-5)), RULES)
         return [(use.bytes_by_use["parameters"], use.bytes_by_use["optimizer"]) for use in uses]
 

@@ -30,6 +30,8 @@ LONGEST = 1 << 17
 """Tokens of the longest imagined sample."""
 SAMPLES = 4
 """Samples of a step for each GPU."""
+MOST_IMAGES = 1 << 12
+"""Images of an imagined sample."""
 MOST_PIXELS = 1 << 26
 """Pixels of an imagined image."""
 MOST_BYTES = 1 << 30
@@ -49,10 +51,12 @@ class PlanOptions:
         str | None,
         typer.Option(help="Instead of a CONFIG: an id or a folder; answers in one line.", show_default=False),
     ] = None
-    gpus: Annotated[str, typer.Option(metavar="NxHARDWARE", help="With --model: its devices.")] = "8xH100"
-    images: Annotated[int, typer.Option(min=0, max=4096, help="With --model: images of a sample.")] = 0
+    gpus: Annotated[
+        str, typer.Option(metavar="NxHARDWARE", help="With --model: its devices; kinds are listed as 32xH100,32xA100.")
+    ] = "8xH100"
+    images: Annotated[int, typer.Option(help="With --model: images of a sample.")] = 0
     image_size: Annotated[str, typer.Option(metavar="WxH", help="With --model: their pixels.")] = "1024x768"
-    text: Annotated[int, typer.Option(min=1, max=LONGEST, help="With --model: words of a sample.")] = 512
+    text: Annotated[int, typer.Option(help="With --model: words of a sample.")] = 512
 
     @property
     def name(self) -> str:
@@ -61,7 +65,9 @@ class PlanOptions:
     def read(self) -> Config:
         """Read the config, or make that of the imagined run in a temporary folder. Raises UserError."""
         if (self.config is None) == (self.model is None):
-            raise UserError("name the CONFIG of a run, or a model with --model")
+            raise UserError(
+                f"name the CONFIG of a run, or a model with --model{', not both' * (self.model is not None)}"
+            )
         of_model = [one for one in fields(self) if one.name in ("gpus", "images", "image_size", "text")]
         unused = of_model if self.config else [one for one in of_model if one.name == "image_size" and not self.images]
         written = [f"--{one.name.replace('_', '-')}" for one in unused if getattr(self, one.name) != one.default]
@@ -90,19 +96,19 @@ class PlanOptions:
 
     def _imagine(self) -> tuple[Path, dict[str, Any]]:
         """Write imagined samples. Return the place and the tree of their config."""
-        count, hardware = _pair(self.gpus, r"(\d{1,9})x(.+)", "--gpus", "64xH100")
+        for option, value, least, most, what in (
+            ("--text", self.text, 1, LONGEST, "words"),
+            ("--images", self.images, 0, MOST_IMAGES, "images"),
+        ):
+            if not least <= value <= most:
+                raise UserError(f"{option} {value}: a sample has from {least} to {most:,} {what}")
+        cluster, count = _cluster(self.gpus)
         width, height = map(int, _pair(self.image_size, r"(\d{1,9})x(\d{1,9})", "--image-size", "1024x768"))
         if not 0 < width * height <= MOST_PIXELS:
             raise UserError(f"--image-size {self.image_size}: an image has from 1 to {MOST_PIXELS:,} pixels")
-        from dilatant.cost.hardware import load_hardware
-
-        each = load_hardware(hardware).node
-        nodes, rest = divmod(int(count), each)
-        if int(count) < 1 or (nodes and rest):
-            raise UserError(f"--gpus {self.gpus}: nodes have {each}; name up to {each}, or a multiple of {each}")
         place = TemporaryFolder()
         atexit.register(place.close)
-        folder, samples = Path(place.path), SAMPLES * int(count)
+        folder, samples = Path(place.path), SAMPLES * count
         asked: list[dict[str, str]] = [{"type": "image", "image": "image.png"}] * self.images
         if self.images:
             from PIL import Image
@@ -122,8 +128,37 @@ class PlanOptions:
             "model": {"id": model},
             "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
             "train": {"global_batch_size": samples},
-            "cluster": {"nodes": nodes or 1, "gpus_per_node": each if nodes else int(count), "hardware": hardware},
+            "cluster": cluster,
+            "plan": {"measure_seconds": 0},
         }
+
+
+def _cluster(gpus: str) -> tuple[dict[str, Any], int]:
+    """Return the section of a config for the devices of `--gpus`, and their number. Raises UserError."""
+    from dilatant.config.plan import MOST_DEVICES
+    from dilatant.cost.hardware import load_hardware
+
+    kinds: dict[str, dict[str, Any]] = {}
+    devices = 0
+    for text in gpus.split(","):
+        number, name = _pair(text.strip(), r"(\d{1,9})x(.+)", "--gpus", "64xH100, or 32xH100,32xA100")
+        hardware, count = load_hardware(name), int(number)
+        nodes, rest = divmod(count, hardware.node)
+        if count < 1 or (nodes and rest):
+            raise UserError(
+                f"--gpus {text}: nodes have {hardware.node}; name from 1 to {hardware.node}, or a multiple of "
+                f"{hardware.node}"
+            )
+        if hardware.name in kinds:
+            raise UserError(f"--gpus {gpus}: name {hardware.name} once, with the number of all of them")
+        per_node = hardware.node if nodes else count
+        kinds[hardware.name] = {"nodes": nodes or 1, "gpus_per_node": per_node, "hardware": hardware.name}
+        devices += count
+    if devices > MOST_DEVICES:
+        raise UserError(f"--gpus {gpus}: plans are made for at most {MOST_DEVICES:,} devices")
+    if len(kinds) == 1:
+        return next(iter(kinds.values())), devices
+    return {"groups": [{"name": name, **kind} for name, kind in kinds.items()]}, devices
 
 
 def _pair(text: str, pattern: str, option: str, example: str) -> tuple[str, str]:
@@ -203,10 +238,13 @@ def plan(
 
     if framework is not None and framework not in FRAMEWORKS:
         raise UserError(f"--for {framework}: there are {', '.join(FRAMEWORKS)}")
+    from dilatant.plan.search.why_not import parse_asked_layout
+
     resolved = with_cost_file(options.read(), costs)
+    for text in (*(why_not or ()), *filter(None, [like])):
+        parse_asked_layout(text, resolved.model.units)
 
     from dilatant.plan.errors import DoesNotFitError
-    from dilatant.plan.search.why_not import parse_asked_layout
     from dilatant.planning.fewest import fewest_devices
     from dilatant.planning.memberships import plan_resiliently
     from dilatant.planning.other_frameworks import plan_for
@@ -237,7 +275,7 @@ def plan(
             try:
                 found = plan_resiliently(problem, fault_tolerance=fault_tolerance)
             except DoesNotFitError as error:
-                calculates = options.config is None and not fault_tolerance
+                calculates = options.config is None and not (fault_tolerance or problem.target.groups)
                 more = fewest_devices(problem, fits=False) if calculates else None
                 if more is None:
                     raise
@@ -245,7 +283,7 @@ def plan(
             found = with_long_rows(found) if fault_tolerance else with_best_memory(found)
             planned = with_faster(found, asked)
             report = plan_report(planned, options.name, asked)
-            if options.config is None and not fault_tolerance:
+            if options.config is None and not (fault_tolerance or problem.target.groups):
                 report = replace(report, fewest=fewest_devices(problem, fits=True))
             if framework is not None:
                 report = replace(report, framework=plan_for(planned, framework))
@@ -268,7 +306,8 @@ def plan(
         print_plan(report, console)
     if report.framework is not None and not as_json:
         print_line(console, f"\nFor {framework}:")
-        for line in filter(None, [report.framework.command, *report.framework.sentences]):
+        other = report.framework
+        for line in filter(None, [other.models, other.command, *other.sentences]):
             print_line(console, f"  {line}", wrap=False)
     if as_json or options.config is None:
         return

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import os
+import shlex
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -209,6 +210,15 @@ def unit_problems(parallel: ParallelConfig, units: tuple[str, ...]) -> list[str]
     return problems
 
 
+def _instead_of(folder: Path) -> str:
+    """Say what to name instead of a folder."""
+    if (folder / "config.json").is_file():
+        return f"plan for the model in it by `dilatant plan --model {shlex.quote(str(folder))}`, or name a YAML file"
+    if found := sorted(folder.glob("*.y*ml")):
+        return f"name a file in it, such as {str(found[0])!r}"
+    return "name a YAML file (`dilatant init` writes one), or for plans a model's id or folder by `--model`"
+
+
 def load_config(
     path: str | Path,
     overrides: Iterable[str] = (),
@@ -235,6 +245,8 @@ def load_config(
         tree = read_yaml(read_text(path, MOST_BYTES))
     except FileNotFoundError:
         raise UserError(f"config {str(path)!r} does not exist") from None
+    except IsADirectoryError:
+        raise UserError(f"config {str(path)!r} is a folder; {_instead_of(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config {str(path)!r} cannot be read: {error}") from None
     except yaml.YAMLError as error:

@@ -53,17 +53,19 @@ class LayerSpec:
         each."""
         return degrees.ep if degrees.ep > 1 else self.parts(degrees)
 
-    def held_trained(self, degrees: Degrees) -> float:
-        """Trainable parameters on one rank."""
-        return self.held(degrees) * self.trained_share
+    def held_trained(self, degrees: Degrees, is_first: bool = False) -> float:
+        """Trainable parameters on one rank. is_first: as in `held`."""
+        return self.held(degrees, is_first) * self.trained_share
 
-    def held_frozen(self, degrees: Degrees) -> float:
+    def held_frozen(self, degrees: Degrees, is_first: bool = False) -> float:
         """Frozen parameters on one rank that ranks can shard: those that are not in four bits."""
-        return self.held(degrees) - self.held_trained(degrees) - self.held_in_four_bits(degrees)
+        held = self.held(degrees, is_first)
+        return held - held * self.trained_share - self.held_in_four_bits(degrees)
 
-    def held(self, degrees: Degrees) -> float:
-        """Parameters on one rank."""
-        return self.held_beside_experts(degrees) + self.held_of_experts(degrees)
+    def held(self, degrees: Degrees, is_first: bool = False) -> float:
+        """Parameters on one rank. is_first: on one with the unit's first layer, without those tied to that."""
+        tied = self.held_before(degrees) if is_first else 0.0
+        return self.held_beside_experts(degrees) + self.held_of_experts(degrees) - tied
 
     def held_beside_experts(self, degrees: Degrees) -> float:
         """Parameters on one rank, without experts."""

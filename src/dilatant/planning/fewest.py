@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dilatant.config.degrees import ONE
+from dilatant.cost.memory import MUON_SAVES
 from dilatant.plan.errors import PlanError
 from dilatant.planning.planning import PlannedRun, PlanningProblem, plan_run
 from dilatant.planning.problem.planned_hardware import target_of_run
@@ -25,6 +27,13 @@ def on_devices(problem: PlanningProblem, devices: int) -> PlannedRun | None:
         return None
 
 
+def least_state(problem: PlanningProblem) -> float:
+    """Return the bytes of gradients and optimizer state that all devices of any plan hold together."""
+    rules, layers = problem.target.rules, [layer for unit in problem.model.spec.units for layer in unit.layers]
+    trained = sum(layer.held_trained(ONE, is_first=True) for layer in layers)
+    return trained * (rules.gradients + rules.optimizer) - MUON_SAVES * sum(layer.orthogonal for layer in layers)
+
+
 def fewest_devices(problem: PlanningProblem, fits: bool) -> FewestDevices | None:
     """Return the fewest devices on which the run fits. The number of the problem's cluster is halved while the run
     fits, doubled otherwise; None if it fits no halved, or no doubled, number."""
@@ -33,6 +42,8 @@ def fewest_devices(problem: PlanningProblem, fits: bool) -> FewestDevices | None
         numbers = [1 << power for power in range(devices.bit_length()) if 1 << power < devices]
     else:
         numbers = [devices << times for times in range(1, DOUBLINGS + 1)]
+        room, state = problem.target.cluster.bytes_per_device, least_state(problem)
+        numbers = [number for number in numbers if number * room >= state]
     best = None
     while numbers:
         middle = len(numbers) // 2 if fits else 0

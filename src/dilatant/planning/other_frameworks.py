@@ -9,10 +9,12 @@ from functools import partial
 from dilatant.config import Config
 from dilatant.config.memory_modes import Recompute, Shard
 from dilatant.cost.memory import Zero
+from dilatant.models.sources import load_pretrained_config
 from dilatant.plan.errors import PlanError
 from dilatant.plan.framework_flags import FrameworkFlags, framework_flags
 from dilatant.plan.rank_mapping import RankOrder
 from dilatant.plan.search.finals import RankedPlan
+from dilatant.plan.search.framework_models import FRAMEWORK_MODELS
 from dilatant.plan.search.frameworks import FRAMEWORKS
 from dilatant.plan.search.search import search
 from dilatant.planning.planning import PlannedRun, PlanningProblem, scorer_of, search_problem, searched_sizes
@@ -27,11 +29,11 @@ LEVELS: tuple[Recompute, ...] = "none", "block"
 def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
     """Return the fastest plan of this run that the framework can run, what the framework lacks of the plan of
     `planned`, and how much that costs. name: one of `FRAMEWORKS`."""
-    runner = FRAMEWORKS[name].runner
+    runner, models = FRAMEWORKS[name].runner, _models(planned.problem.config, name)
     try:
         problem, found = _fastest(planned.problem, name)
     except PlanError as error:
-        return OtherFramework(name, "", {}, None, (f"Nothing fits under the limits of {name}: {error}.",))
+        return OtherFramework(name, "", {}, None, (f"Nothing fits under the limits of {name}: {error}.",), models)
     flags, ours = _flags(problem, found, name), _flags(planned.problem, planned.result.winner, name)
     groups = _groups(problem, found)
     lacks = (*ours.lost, *_unlike(planned, planned.result.winner))
@@ -43,6 +45,10 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
     longer = f"; its rows hold up to {most:,} tokens (train.row_tokens), theirs {rows:,}"
     why = longer if rows > most and times < 1.0 else ""
     modelled = as_theirs.measured is not planned.problem.measured
+    there = f"The plan above takes {seconds_text(score.seconds)} with the same layers"
+    if modelled:
+        own = seconds_text(planned.result.seconds)
+        there = f"With these kernels, the plan above would take {seconds_text(score.seconds)} ({own} with our own)"
     kernels = f"kernels modelled as those of {runner.name}" if modelled else "layers as measured with our kernels"
     return OtherFramework(
         name,
@@ -55,9 +61,22 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
             *(f"Note {lost}." for lost in flags.lost),
             *_beside(planned.problem.config),
             *(f"It cannot express {lost}." for lost in lacks if lost not in flags.lost),
-            f"With these costs, the plan above takes {seconds_text(score.seconds)}: {times:.2f} times as fast{why}.",
+            f"{there}: {times:.2f} times as fast{why}.",
         ),
+        models,
     )
+
+
+def _models(config: Config, name: str) -> str:
+    """Say what of the config's model the framework lacks, in a sentence; "" for nothing."""
+    model, source = config.model, config.model.text
+    if source.config is None:
+        family = load_pretrained_config(str(source.id), "model", source.trust_remote_code).model_type
+    else:
+        family = source.config["model_type"]
+    kinds = {unit: encoder.kind for unit, encoder in model.encoders.items()}
+    note = FRAMEWORK_MODELS[name].note(family, kinds, len(model.generators), model.is_whole)
+    return f"{note}." if note else ""
 
 
 def _beside(config: Config) -> list[str]:

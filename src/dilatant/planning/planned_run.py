@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
-from dilatant.config.degrees import AXES, ONE
+from dilatant.config.degrees import AXES
 from dilatant.config.files.own_files import require_plain
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.analytic import FP8
@@ -22,6 +22,7 @@ from dilatant.plan.search.why_not import AskedLayout, either
 from dilatant.plan.sharding import shard_by_unit
 from dilatant.plan.templates.copies import copies_on_nodes
 from dilatant.plan.templates.membership import ChainCosts, pipelines_of, ranks_of
+from dilatant.planning.data_parallelism import why_not_data_parallelism
 from dilatant.planning.layout import TrainingPlan
 from dilatant.planning.limiting_links import device_reasons, link_reasons, peaks_without_buffers
 from dilatant.planning.measuring.attention_seconds import measured_attention
@@ -34,7 +35,6 @@ from dilatant.report.pages.plan_page import write_plan_page
 from dilatant.report.plan_report import DeviceGroup, PlanReport, WhyNotFacts
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.search_report import (
-    compared_plan,
     compared_plans,
     memory_use,
     searched_plans,
@@ -42,7 +42,7 @@ from dilatant.report.search_report import (
     unit_facts,
     workload_ratio,
 )  # fmt: skip
-from dilatant.report.text.plan_summary import explain, why_not_text
+from dilatant.report.text.plan_summary import why_not_text
 from dilatant.report.text.search_reasons import group_reasons, search_reasons
 from dilatant.report.text.wording import count_text, counted, listed, origin_text, percent_text, seconds_text
 from dilatant.runtime.precision import pick_device
@@ -131,10 +131,10 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, AskedLayout
 
 def _reasons(planned: PlannedRun) -> tuple[str, ...]:
     """Return why the search chose its plan, from the plan's shape to how sure the search is."""
-    first, *reasons, last = search_reasons(planned.result, planned.problem.target.cluster)
+    first, *reasons, last = search_reasons(planned.result, planned.typical, planned.problem.target.cluster)
     limits = *_frozen_parts(planned), *device_reasons(planned), *link_reasons(planned), *_decoding(planned)
     more = *planned.rows, *limits, *_compared(planned)
-    return (first, *_groups(planned), *_data_parallel(planned), *reasons, *more, last)
+    return (first, *_groups(planned), *why_not_data_parallelism(planned), *reasons, *more, last)
 
 
 def _members(planned: PlannedRun, chain: ChainCosts) -> str:
@@ -261,37 +261,6 @@ def _nearest(planned: PlannedRun) -> tuple[PublishedRun, ...]:
     return nearest_runs(PublishedRun("", name, problem.target.hardware.name, *size, *degrees, sharded, 1.0))
 
 
-def _data_parallel(planned: PlannedRun) -> list[str]:
-    """Say why no device holds the whole model, unless the plan is so."""
-    problem, result = planned.problem, planned.result
-    target, units = problem.target.sharing(result.winner.zero), problem.model.spec.units
-    ranked = (result.winner, *result.runners_up)
-    whole = [one for one in ranked if len(one.plan.ranks) == len(one.plan.unit(problem.model.anchor).replicas)]
-    if result.winner in whole or target.cluster.num_devices == 1 or target.groups or planned.chain:
-        return []
-    if whole:
-        best = min(whole, key=lambda one: one.score.seconds)
-        chosen = compared_plan(result.winner, target.cluster, chosen=True)
-        more = percent_text(best.score.seconds / result.seconds - 1.0)
-        return [
-            f"Data parallelism alone takes {seconds_text(best.score.seconds)}, {more} more. "
-            f"{explain(compared_plan(best, target.cluster), chosen)}"
-        ]
-    layers = [(unit.name, layer) for unit in units for layer in unit.layers]
-    state = sum(target.rules.held(layer.held(ONE), layer.held_trained(ONE)) for _, layer in layers)
-    divided = sum(
-        target.rules.shared(layer.held_trained(ONE), True, name)
-        + target.rules.shared(layer.held_frozen(ONE), False, name)
-        for name, layer in layers
-    )
-    among = 1 if target.rules.zero == "none" else target.cluster.num_devices
-    held, room = state - divided * (1.0 - 1.0 / among), target.cluster.bytes_per_device
-    takes = f"weights and their state take {bytes_text(held)} of {bytes_text(room)} on each device"
-    if held >= room:
-        return [f"Data parallelism alone does not fit: {takes}."]
-    return [f"No plan with data parallelism alone was simulated that fits: {takes}, and activations the rest."]
-
-
 def _frozen_parts(planned: PlannedRun) -> list[str]:
     """Return how many bytes of the frozen weights of sharded units a rank holds."""
     problem, plan = planned.problem, planned.result.winner.plan
@@ -299,7 +268,7 @@ def _frozen_parts(planned: PlannedRun) -> list[str]:
     shard = {unit: how for unit, how in _sharded(problem, plan).items() if how.startswith("weights")}
     for placed, shared_by in zip(plan.stages(), sharing(plan, problem.model.spec, rules)):
         layers = problem.model.spec.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        frozen = [rules.weight * layer.held_frozen(placed.stage.degrees) for layer in layers]
+        frozen = [rules.weight * layer.held_frozen(placed.stage.degrees, placed.is_first) for layer in layers]
         held = sum(frozen), sum(size / by for size, by in zip(frozen, shared_by))
         largest[placed.unit] = max(held, largest.get(placed.unit, held))
     return [

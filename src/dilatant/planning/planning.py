@@ -39,8 +39,7 @@ from dilatant.planning.problem.describe_model import ModelDescription, build_met
 from dilatant.planning.problem.planned_hardware import Target, target_of_run
 from dilatant.planning.problem.planned_samples import PlannedSamples, planned_samples
 from dilatant.planning.problem.searched_settings import may_shard, with_requested_degrees, zero_variants
-from dilatant.report.text.plan_summary import no_plan_text
-from dilatant.report.text.wording import bytes_text
+from dilatant.report.text.plan_summary import fullest_text, no_plan_text
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import plan_scorer
 from dilatant.schedule.assignment.assign import NamedPolicy
@@ -89,12 +88,8 @@ class PlanningProblem:
         return replace(self, config=self.config.model_copy(update={"train": train}), costs=costs)
 
     def memory_text(self, plan: Plan, score: PlanScore) -> str:
-        """Describe the memory of the fullest device; as in the plan's report, used and total include the reserve."""
-        cluster = self.target.cluster
-        peaks = zip(score.peak_bytes, cluster.bytes_of(plan.ranks).tolist(), plan.ranks, strict=True)
-        peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
-        reserve = cluster.at(rank).reserve.total
-        return f"{bytes_text(peak + reserve)} of {bytes_text(capacity + reserve)} on the fullest device"
+        """Describe the memory of the fullest device."""
+        return fullest_text(self.target.cluster, plan, score)
 
     def simulated(self) -> Workload:
         """Return the global batches that plans are simulated on."""
@@ -477,7 +472,6 @@ def _as_ranked(
         replicas=pipelines,
         microbatch_size=max(1, round(problem.global_batch / (pipelines * num_microbatches))),
         num_microbatches=num_microbatches,
-        stage_seconds={},
         idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
         bound=0.0,
         score=score,

@@ -32,8 +32,8 @@ from dilatant.planning.planning import PlannedRun, planning_problem
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.planning.sharded_weights import with_best_memory
 from dilatant.report.plan_report import PlanReport
-from dilatant.report.text.search_reasons import layout_text
-from dilatant.report.text.wording import count_text, microbatches_text, seconds_text
+from dilatant.report.text.search_reasons import cut_text, layout_text
+from dilatant.report.text.wording import count_text, seconds_text
 
 REASONS = 3
 """Number of a plan's reasons that are printed before training; its page has all of them."""
@@ -157,14 +157,13 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
     ranked, problem = planned.result.winner, planned.problem
     seconds = ranked.score.seconds
     idle = f"; {ranked.idle_devices} of the devices stay idle" if ranked.idle_devices else ""
-    cut = microbatches_text(*ranked.microbatches, ranked.row_tokens)
     reasons = report.reasons[1:]  # the layout is printed already
     if len(reasons) >= REASONS:
         reasons = (*reasons[: REASONS - 1], reasons[-1])  # last: the plan's certainty
     return [
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
-        f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
+        f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut_text(ranked)}, schedule {ranked.score.schedule}, "
         f"zero {ranked.zero}, samples placed by {problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
         *(f"  {reason}" for reason in (*planned.rows, *reasons)),

@@ -79,11 +79,7 @@ def with_long_rows(planned: PlannedRun) -> PlannedRun:
     problem, score, reason = found
     count, tokens = problem.config.parallel.microbatches or 1, problem.config.row_tokens
     size = max(1, round(problem.global_batch / (winner.replicas * count)))
-    more = winner.num_microbatches / count
-    stages = {unit: tuple(more * seconds for seconds in own) for unit, own in winner.stage_seconds.items()}
-    winner = replace(
-        winner, num_microbatches=count, microbatch_size=size, row_tokens=tokens, score=score, stage_seconds=stages
-    )
+    winner = replace(winner, num_microbatches=count, microbatch_size=size, row_tokens=tokens, score=score)
     before = planned.result
     bound = min(before.lower_bound, score.seconds)  # of plans with the rows of the search
     proven = before.proven and score.seconds > (1.0 - ROUNDED) * before.lower_bound

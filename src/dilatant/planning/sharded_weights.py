@@ -91,7 +91,7 @@ def shard_choices(problem: PlanningProblem) -> list[dict[str, Shard]]:
     whole = replace(rules, shard=(("", "weights"),))
     size = {
         unit.name: sum(
-            whole.shared(layer.held_trained(ONE), True) + whole.shared(layer.held_frozen(ONE), False)
+            whole.shared(layer.held_trained(ONE, True), True) + whole.shared(layer.held_frozen(ONE, True), False)
             for layer in unit.layers
         )
         for unit in units

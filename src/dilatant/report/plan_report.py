@@ -37,13 +37,15 @@ class FewestDevices:
 @dataclass(frozen=True, slots=True)
 class OtherFramework:
     """The fastest plan that another framework can run. `command` has its `flags` as one line; seconds of a step are
-    None if nothing fits; sentences say its memory, what it cannot express and what that costs."""
+    None if nothing fits; sentences say its memory, what it cannot express and what that costs. models: what is to be
+    said of the model there before its flags are read; "" for nothing."""
 
     name: str
     command: str
     flags: dict[str, str | int]
     step_seconds: float | None
     sentences: tuple[str, ...]
+    models: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from dilatant.report.plan_report import (
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.text.search_reasons import layout_text, recomputation_text
-from dilatant.report.text.wording import counted, microbatches_text
+from dilatant.report.text.search_reasons import cut_text, layout_text, recomputation_text
+from dilatant.report.text.wording import counted
 
 _BINS = 24
 _RUNNERS_UP = 6
@@ -159,12 +159,9 @@ def _parameter_bytes(
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
         degrees = placed.stage.degrees
         shard, by = rules.shard_of(placed.unit), shared_by[placed.index]
-        tied = np.array([layer.held_before(degrees) * placed.is_first for layer in layers])
-        trained = np.array([layer.held_trained(degrees) for layer in layers])
-        frozen = np.array([layer.held_frozen(degrees) for layer in layers])
-        share = np.array([layer.trained_share for layer in layers])
-        trained, frozen = trained - tied * share, frozen - tied * (1.0 - share)
-        weights += rules.weight * (sum(layer.held(degrees) for layer in layers) - float(tied.sum()))
+        trained = np.array([layer.held_trained(degrees, placed.is_first) for layer in layers])
+        frozen = np.array([layer.held_frozen(degrees, placed.is_first) for layer in layers])
+        weights += rules.weight * sum(layer.held(degrees, placed.is_first) for layer in layers)
         gone = rules.weight * (shard == "weights") * (1.0 - 1.0 / by)
         for counts, trains in ((trained, True), (frozen, False)):
             weights -= float((counts * (gone + rules.spared_by_masters(placed.unit, trains) / by))[by > 1].sum())
@@ -192,11 +189,10 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
     devices = [cluster.at(rank) for rank in plan.ranks]
-    microbatches = microbatches_text(*ranked.microbatches, ranked.row_tokens)
     idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
     return ComparedPlan(
-        name=_shape_name(ranked.encoders_at, ranked.replicas, len(ranked.plan.units)),
-        layout=f"{layout_text(plan, cluster)}; {microbatches}",
+        name=_shape_name(ranked.encoders_at, ranked.replicas + ranked.extra, len(ranked.plan.units)),
+        layout=f"{layout_text(plan, cluster)}; {cut_text(ranked)}",
         devices=len(plan.ranks),
         step_seconds=score.seconds,
         peak_memory=max(

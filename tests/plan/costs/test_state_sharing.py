@@ -130,6 +130,27 @@ def test_frozen_weights_are_gathered_in_backwards_that_need_them() -> None:
     assert found["weights_by_step"] == pytest.approx((0, 0.3, 0, 0.3, 6, exposed))
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("shard", SHARDS[1:])
+def test_a_tied_weight_is_gathered_and_held_once_by_who_holds_both_ends(shard: Shard, trains: bool) -> None:
+    """A head that repeats the embedding's 1,000 parameters, and 10 more, is as one of 10: every rank has both."""
+    plan = Plan((UnitPlan("u", tuple(Replica((Stage(0, 3, (rank,)),)) for rank in range(4))),))
+    link = Link(bandwidth=1000.0)
+    cluster = Cluster(1, 4, math.inf, link, link)
+    cost = LayerCost(Quadratic(c=1.0), Quadratic(c=1.0), Quadratic(), Quadratic())
+    costs = CostModel("any", "synthetic", "float32", {"u": {ONE: cost}})
+    rules = ParameterBytes(zero="all", shard=(("u", shard),))
+    found = []
+    for size, tied in ((1010, 1000), (10, 0)):
+        first, last = LayerSpec("u.embedding", "u", 1000, trains), LayerSpec("u.head", "u", size, trains, tied=tied)
+        model = ModelSpec((UnitSpec("u", (first, LayerSpec("u.layers.0", "u", 1000), last)),))
+        held = stage_costs(plan, model, costs, rules, cluster)
+        seconds = shard_seconds(plan, model, cluster, rules)[0]
+        found.append((seconds, held.static_bytes, held.shard_bytes, held.transient_bytes, held.forward_bytes))
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected)
+
+
 @pytest.mark.parametrize(
     ("shard", "trained", "frozen"),
     # A frozen weight has no master that could be its only part: under `weights_by_step` the part is beside the whole.

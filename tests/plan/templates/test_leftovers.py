@@ -10,6 +10,8 @@ from cases.model_cases import cluster, cost_model, model, unit
 from cases.search_cases import RULES, search
 from dilatant.plan import Workload
 from dilatant.plan.validate import plan_problems
+from dilatant.report.search_report import compared_plan
+from dilatant.report.text.search_reasons import _shape
 from dilatant.schedule.assignment.step_assignment import Microbatching, assign_step
 from dilatant.schedule.families import FAMILIES
 from dilatant.schedule.plan_scorer import PlanSimulator, step_costs
@@ -58,6 +60,19 @@ def test_a_leftover_pipeline_keeps_all_samples_and_never_slows():
             everywhere = {name: range(BATCH) for name in tokens}
             assert not schedule_problems(one.plan, assigned, schedule, trainability, samples=everywhere)
     assert gained, "no case had anything to gain: the test says nothing"
+
+
+def test_samples_of_unlike_pipelines_are_told_in_all():
+    """Seven devices: two pipelines of one device and one of four ranks share 16 samples, not 8 each."""
+    found, (_, _, machine, *_) = searched(1, 7, fills_idle=True)
+    winner, text = found.winner, _shape(found.winner, machine)
+    assert len(winner.plan.unit("language").replicas) == winner.replicas + winner.extra == 3
+    said = "3 pipelines, one of them on the devices that the others leave, 8 microbatches each, of 16 samples in all: "
+    assert text.startswith(said)
+    row = compared_plan(winner, machine)
+    assert row.name == "encoders in language, 3 pipelines"
+    assert row.layout.endswith("; 8 microbatches each, of 16 samples in all")
+    assert winner.microbatches == (8, 1)  # 16 samples in 24 microbatches, at least one
 
 
 def test_where_every_process_must_have_work_leftovers_give_it():

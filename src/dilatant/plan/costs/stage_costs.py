@@ -226,12 +226,7 @@ def _sum_stage(
             parts = _held(unit, entry, trains) / shared_by
             static -= rules.spared_by_masters(unit.name, trains) * float(parts[shared_by > 1].sum())
     gradients = rules.gradients * np.array(
-        [
-            layer.held_trained(degrees) - (layer.held_before(degrees) * layer.trained_share if entry.is_first else 0.0)
-            if layer.trainable
-            else 0.0
-            for layer in unit.layers[layers]
-        ]
+        [layer.held_trained(degrees, entry.is_first) for layer in unit.layers[layers]]
     )
     gradients = gradients / shared_by if shards else gradients
     summed = [] if shards else _summed(entry, unit, replicas)
@@ -260,8 +255,8 @@ def _sum_stage(
 
 def _held(unit: UnitSpec, entry: PlacedStage, trains: bool) -> NDArray[np.float64]:
     """Return [layers]: parameters of a stage's layers on one rank that train, or frozen ones that can be sharded."""
-    degrees, layers = entry.stage.degrees, unit.layers[entry.stage.first : entry.stage.end]
-    return np.array([layer.held_trained(degrees) if trains else layer.held_frozen(degrees) for layer in layers])
+    rank, layers = (entry.stage.degrees, entry.is_first), unit.layers[entry.stage.first : entry.stage.end]
+    return np.array([layer.held_trained(*rank) if trains else layer.held_frozen(*rank) for layer in layers])
 
 
 EARLY = 1 / 3

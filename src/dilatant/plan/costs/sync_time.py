@@ -190,10 +190,11 @@ def shard_seconds(
             peers = [e for e in plan.stages() if (e.unit, e.position) == (unit.name, position)]
             spec, own = model.unit(unit.name), slice(stage.first, stage.end)
             layers = spec.layers[own]
-            trained = sum(layer.held_trained(stage.degrees) for layer in layers)
-            held = [layer.held_trained(stage.degrees) for layer in layers]
+            degrees, is_first = stage.degrees, stage.first == 0
+            held = [layer.held_trained(degrees, is_first) for layer in layers]
+            trained = sum(held)
             if shard.startswith("weights"):
-                held = [size + layer.held_frozen(stage.degrees) for size, layer in zip(held, layers)]
+                held = [size + layer.held_frozen(degrees, is_first) for size, layer in zip(held, layers)]
             if not sum(held):
                 continue
             domains: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -280,9 +280,7 @@ class UnitLayers:
                 kept=table.kept_bytes @ row,
                 transient=np.maximum(table.transient_bytes @ row, table.forward_bytes @ row),
                 gradient=self.rules.summed  # a tied weight in the first layer: who holds both ends sums it once
-                * np.array(
-                    [one.held_trained(degrees) - one.held_before(degrees) * one.trained_share for one in spec.layers]
-                ),
+                * np.array([one.held_trained(degrees, is_first=True) for one in spec.layers]),
             )
         return self._unshared[key]
 

@@ -31,8 +31,8 @@ from dilatant.plan.templates.copies import copies_on_nodes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPlan:
-    """A plan with its simulated score. `stage_seconds[unit]`: forward plus backward of the mean microbatch (colocated
-    units are listed under the chain's last unit); `bound`, `row_tokens`: as in `PlanCandidate`; `zero`: sharding of
+    """A plan with its simulated score. `replicas`: equal pipelines, which `extra` others join on devices that these
+    leave idle; `microbatch_size` is theirs alone; `bound`, `row_tokens`: as in `PlanCandidate`; `zero`: sharding of
     optimizer state."""
 
     plan: Plan
@@ -40,25 +40,20 @@ class RankedPlan:
     replicas: int
     microbatch_size: int
     num_microbatches: int
-    stage_seconds: dict[str, tuple[float, ...]]
     idle_devices: int
     bound: float
     score: PlanScore
     row_tokens: int | None = None
     zero: Zero = DEFAULT_ZERO
+    extra: int = 0
 
     @property
     def microbatches(self) -> tuple[int, int]:
         """Microbatches per pipeline in a simulated step, and mean samples of one.
         There are more and smaller microbatches than requested where a token budget cut them."""
         count = max(self.score.num_microbatches, self.num_microbatches)
-        return count, max(1, round(self.microbatch_size * self.num_microbatches / count))
-
-    @property
-    def simulated_stage_seconds(self) -> dict[str, tuple[float, ...]]:
-        """The `stage_seconds` of a mean microbatch as simulated."""
-        share = self.num_microbatches / self.microbatches[0]
-        return {unit: tuple(one * share for one in own) for unit, own in self.stage_seconds.items()}
+        share = self.replicas / (self.replicas + self.extra)
+        return count, max(1, round(share * self.microbatch_size * self.num_microbatches / count))
 
 
 class Finals:
@@ -251,17 +246,6 @@ class Finals:
         return dict(zip(plan.ranks, more.tolist(), strict=True))
 
 
-def _stage_seconds(candidate: PlanCandidate, cluster: Cluster) -> dict[str, tuple[float, ...]]:
-    """Return each option's stage seconds by its last unit; options on further groups get the group's name."""
-    found: dict[str, tuple[float, ...]] = {}
-    for option, group in itertools.zip_longest(candidate.options, candidate.groups, fillvalue=0):
-        assert isinstance(option, Option), "a group is of an option"
-        unit = [*option.chain.cuts][-1]
-        name = f"{unit} on {cluster.groups[group].name}" if unit in found else unit
-        found[name] = tuple(option.costs.seconds.tolist())
-    return found
-
-
 def _ranked(plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Cluster, zero: Zero) -> RankedPlan:
     return RankedPlan(
         plan=plan,
@@ -269,12 +253,12 @@ def _ranked(plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Clu
         replicas=candidate.replicas,
         microbatch_size=candidate.microbatch_size,
         num_microbatches=candidate.num_microbatches,
-        stage_seconds=_stage_seconds(candidate, cluster),
         idle_devices=cluster.num_devices - len(plan.ranks),
         bound=candidate.bound,
         score=score,
         row_tokens=candidate.row_tokens,
         zero=zero,
+        extra=int(len(plan.ranks) > candidate.gpus),
     )
 
 

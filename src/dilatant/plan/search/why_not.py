@@ -63,9 +63,9 @@ class WhyNot:
     bound: float = 0.0
 
 
-def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
-    """Parse a layout such as `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192`.
-    Raises UserError that lists every problem."""
+def parse_asked_layout(text: str, units: Sequence[str] = ()) -> AskedLayout:
+    """Parse a layout such as `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192`. units: names of the model's
+    units; none if they are not known yet. Raises UserError that lists every problem."""
     try:
         found = read_yaml(text if text.lstrip().startswith("{") else f"{{{text}}}")
     except yaml.YAMLError:
@@ -78,7 +78,8 @@ def parse_asked_layout(text: str, units: Sequence[str]) -> AskedLayout:
         or not all(isinstance(own, dict) for own in found.values())
     ):
         raise UserError(f"{text!r} is no layout; write one like 'vision: {{pp: 2}}, language: {{tp: 4}}'")
-    problems = [f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in found if unit not in units]
+    foreign = [unit for unit in found if unit not in units] if units else []
+    problems = [f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in foreign]
     cuts = {unit: wanted.pop(CUTS) for unit, wanted in found.items() if CUTS in wanted}
     problems += [
         f"{unit}: cuts is {own!r}; it must be the first layers of its stages, as in [0, 5, 9]"

@@ -308,7 +308,7 @@ def _framework(report: PlanReport) -> list[Part]:
     """Return the plan for another framework, which the command prints in lines that can be copied."""
     if (other := report.framework) is None:
         return []
-    lines = (*other.sentences, *filter(None, [other.command]))
+    lines = tuple(filter(None, [other.models, *other.sentences, other.command]))
     return [("section", PageSection("framework", f"For {other.name}", parts=[("list", ("reasons", lines))]))]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.costs.score import PlanScore
+from dilatant.plan.plan import Plan
 from dilatant.plan.search.search_result import SearchResult
 from dilatant.plan.search.why_not import WhyNot
 from dilatant.report.plan_report import ComparedPlan, PlanReport
@@ -187,9 +189,16 @@ def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tupl
         f"{seconds_text(best.score.seconds)} a step, {percent_text(abs(slower))} "
         f"{'more' if slower >= 0 else 'less'} than the plan that was chosen ({seconds_text(result.seconds)}).",
         explain(own, winner),
-        f"Its fullest rank needs {bytes_text(max(best.score.peak_bytes, default=0.0))} of the "
-        f"{_capacities(cluster)} that plans may use.",
+        *([f"It needs {fullest_text(cluster, best.plan, best.score)}."] if best.score.peak_bytes else []),
     )
+
+
+def fullest_text(cluster: Cluster, plan: Plan, score: PlanScore) -> str:
+    """Describe the memory of the fullest device; as in the plan's report, used and total include the reserve."""
+    peaks = zip(score.peak_bytes, cluster.bytes_of(plan.ranks).tolist(), plan.ranks, strict=True)
+    peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
+    reserve = cluster.at(rank).reserve.total
+    return f"{bytes_text(peak + reserve)} of {bytes_text(capacity + reserve)} on the fullest device"
 
 
 def no_plan_text(answer: WhyNot, cluster: Cluster) -> tuple[str, ...]:

@@ -37,14 +37,15 @@ _KEEPING: Mapping[Recompute, str] = {
 }
 
 
-def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tuple[str, ...]:
+def search_reasons(result: SearchResult, timeline: Timeline, cluster: Cluster | None = None) -> tuple[str, ...]:
     """Return sentences on the winner's shape, its devices against its work, its slowest stage, and the certainty.
+    timeline: one of its steps.
     Idle time, memory and runners-up are left to the plan report, which draws them."""
     winner = result.winner
     lines = [
         _shape(winner, cluster),
-        *_shares(winner),
-        _bottleneck(winner),
+        *_shares(timeline),
+        _bottleneck(timeline, cluster),
         *_tensor(result),
         *_sharing(result),
         *_recomputation(winner.plan),
@@ -95,33 +96,38 @@ def _stages(replica: Replica) -> str:
 
 
 def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
-    on_groups = cluster is not None and cluster.parts
-    extra = ", one more on the devices that these leave" if _is_unlike(one.plan) and not on_groups else ""
-    cut = microbatches_text(*one.microbatches, one.row_tokens)
-    each = "on average" if on_groups else "each"
+    extra = ", one of them on the devices that the others leave" if one.extra else ""
+    each = (
+        " on average" if cluster is not None and cluster.parts else " each" if not one.extra or one.row_tokens else ""
+    )
     where = f"; {_WHERE[one.encoders_at]}" if len(one.plan.units) > 1 else ""
-    return f"{counted(one.replicas, 'pipeline')}{extra}, {cut} {each}: {layout_text(one.plan, cluster)}{where}."
+    pipelines = counted(one.replicas + one.extra, "pipeline")
+    return f"{pipelines}{extra}, {cut_text(one)}{each}: {layout_text(one.plan, cluster)}{where}."
 
 
-def _is_unlike(plan: Plan) -> bool:
-    """Return True if a unit's replicas differ in cuts or degrees."""
-    return any(len({replica.shape for replica in unit.replicas}) > 1 for unit in plan.units)
+def cut_text(one: RankedPlan) -> str:
+    """Return the number and size of microbatches; unequal pipelines get unequal shares of all samples."""
+    if not one.extra or one.row_tokens is not None:
+        return microbatches_text(*one.microbatches, one.row_tokens)
+    samples = one.replicas * one.num_microbatches * one.microbatch_size
+    return f"{counted(one.microbatches[0], 'microbatch')} each, of {counted(samples, 'sample')} in all"
 
 
-def _shares(one: RankedPlan) -> list[str]:
-    """Return each chain's fraction of the devices and of a mean microbatch's device time, over all replicas."""
-    devices, work = {}, {}
-    for unit in one.plan.units:
-        if unit.name in one.stage_seconds:
-            stages = [stage for replica in unit.replicas for stage in replica.stages]
-            devices[unit.name] = len({rank for stage in stages for rank in stage.ranks})
-            work[unit.name] = sum(one.stage_seconds[unit.name]) * stages[0].degrees.ranks * len(unit.replicas)
-    if len(work) < 2 or _is_unlike(one.plan):
+def _shares(timeline: Timeline) -> list[str]:
+    """Return the fraction of the devices, and of all device time in a step, of units that share none."""
+    ranks: dict[str, set[int]] = {}
+    for unit in timeline.plan.units:
+        own = {rank for replica in unit.replicas for stage in replica.stages for rank in stage.ranks}
+        for name in [name for name, others in ranks.items() if others & own]:
+            own |= ranks.pop(name)
+        ranks[unit.name] = own
+    if len(ranks) < 2:
         return []
+    busy = dict(zip(timeline.ranks, timeline.busy.tolist(), strict=True))
     shares = [
-        f"{name} has {percent_text(devices[name] / sum(devices.values()))} of the devices for "
-        f"{percent_text(work[name] / sum(work.values()))} of the device time"
-        for name in work
+        f"{name} has {percent_text(len(own) / len(busy))} of the devices for "
+        f"{percent_text(sum(busy[rank] for rank in own) / sum(busy.values()))} of the device time"
+        for name, own in ranks.items()
     ]
     return [f"Devices follow work: {listed(shares)}."]
 
@@ -138,7 +144,8 @@ def _tensor(result: SearchResult) -> list[str]:
         return []
     own = widest(result.winner)
     others = [f"tp {tp} {seconds_text(seconds)}" for tp, seconds in best.items() if tp != own]
-    return [f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."]
+    takes = f"tp {own} takes {seconds_text(best[own])}"
+    return [f"Tensor parallelism: {takes}, the best step simulated with {listed(others)}."]
 
 
 def _sharing(result: SearchResult) -> list[str]:
@@ -149,7 +156,7 @@ def _sharing(result: SearchResult) -> list[str]:
     found = {zero: result.by_zero[zero] for zero in others}
     slower = [f"zero {zero} {seconds_text(seconds)}" for zero, seconds in found.items() if seconds is not None]
     takes = f"takes {seconds_text(result.seconds)}"
-    clauses = [f"{takes}, the best step with {listed(slower)}"] if slower else [takes]
+    clauses = [f"{takes}, the best step simulated with {listed(slower)}"] if slower else [takes]
     clauses += [f"with zero {zero} no plan that was simulated fits" for zero in others if found[zero] is None]
     return [f"Optimizer state is {_SHARED_BY[own]}: zero {own} {'; '.join(clauses)}."]
 
@@ -170,19 +177,36 @@ def _recomputation(plan: Plan) -> list[str]:
     return [f"To fit memory, the backward computes forwards again (train.recompute): {text}."] if text else []
 
 
-def _bottleneck(one: RankedPlan) -> str:
-    stages = [
-        (seconds, name, position)
-        for name, each in one.simulated_stage_seconds.items()
-        for position, seconds in enumerate(each)
-    ]
-    slowest, fastest = max(stages), min(stages)
+def _bottleneck(timeline: Timeline, cluster: Cluster | None) -> str:
+    stages = _stage_seconds(timeline, cluster)
+    slowest, fastest = (pick(stages, key=lambda name: stages[name]) for pick in (max, min))
     if len(stages) == 1:
-        return f"One stage takes {seconds_text(slowest[0])} for a mean microbatch."
+        return f"One stage takes {seconds_text(stages[slowest])} for a mean microbatch."
     return (
-        f"The slowest stage, {slowest[1]} stage {slowest[2]}, takes {seconds_text(slowest[0])} for a mean microbatch, "
-        f"the fastest, {fastest[1]} stage {fastest[2]}, {seconds_text(fastest[0])}."
+        f"The slowest stage, {slowest}, takes {seconds_text(stages[slowest])} for a mean microbatch, "
+        f"the fastest, {fastest}, {seconds_text(stages[fastest])}."
     )
+
+
+def _stage_seconds(timeline: Timeline, cluster: Cluster | None) -> dict[str, float]:
+    """Return stage → seconds of its actions for a mean microbatch, in the first pipeline of each group of devices. A
+    unit in a stage of another counts there."""
+    first: dict[tuple[str, str], int] = {}
+    several = cluster is not None and cluster.parts
+    found: dict[str, float] = {}
+    at: dict[tuple[int, ...], str] = {}
+    for placed in timeline.plan.stages():
+        ranks, unit = placed.stage.ranks, placed.unit
+        where = f" on {cluster.at(ranks[0]).name}" if cluster is not None and several else ""
+        if first.setdefault((unit, where), placed.replica) != placed.replica:
+            continue
+        spent = sum(end - begin for action, begin, end in timeline.of_rank(ranks[0]) if action.stage == placed.index)
+        seconds = spent / len(timeline.assignment.microbatches[unit][placed.replica])
+        name = f"{unit} stage {placed.position}{where}"
+        if (guest := at.get(ranks)) is not None and not guest.startswith(f"{unit} stage "):
+            seconds += found.pop(guest)
+        found[name], at[ranks] = seconds, name
+    return found
 
 
 def _certainty(result: SearchResult) -> str:

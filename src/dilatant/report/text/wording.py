@@ -47,11 +47,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def microbatches_text(count: int, samples: int, row_tokens: int | None) -> str:
-    """Return `4 microbatches of 2 samples`, or with a token budget `4 microbatches or more of up to 512 tokens`."""
+    """Return `4 microbatches of 2 samples`, or with a token budget `4 microbatches of about 2 samples and at most 512
+    tokens`."""
     text = counted(count, "microbatch")
     if row_tokens is None:
         return f"{text} of {counted(samples, 'sample')}"
-    return f"{text} or more of up to {row_tokens:,} tokens"
+    return f"{text} of about {counted(samples, 'sample')} and at most {row_tokens:,} tokens"
 
 
 def percent_text(fraction: float) -> str:
