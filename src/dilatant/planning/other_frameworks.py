@@ -36,7 +36,7 @@ def plan_for(planned: PlannedRun, name: str) -> OtherFramework:
         return OtherFramework(name, "", {}, None, (f"Nothing fits under the limits of {name}: {error}.",), models)
     flags, ours = _flags(problem, found, name), _flags(planned.problem, planned.result.winner, name)
     groups = _groups(problem, found)
-    lacks = (*ours.lost, *_unlike(planned, planned.result.winner))
+    lacks = (*ours.lost, *_unlike(planned, planned.result.winner, bool(FRAMEWORKS[name].chunks)))
     as_theirs = remodelled(planned.problem, runner=runner)
     winner = planned.result.winner
     score = scorer_of(as_theirs)(winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None)
@@ -168,10 +168,10 @@ def _flags(problem: PlanningProblem, ranked: RankedPlan, name: str) -> Framework
     return framework_flags(ranked.plan, name, language, *batch, ranked.zero, fixed)
 
 
-def _unlike(planned: PlannedRun, winner: RankedPlan) -> list[str]:
-    """Return what of a plan's steps no other framework can run."""
+def _unlike(planned: PlannedRun, winner: RankedPlan, has_pipelines: bool) -> list[str]:
+    """Return what of a plan's steps no other framework can run. has_pipelines: those of the framework are named."""
     found = []
-    if winner.score.schedule not in ("", "1f1b", "interleaved"):
+    if has_pipelines and winner.score.schedule not in ("", "1f1b", "interleaved"):
         found.append(f"the order {winner.score.schedule}: its pipelines run 1f1b")
     if winner.row_tokens is not None:
         found.append("microbatches by tokens: they get equally many samples")
