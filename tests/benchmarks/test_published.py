@@ -26,20 +26,20 @@ needs_corpus = pytest.mark.skipif(not CORPUS.exists(), reason="the measured runs
 
 REACHED = {
     "bloom-prequel": 0.043,
-    "fms-fsdp": 0.065,
-    "torchtitan": 0.021,
+    "fms-fsdp": 0.046,
+    "torchtitan": 0.012,
     "torchtitan, FP8": 0.096,
     "megatron-bridge-summary, FP8": 0.049,
     "megatron-bridge-summary, FP4": 0.07,
-    "megatron-bridge-summary, experts": 0.177,  # 24 of 28 are GPT OSS; 3 percent without
+    "megatron-bridge-summary, experts": 0.168,  # 24 of 28 are GPT OSS; 3 percent without
     "megatron-bridge-summary, experts, FP8": 0.118,
     "nemo-24.07, FP8": 0.062,
-    "nanotron-ultrascale": 0.127,
+    "nanotron-ultrascale": 0.128,
     "internevo": 0.037,
-    "llm-foundry": 0.034,
-    "llm-foundry, FP8": 0.043,
+    "llm-foundry": 0.027,
+    "llm-foundry, FP8": 0.034,
     "bridge-cards, images": 0.042,
-    "bridge-cards, images and experts": 0.236,  # one of four empties the allocator's cache; 8.5 percent without
+    "bridge-cards, images and experts": 0.234,  # one of four empties the allocator's cache; 8.5 percent without
 }
 """Largest mean distance by source, held-out ones first: what the committed results reach, rounded up to a
 tenth of a percent. docs/results.md says why it is not less."""
