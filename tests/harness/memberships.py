@@ -44,7 +44,12 @@ def planner_like(
     own = {name: {1: Degrees()} for name in layers}
     for placed in plan.stages():
         own[placed.unit][len(placed.stage.ranks)] = placed.stage.degrees
-    widths = {width: one.of_guests for each in own.values() for width, one in each.items()}
+    widths: dict[int, Degrees] = {}
+    for width, one in sorted((pair for each in own.values() for pair in each.items()), key=lambda pair: pair[1].tp):
+        widths[width] = one.of_guests
+        if one.tp == 1 < width and width not in own["language"]:
+            del widths[width]  # whole items for each rank, which a language model has none of
+    own = {name: {width: one for width, one in each.items() if width in widths} for name, each in own.items()}
     chain = [second for name, count in layers.items() for second in (seconds or {}).get(name, [1.0] * count)]
     state = {width: [1.0 / width] * len(chain) for width in widths}
     kept = {width: [0.1 / width] * len(chain) for width in widths}
