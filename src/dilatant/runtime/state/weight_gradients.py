@@ -118,7 +118,10 @@ class DeferredLinear(ParallelLinear):
         if (trains or is_own) and torch.compiler.is_compiling():
             return operator(input, weight, bias, self.handle, is_own)
         if trains and (self.gradients.splits or not defers or is_own or _adds_itself(weight)):
-            return _DeferredProduct.apply(input, weight, bias, self)
+            output: Tensor = _DeferredProduct.apply(input, weight, bias, self)
+            if not is_own:
+                _multiply_into(output.detach(), input, weight, bias)
+            return output
         return self.multiply(input, weight, bias)
 
     @torch.no_grad()
@@ -193,7 +196,19 @@ def restore_linears(replaced: ReplacedLayers) -> None:
         ungroup_experts(module)
 
 
+@torch.no_grad()
+def _multiply_into(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    into, rows = output.flatten(0, -2), input.flatten(0, -2)
+    if bias is None:
+        torch.mm(rows, weight.t(), out=into)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=into)
+
+
 class _DeferredProduct(torch.autograd.Function):
+    """Saves the input; the output of plain products is computed afterwards, because a recomputation ends when the last
+    tensor is saved."""
+
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: DeferredLinear
@@ -202,7 +217,9 @@ class _DeferredProduct(torch.autograd.Function):
         # The Parameter itself: a saved tensor is a copy after a checkpoint's recomputation, and its gradient
         # would be lost.
         ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
-        return layer.multiply(input, weight, bias)
+        if layer.multiply is not functional.linear:
+            return layer.multiply(input, weight, bias)
+        return input.new_empty(*input.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
