@@ -119,8 +119,8 @@ class DeferredLinear(ParallelLinear):
             return operator(input, weight, bias, self.handle, is_own)
         if trains and (self.gradients.splits or not defers or is_own or _adds_itself(weight)):
             output: Tensor = _DeferredProduct.apply(input, weight, bias, self)
-            if not is_own:
-                _multiply_into(output.detach(), input, weight, bias)
+            with torch.no_grad():
+                output.data = self.multiply(input, weight, bias)
             return output
         return self.multiply(input, weight, bias)
 
@@ -196,18 +196,9 @@ def restore_linears(replaced: ReplacedLayers) -> None:
         ungroup_experts(module)
 
 
-@torch.no_grad()
-def _multiply_into(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    into, rows = output.flatten(0, -2), input.flatten(0, -2)
-    if bias is None:
-        torch.mm(rows, weight.t(), out=into)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=into)
-
-
 class _DeferredProduct(torch.autograd.Function):
-    """Saves the input; the output of plain products is computed afterwards, because a recomputation ends when the last
-    tensor is saved."""
+    """Saves the input, and has an output without values: the caller multiplies afterwards, because a recomputation ends
+    when the last tensor is saved, which torch does after `forward`."""
 
     @staticmethod
     def forward(
@@ -217,9 +208,8 @@ class _DeferredProduct(torch.autograd.Function):
         # The Parameter itself: a saved tensor is a copy after a checkpoint's recomputation, and its gradient
         # would be lost.
         ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
-        if layer.multiply is not functional.linear:
-            return layer.multiply(input, weight, bias)
-        return input.new_empty(*input.shape[:-1], len(weight))
+        shape = *input.shape[:-1], len(weight)
+        return input.new_empty_strided(shape, (0,) * len(shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
