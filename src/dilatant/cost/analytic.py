@@ -84,7 +84,7 @@ class Runner:
     weight_casts: int = 0
 
 
-DILATANT = Runner("dilatant")
+DILATANT = Runner("dilatant", stops_early=True)
 MEGATRON = Runner("megatron", "library", fused=True, operations=0.4, gradient_bytes=0, exposed=0.0, merged=1.5)
 TORCHTITAN = Runner(
     "torchtitan", "flash", operations=0.8, whole_rows=8.0, exposed=0.0, merged=7.0, stops_early=True, weight_casts=2
@@ -112,8 +112,7 @@ class LayerShape:
     forward, are per layer. `collectives`: tensor-parallel regions, each with an all-gather before and a reduce-scatter
     after it. `trained_share`: fraction of the products whose weights train when the layer trains. `forward_only`:
     multiply-adds that never have a backward (an autoencoder that makes targets). `divided`: False if every
-    tensor-parallel rank computes the whole layer. `last`: multiply-adds of the last product, if no backward needs its
-    result.
+    tensor-parallel rank computes the whole layer. `last`: multiply-adds after the last tensor that a backward needs.
     """
 
     matmul: int

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from dilatant.cost.profile import saved_bytes
 from dilatant.models.core.slicing import held_blocks
@@ -21,7 +24,8 @@ _HOST, _META = torch.device("cpu"), torch.device("meta")
 
 def kept_by_block(entry: LayerType) -> dict[str, Any]:
     """Return `kept`, `weight_kept` and `weight_only` of the shape of a block in bf16 (see `LayerShape`), in elements of
-    two bytes per token; nothing if its forward needs values, as with flash-linear-attention, whose kernels read memory.
+    two bytes per token, and `last`; nothing if its forward needs values, as with flash-linear-attention, whose kernels
+    read memory.
 
     Attention keeps what a fused kernel does. Experts are visited evenly. Everything else is what the family's forward
     runs without further packages: linear attention, for one, in torch, with chunks in fp32.
@@ -36,13 +40,31 @@ def kept_by_block(entry: LayerType) -> dict[str, Any]:
             value.requires_grad_()
             blocks = held_blocks(cast(Any, layer.stage).model.get_submodule(entry.unit.structure.blocks))
             kept, weight, _ = saved_bytes(layer, lambda: layer(value, **keywords), blocks)
+            last = _after_last_saved(lambda: layer(value, **keywords))
             for parameter in layer.parameters():
                 parameter.requires_grad_(False)
             frozen, _, _ = saved_bytes(layer, lambda: layer(value, **keywords), blocks)
     except Exception:  # whatever a family's forward, or a kernel that it calls, raises without values
         return {}
     each = 2 * value.shape[:-1].numel()
-    return {"kept": kept / each, "weight_kept": weight / each, "weight_only": (kept - frozen) / each}
+    found = {"kept": kept / each, "weight_kept": weight / each, "weight_only": (kept - frozen) / each}
+    return {**found, "last": last // each}
+
+
+def _after_last_saved(forward: Callable[[], Tensor]) -> int:
+    """Return the floating-point operations of the products that `forward` computes after the last tensor that autograd
+    saves: where torch's checkpoint ends a recomputation."""
+    before = 0
+    with FlopCounterMode(display=False) as flops:
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal before
+            before = flops.get_total_flops()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            forward()
+    return flops.get_total_flops() - before
 
 
 class ShapesOnly(TorchFunctionMode):

@@ -57,7 +57,7 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
 
 
 def counted_shapes(model: ModelDescription) -> dict[str, LayerShape]:
-    """Return `layer_shapes` with what autograd keeps of blocks counted in their own forwards, for a plan's memory."""
+    """Return `layer_shapes` with what autograd keeps of blocks counted in their own forwards, and what follows it."""
     if not model.shapes:
         shapes = layer_shapes(model)
         counted = {entry.kind: kept_by_block(entry) for entry in model.types if entry.role == BLOCK}
@@ -122,6 +122,7 @@ def _shape(entry: LayerType) -> LayerShape:
         matmul=products,
         leading=min(shape.leading, products),
         parameters=parameters,
+        last=0,  # until counted
         attention_width=shape.attention_width if pairs else 0,
         routed_width=width * _experts_of_token(entry.unit.config)
         if any(True for module in modules for _ in fused_experts(module))

@@ -118,7 +118,10 @@ class DeferredLinear(ParallelLinear):
         if (trains or is_own) and torch.compiler.is_compiling():
             return operator(input, weight, bias, self.handle, is_own)
         if trains and (self.gradients.splits or not defers or is_own or _adds_itself(weight)):
-            return _DeferredProduct.apply(input, weight, bias, self)
+            output: Tensor = _DeferredProduct.apply(input, weight, bias, self)
+            with torch.no_grad():
+                output.data = self.multiply(input, weight, bias)
+            return output
         return self.multiply(input, weight, bias)
 
     @torch.no_grad()
@@ -194,6 +197,9 @@ def restore_linears(replaced: ReplacedLayers) -> None:
 
 
 class _DeferredProduct(torch.autograd.Function):
+    """Saves the input, and has an output without values: the caller multiplies afterwards, because a recomputation ends
+    when the last tensor is saved, which torch does after `forward`."""
+
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: DeferredLinear
@@ -202,7 +208,8 @@ class _DeferredProduct(torch.autograd.Function):
         # The Parameter itself: a saved tensor is a copy after a checkpoint's recomputation, and its gradient
         # would be lost.
         ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
-        return layer.multiply(input, weight, bias)
+        shape = *input.shape[:-1], len(weight)
+        return input.new_empty_strided(shape, (0,) * len(shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
