@@ -198,29 +198,28 @@ class SeparateUnits:
             tuple(unit for unit in space.roles.generators if unit not in self.away),
         )
         without_away, bases = space.with_roles(here), list[PlanCandidate]()
-        for replicas in range(1, space.cluster.num_devices + 1):
+        left, devices = self._least_left(), space.cluster.num_devices
+        for replicas in range(1, devices - left + 1):
             for (count, row_tokens), groups in space.counts_by_groups(replicas).items():
-                for one in shapes(without_away, replicas, count, row_tokens, self.most_seconds, groups):
-                    if self._leaves_enough(one):
+                for one in shapes(without_away, replicas, count, row_tokens, self.most_seconds, groups, left):
+                    if self._is_in_time(one):
                         bases.append(one)
-                        key, free = _counts_of(one), space.cluster.num_devices - one.gpus
+                        key, free = _counts_of(one), devices - one.gpus
                         self._free[key] = max(free, self._free.get(key, 0))
         for one in bases:
             yield from self._joined(one)
 
-    def _leaves_enough(self, base: PlanCandidate) -> bool:
-        """Return False if the step surely takes too long on these devices, or the other units' on those that are
-        left."""
+    def _least_left(self) -> int:
+        """Return the fewest devices on which the other units' step may be in time."""
         space = self.spaces[self.home]
-        free = space.cluster.num_devices - base.gpus
         here = [unit for unit, group in self.away.items() if group == self.home]
-        if free < len(here):
-            return False
         work = sum(float(space.device_seconds(unit).sum()) for unit in here) * space.global_batch / len(space.tokens)
-        if work * ROUNDING > self.most_seconds * free:
-            return False
-        later = space.heaviest(base.replicas * base.num_microbatches)
-        # Other units can only lengthen the step.
+        least = math.ceil(work * ROUNDING / self.most_seconds) if self.most_seconds > 0.0 else 0
+        return min(max(len(here), least), space.cluster.num_devices)
+
+    def _is_in_time(self, base: PlanCandidate) -> bool:
+        """Return False if the step surely takes too long: other units can only lengthen it."""
+        later = self.spaces[self.home].heaviest(base.replicas * base.num_microbatches)
         return base.estimate * ROUNDING <= self.most_seconds or base.num_microbatches < later
 
     def _joined(self, base: PlanCandidate) -> Iterator[PlanCandidate]:

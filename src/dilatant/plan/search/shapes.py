@@ -27,26 +27,26 @@ def shapes(
     row_tokens: int | None = None,
     most_seconds: float = math.inf,
     groups: Collection[int] = (),
+    left: int = 0,
 ) -> Iterator[PlanCandidate]:
     """Yield the candidates of `replicas` equal pipelines with `microbatches` microbatches each.
 
     With `row_tokens`, the maximum tokens of a microbatch, `microbatches` is the minimum number. most_seconds: chains
     whose slowest stage takes longer, and candidates with larger estimates, are omitted; `Space.omitted` has their least
-    bound. groups: numbers of groups that stages of the language model may have; empty
-    for any.
+    bound. groups: numbers of groups that stages of the language model may have; empty for any. left: devices that they
+    leave to others.
     """
-    budget = space.cluster.num_devices // replicas
-    table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, budget)
+    devices = space.cluster.num_devices
+    table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, devices // replicas)
     samples = space.global_batch / (replicas * microbatches)
     chains = space.chains(replicas, microbatches, row_tokens, math.isfinite(most_seconds))
-    shape = _Shape(
-        space, table, replicas, samples, microbatches, row_tokens, most_seconds, chains, groups or space.groups
-    )
-    found = [shape.beside(budget, EncoderPosition.PARALLEL)]
+    shape = space, table, replicas, samples, microbatches, row_tokens, most_seconds, chains, groups or space.groups
+    own = _Shape(*shape, (devices - left) // replicas)
+    found = [own.beside(EncoderPosition.PARALLEL)]
     if len(space.roles.encoders) > 1:
-        found.append(shape.beside(budget, EncoderPosition.COLOCATED))
+        found.append(own.beside(EncoderPosition.COLOCATED))
     if space.roles.encoders:
-        found.append(shape.inside(budget))
+        found.append(own.inside())
     for one in itertools.chain(*found):
         if one.estimate * ROUNDING <= most_seconds:
             yield one
@@ -99,12 +99,13 @@ class _Shape:
     most_seconds: float
     _known: dict[tuple[object, ...], list[Option]]
     _groups: Collection[int] = ()
+    _budget: int = 0
     _encoder_chains: dict[tuple[object, ...], tuple[int, list[list[ParallelChains]]]] = field(default_factory=dict)
     _paired: dict[tuple[str, ...], InTime] = field(default_factory=dict)
 
-    def beside(self, budget: int, encoders_at: EncoderPosition) -> Iterator[PlanCandidate]:
+    def beside(self, encoders_at: EncoderPosition) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on separate devices, on all devices or fewer."""
-        others = *self.space.roles.encoders, *self.space.roles.generators
+        budget, others = self._budget, (*self.space.roles.encoders, *self.space.roles.generators)
         alone = self._language(budget, 0, others)
         room = budget - min((language.gpus for language in alone), default=budget + 1)  # of the other units
         if room < 0:
@@ -120,10 +121,10 @@ class _Shape:
                 for before in self._before(encoders_at, room, behind, left, floor):
                     yield self.candidate(encoders_at, before, language, after)
 
-    def inside(self, budget: int) -> Iterator[PlanCandidate]:
+    def inside(self) -> Iterator[PlanCandidate]:
         """Yield candidates with encoders on the ranks of the language model's first stage.
         These ranks divide the encoders' layers as they do the language model's, or the encoders' items."""
-        roles, units = self.space.roles, self.table.units
+        roles, units, budget = self.space.roles, self.table.units, self._budget
         alone = set(units.degrees(roles.encoders))
         ways = [(degrees, False) for degrees in units.all_degrees([*roles.encoders, roles.language])]
         ways += [
@@ -164,7 +165,7 @@ class _Shape:
         """Return the chains that may be in time beside each other, on all devices of a pipeline: of the language model
         and `others`."""
         if others not in self._paired:
-            budget, language = self.space.cluster.num_devices // self.replicas, self._fastest(self.space.roles.language)
+            budget, language = self._budget, self._fastest(self.space.roles.language)
             there = (language.gpus <= budget) & np.isin(language.groups, [*self._groups])
             step = self.space, self.replicas, self.microbatches, self.most_seconds, language, there
             known = {unit: self._fastest(unit) for unit in others}
