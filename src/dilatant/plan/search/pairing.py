@@ -107,8 +107,24 @@ class Pairing:
         self, fill: NDArray[np.float64], slowest: NDArray[np.float64], chunks: int, work: Work
     ) -> NDArray[np.bool_]:
         step = self.space, self.replicas, self.microbatches, fill, slowest
-        seconds = unchunked_seconds(*step, work) if chunks == 1 else chunked_seconds(*step)
-        return np.asarray(seconds * CLOSE_BELOW <= self.most_seconds)
+        return np.asarray(least_step(*step, work if chunks == 1 else None) * CLOSE_BELOW <= self.most_seconds)
+
+
+def least_step(
+    space: Space,
+    replicas: int,
+    microbatches: int,
+    fill: NDArray[np.float64],
+    slowest: NDArray[np.float64],
+    work: Work | None,
+) -> NDArray[np.float64]:
+    """Return the least estimates of steps whose slowest stages take at least `slowest`. The estimate is linear in it,
+    and falls where the heaviest microbatch delays few others. work: None in interleaved chunks."""
+    both = []
+    for seconds in (slowest, np.maximum(fill, slowest)):
+        step = space, replicas, microbatches, fill, seconds
+        both.append(chunked_seconds(*step) if work is None else unchunked_seconds(*step, work))
+    return np.minimum(*both)
 
 
 def _work(known: FastestChains, rows: NDArray[np.int64]) -> Work:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -185,7 +186,10 @@ class _Search:
 
     def _simulate(self, finals: Finals, found: Sequence[PlanCandidate], devices: int) -> float:
         """Simulate in this order until enough finalists fit memory or no other can be faster; return the least bound of
-        the rest. Where a plan is already known, there may be no simulation at all."""
+        the rest. Where a plan is already known, there may be no simulation at all. On many devices, where there are few
+        finalists, the best of each number of pipelines come before others, which differ from these by a stage."""
+        if devices > LARGE_CLUSTER:
+            found = _in_turns(found)
         reversed_bounds = [candidate.bound for candidate in reversed(found)]
         remaining_bound = np.minimum.accumulate(reversed_bounds)[::-1].tolist()
         finalists, done = self.finalists_on(devices), 0
@@ -287,6 +291,17 @@ class _Search:
         # Not every combination across groups was enumerated.
         bound = min(found.lower_bound, least)
         return replace(found, lower_bound=bound, proven=found.proven and least >= found.seconds)
+
+
+def _in_turns(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+    """Return the candidates, the first of each number of pipelines and microbatches before the second of any."""
+    turns: Counter[tuple[object, ...]] = Counter()
+    order = list[tuple[int, int]]()
+    for candidate in found:
+        key = candidate.counts, candidate.num_microbatches, candidate.row_tokens, candidate.encoders_at
+        order.append((turns[key], len(order)))
+        turns[key] += 1
+    return [found[at] for _, at in sorted(order)]
 
 
 def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:

@@ -16,8 +16,8 @@ from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest, FastestCh
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import NOTABLE
 from dilatant.plan.model_spec import EncoderPosition
-from dilatant.plan.search.closed_form import Work, bound, chain_times, computed_seconds, estimate, unchunked_seconds
-from dilatant.plan.search.pairing import CLOSE_BELOW, InTime, Pairing
+from dilatant.plan.search.closed_form import Work, bound, chain_times, computed_seconds, estimate
+from dilatant.plan.search.pairing import CLOSE_BELOW, InTime, Pairing, least_step
 
 
 def shapes(
@@ -152,7 +152,7 @@ class _Shape:
         seconds, least, forwards, *_ = map(sum, zip(*each))
         fill, slowest = known.total[rows] + seconds, np.maximum(known.slowest[rows], seconds)
         work = Work(known.forwards[rows] + forwards, fill, known.heaviest[rows], known.heaviest_split[rows])
-        step = unchunked_seconds(self.space, self.replicas, self.microbatches, fill, slowest, work)
+        step = least_step(self.space, self.replicas, self.microbatches, fill, slowest, work)
         worth = step * CLOSE_BELOW <= self.most_seconds
         self._omit(max(least, float(known.busiest[rows[~worth]].min(initial=math.inf))))
         shape = self.samples, self.microbatches, roles.encoders
