@@ -323,11 +323,17 @@ def markdown() -> str:
     return "\n".join([*lines, ""])
 
 
+OF_OTHERS = "framework_models.py"
+"""The file of `src` that lists the models of other frameworks."""
+
+
 def named_in_source(families: Iterable[str], source: Path) -> set[str]:
-    """Return the families whose type, or the beginning of whose class name, stands in a Python file below `source`."""
+    """Return the families whose type, or the beginning of whose class name, stands in a Python file below `source`,
+    except in `OF_OTHERS`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-    text = "\n".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
+    files = (path for path in source.rglob("*.py") if path.name != OF_OTHERS)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     named = set()
     for family in families:
         types = re.escape(family).replace(r"\-", "[-_]?")

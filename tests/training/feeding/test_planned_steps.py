@@ -169,9 +169,9 @@ def test_plan_page_shows_simulated_microbatches_and_memory(tmp_path: Path) -> No
     count, samples = winner.microbatches
     assert min(counts) <= count <= max(counts)
     assert count > winner.num_microbatches
-    assert samples == round(BATCH / winner.replicas / count)
+    assert samples == round(BATCH / (winner.replicas + winner.extra) / count)
     report = plan_report(planned, "test")
-    assert all(f"{count} microbatches of" in text for text in (report.candidates[0].layout, report.reasons[0]))
+    assert all(f"{count} microbatches" in text for text in (report.candidates[0].layout, report.reasons[0]))
     peaks = np.max([step.timeline.peak_bytes for step in steps], axis=0)
     assert max(use.peak_bytes - use.bytes_by_use["reserve"] for use in report.memory) == round(max(peaks))
     assert any("train.row_tokens" in text for text in report.advice)
