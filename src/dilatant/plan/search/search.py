@@ -90,7 +90,7 @@ def search(
     spaces = problem.spaces()
 
     def under(zero: Zero, scorer: PlanScorer, ceiling: float, tries_slow: bool) -> SearchResult:
-        run = _Search(problem.settings, scorer, finalists, only, ceiling, len(spaces) == 1, tries_slow)
+        run = _Search(problem.settings, scorer, finalists, only, ceiling, tries_slow)
         shared = [space.sharing(zero) for space in spaces]
         if len(shared) == 1:
             return run.on_group(shared[0])[1]
@@ -108,15 +108,14 @@ class SlowLeftError(PlanError):
 @dataclass(frozen=True, slots=True)
 class _Search:
     """A search under one kind of optimizer-state sharding; `settings`, `scorer`, `finalists` and `only` as in `search`.
-    ceiling: seconds of a known plan; only faster ones are accepted. is_alone: the devices are of one kind. tries_slow:
-    where no plan near the best estimate fits memory, all others are simulated."""
+    ceiling: seconds of a known plan; only faster ones are accepted. tries_slow: where no plan near the best
+    estimate fits memory, all others are simulated."""
 
     settings: SearchSettings
     scorer: PlanScorer
     finalists: int
     only: Enumerate | None
     ceiling: float
-    is_alone: bool
     tries_slow: bool = True
 
     @property
@@ -169,7 +168,7 @@ class _Search:
         self._simulate_kinds(finals, found, space, ceiling)
         if self.only is None:
             self._simulate_textbook(finals, space, most)
-        if self.only is None and self.is_alone and devices <= LARGE_CLUSTER:
+        if self.only is None and devices <= LARGE_CLUSTER:
             proofs = MAX_PROOF_CANDIDATES * SMALL_CLUSTER // max(SMALL_CLUSTER, devices)
             unseen = min(least, finals.prove(found, proofs))
         if not finals.ranked:
