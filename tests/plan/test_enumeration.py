@@ -17,7 +17,9 @@ from cases.search_cases import RULES, open_space, random_vlm, search
 from dilatant.plan import Link, PlanScore, Workload
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.limits import NEAR, SLOW
+from dilatant.plan.search.closed_form import Work, unchunked_seconds
 from dilatant.plan.search.enumeration import enumerate_candidates
+from dilatant.plan.search.pairing import least_step
 from dilatant.plan.search.separate_units import JointLayout, UnitLayout, joined
 
 ROUNDING = 1 + 1e-9
@@ -212,3 +214,21 @@ def test_the_fullest_replica_sharing_a_microbatch_counts():
     assert space.fullest_part("vision", 2, 2) == pytest.approx(10 / 6)
     assert space.fullest_part("vision", 4, 2) == pytest.approx(1.0)
     assert space.fullest_part("language", 2, 2) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("heaviest", [1.0, 1.5, 4.0])
+def test_the_least_step_is_that_of_any_slowest_stage(splits, heaviest):
+    """Compared with a fine grid of slowest stages, whose steps are 1/2,000 of `fill` apart."""
+    space = SimpleNamespace(heaviest=lambda count: heaviest, settings=SimpleNamespace(splits_backward=splits))
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        fill, share, late = draw.uniform(1.0, 5.0), draw.uniform(0.2, 0.5), draw.uniform(0.1, 0.5)
+        slowest, microbatches = fill * draw.uniform(0.05, 1.0), int(draw.integers(1, 9))
+        work = Work(share * fill, fill, 2.0, 2.0 * (1.0 - late))
+        every = [
+            unchunked_seconds(space, 2, microbatches, fill, float(one), work)
+            for one in np.linspace(slowest, fill, 2000)
+        ]
+        (least,) = least_step(space, 2, microbatches, np.array([fill]), np.array([slowest]), work)
+        assert min(every) - 1e-3 * heaviest * microbatches * fill <= least <= min(every) * ROUNDING

@@ -50,6 +50,31 @@ def test_notes_are_whole_while_their_writer_never_stops() -> None:
         arena.close()
 
 
+class _Seen:
+    """A buffer whose reads return the given contents in turn."""
+
+    def __init__(self, *contents: bytearray) -> None:
+        self.contents = iter(contents)
+
+    def __getitem__(self, where: slice) -> bytes:
+        return bytes(next(self.contents)[where])
+
+
+def test_a_note_older_than_one_that_was_half_replaced_is_not_given() -> None:
+    """The reader sees the newest copy while it is replaced, and beside it the note before."""
+    first, second, later = bytearray(NOTE_BYTES), bytearray(), bytearray()
+    write_note(memoryview(first), 1, 0.5)
+    second += first
+    write_note(memoryview(second), 2, 0.5)
+    later += second
+    write_note(memoryview(later), 3, 0.5)
+    replaced = bytearray(second)
+    replaced[next(at for at in range(NOTE_BYTES) if first[at] != second[at])] ^= 0xFF
+    note = read_note(_Seen(replaced, later))  # type: ignore[arg-type]
+    assert note is not None
+    assert note.ticket == 3
+
+
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_writer_killed_in_mid_note_leaves_the_note_before(before: int) -> None:
     old = bytearray(NOTE_BYTES)

@@ -143,6 +143,14 @@ def unchunked_seconds(
     return whole - larger(0.0, whole - split) * smaller(1.0, 3 * late)
 
 
+def bend_of(microbatches: int, fill: NDArray[np.float64], work: Work) -> NDArray[np.float64]:
+    """Return the slowest stages from which on the last stages, not the first, decide `unchunked_seconds` with split
+    backwards; 0 for chains that take no time."""
+    forwards, total = microbatches * np.maximum(work.forwards, 1e-300), np.maximum(work.total, 1e-300)
+    early = work.heaviest_split / np.maximum(work.heaviest, 1e-300)
+    return np.asarray(fill * (early - FILLING * work.forwards / total) * total / forwards * (work.total > 0.0))
+
+
 def bound(before: ParallelChains, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
     """Return seconds that no schedule beats; the language model waits at least for the encoders' lightest sample."""
     ahead = max((one.lightest for one in before.options), default=0.0)

@@ -1,4 +1,4 @@
-"""Which chains of units beside each other may be part of a step that takes no longer than a limit."""
+"""Pairs of chains: those of units beside each other that may be part of a step within a limit of time are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dilatant.plan.layouts.option_table import ROUNDING, FastestChains
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.search.closed_form import Work, chunked_seconds, unchunked_seconds
+from dilatant.plan.search.closed_form import Work, bend_of, chunked_seconds, unchunked_seconds
 
 CLOSE_BELOW = 0.95
 """Least estimate of pipelines as a multiple of that of a part of their units: the weight gradients of others may fill
@@ -118,13 +118,17 @@ def least_step(
     slowest: NDArray[np.float64],
     work: Work | None,
 ) -> NDArray[np.float64]:
-    """Return the least estimates of steps whose slowest stages take at least `slowest`. The estimate is linear in it,
-    and falls where the heaviest microbatch delays few others. work: None in interleaved chunks."""
-    both = []
-    for seconds in (slowest, np.maximum(fill, slowest)):
-        step = space, replicas, microbatches, fill, seconds
-        both.append(chunked_seconds(*step) if work is None else unchunked_seconds(*step, work))
-    return np.minimum(*both)
+    """Return the least estimates of steps whose slowest stages take at least `slowest`, and at most `fill`. work: None
+    in interleaved chunks.
+
+    An estimate may fall with its slowest stage, where the heaviest microbatch delays few others. It is linear between
+    these ends but for one upward bend (`bend_of`)."""
+    most = np.maximum(fill, slowest)
+    ends = (
+        [slowest, most] if work is None else [slowest, most, np.clip(bend_of(microbatches, fill, work), slowest, most)]
+    )
+    steps = [(space, replicas, microbatches, fill, end) for end in ends]
+    return np.min([chunked_seconds(*one) if work is None else unchunked_seconds(*one, work) for one in steps], axis=0)
 
 
 def _work(known: FastestChains, rows: NDArray[np.int64]) -> Work:
