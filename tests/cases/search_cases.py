@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -51,7 +52,7 @@ def polynomial(coefficients, tokens):
 def closed_form(spec, costs, tokens, batch, rules=RULES):
     """A scorer for samples of equal tokens: fill along the chain plus the slowest rank, memory by path depth."""
 
-    def evaluate(plan, microbatches, row_tokens=None, schedule=None):
+    def evaluate(plan, microbatches, row_tokens=None, *_):
         table = stage_costs(plan, spec, costs, rules)
         depths = path_depths(plan)
         busy, held, seen = {}, {}, 0.0
@@ -77,9 +78,9 @@ def closed_form(spec, costs, tokens, batch, rules=RULES):
 def dearer(scorer, times):
     """The scorer where steps take so many times as long."""
 
-    def evaluate(*asked):
-        score = scorer(*asked)
-        return replace(score, seconds=score.seconds * times)
+    def evaluate(plan, microbatches, row_tokens=None, schedule=None, most_seconds=math.inf):
+        score = scorer(plan, microbatches, row_tokens, schedule, most_seconds / times)
+        return replace(score, seconds=score.seconds * times, least_seconds=score.least_seconds * times)
 
     return evaluate
 

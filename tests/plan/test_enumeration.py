@@ -137,7 +137,7 @@ def test_slow_plans_are_searched_where_no_other_fits():
     cluster = Cluster(20, 8, 1e6, Link(1e9, 1e-6), Link(1e8, 1e-5))
     asked = []
 
-    def scorer(plan, microbatches, row_tokens=None, schedule=None):
+    def scorer(plan, microbatches, row_tokens=None, *_):
         asked.append(len(plan.ranks))
         fits = len(plan.ranks) < 20
         return PlanScore(1.0, 1.0, 0.0, {}, (0.0 if fits else 1e9,) * len(plan.ranks))

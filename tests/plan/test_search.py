@@ -157,7 +157,7 @@ def test_two_encoders_run_side_by_side_or_together():
         cluster(1, 6),
         workload,
         24,
-        lambda plan, k, tokens: slow,
+        lambda plan, *_: slow,
         (1, 2),
         RULES,
         10_000,
@@ -288,7 +288,7 @@ def test_candidates_that_were_skipped_weaken_the_proof():
     machine = cluster(1, 6, 1e9)
 
     def scorer(overflows):
-        def score(plan, microbatches, row_tokens, schedule=None):
+        def score(plan, microbatches, row_tokens, *_):
             full = overflows and len(plan.unit("language").replicas[0].stages) == 2
             return PlanScore(1e9, 0.0, 0.0, {}, (2e9 if full else 0.0,) * len(plan.ranks))
 

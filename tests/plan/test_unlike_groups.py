@@ -348,11 +348,11 @@ def test_estimated_time_of_unlike_pipelines_is_near_simulated():
     alone = [enumerate_candidates(space) for space in spaces]
     both = spanning_candidates(spaces, alone)
     score = PlanSimulator(spec, costs, cluster, workload, batch, rules=RULES)
-    finals = Finals(replace(spaces[0], cluster=cluster), score)
-    some = random.Random(0).sample(both, 40)
-    for one in some:
+    errors = []
+    for one in random.Random(0).sample(both, 40):
+        finals = Finals(replace(spaces[0], cluster=cluster), score)  # slow ones beside others are not timed to the end
         finals.simulate(one)
-    errors = [abs(np.log(one.estimate / finals.seconds[one])) for one in some]
+        errors.append(abs(np.log(one.estimate / finals.seconds[one])))
     assert np.mean(errors) < 0.06  # 0.04 here; 0.09 without that delay
 
 

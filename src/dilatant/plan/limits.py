@@ -12,10 +12,10 @@ tokens only where no number of samples divides the batch."""
 
 FEWEST = 6
 """Minimum number of simulated candidates of each kind, however many devices there are."""
-SLOW = 1.25
-"""On more than SMALL_CLUSTER devices, candidates whose estimates are above this multiple of the best one are not
-enumerated, except to find a plan that fits. If the best plan takes longer than that, on up to LARGE_CLUSTER devices,
-those up to this multiple of its time are."""
+SLOW, SLOW_ON_MANY = 1.25, 1.15
+"""On more than SMALL_CLUSTER devices (the second: more than LARGE_CLUSTER), candidates whose estimates are above this
+multiple of the best one are not enumerated, except to find a plan that fits. If the best plan takes longer than that,
+on up to LARGE_CLUSTER devices, those up to this multiple of its time are."""
 NEAR, WORTH = 1.1, 0.98
 """Units get separate replicas only if the estimate is below this multiple of the best other step: NEAR on more than
 SMALL_CLUSTER devices, WORTH on more than LARGE_CLUSTER."""
@@ -51,7 +51,8 @@ MOST_KINDS = 8
 limit is for each number of microbatches; the most promising kinds on at most as many devices are kept."""
 
 HOPELESS_FACTOR = 2.0
-"""Plans this many times slower than the best cannot become faster by other sharding of optimizer state."""
+"""Plans this many times slower than the best cannot become faster by other sharding of optimizer state. On more than
+SMALL_CLUSTER devices, idle ones get no pipeline that needs as many times the best step for their share of samples."""
 
 MATCHES_EXPLAINED, MATCHES_PLANNED = 3, 24
 """Most simulated layouts that match a user's request, best estimate first: to explain a search, and to train."""

@@ -59,11 +59,13 @@ def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A simulated step; `schedule` is a key of `FAMILIES`, `seconds` includes summing all gradients."""
+    """A simulated step; `schedule` is a key of `FAMILIES`, `seconds` includes summing all gradients. least: seconds that
+    none of the families beats; 0 for policies that search."""
 
     timeline: Timeline
     seconds: float
     schedule: str
+    least: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,9 +91,18 @@ class PlanSimulator:
         self.workload.steps(self.global_batch)
 
     def __call__(
-        self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, schedule: str | None = None, /
+        self,
+        plan: Plan,
+        num_microbatches: int,
+        row_tokens: int | None = None,
+        schedule: str | None = None,
+        most_seconds: float = math.inf,
+        /,
     ) -> PlanScore:
-        steps = self.steps(plan, num_microbatches, row_tokens, schedule)
+        try:
+            steps = self.steps(plan, num_microbatches, row_tokens, schedule, most_seconds=most_seconds)
+        except _TakesLongerError as slow:
+            return PlanScore(slow.seconds, self.global_batch / slow.seconds, 0.0, {}, (), least_seconds=slow.seconds)
         return _mean(steps, self.global_batch, roles_of(self.model).language)
 
     def steps(
@@ -101,6 +112,7 @@ class PlanSimulator:
         row_tokens: int | None = None,
         schedule: str | None = None,
         costs: StepCosts | None = None,
+        most_seconds: float = math.inf,
     ) -> list[Step]:
         """Simulate one step for every global batch; arguments as in `PlanScorer`. costs: instead of the plan's own."""
         families = self.families or families_for
@@ -118,6 +130,7 @@ class PlanSimulator:
                 row_tokens=min(filter(None, (self.row_tokens, row_tokens)), default=None),
             ),
             tried if schedule is None else {schedule: tried[schedule]},
+            most_seconds,
         )
 
 
@@ -144,6 +157,14 @@ def costs_text(costs: CostModel) -> str:
     return f"modelled for {costs.hardware}" if costs.origin == "analytic" else f"{costs.origin}, {costs.hardware}"
 
 
+class _TakesLongerError(Exception):
+    """A plan's mean step takes at least so many `seconds` under every family, more than asked for."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the step takes at least {seconds} s")
+        self.seconds = seconds
+
+
 def best_steps(
     plan: Plan,
     model: ModelSpec,
@@ -152,6 +173,7 @@ def best_steps(
     bytes_per_device: float | NDArray[np.float64],
     how: Microbatching,
     families: Mapping[str, ScheduleFamily] | None = None,
+    most_seconds: float = math.inf,
 ) -> list[Step]:
     """Simulate one step per batch under one family: the fastest of `families` on average that fits memory in all steps.
 
@@ -214,17 +236,24 @@ def best_steps(
                 return True
         return False
 
-    tried = [*families]
-    if not searches and FIRST in families and FRUGAL in families and overflows(FIRST):
-        tried = [name for name in families if name == FRUGAL or (name != FIRST and not overflows(name))]
-    if FIRST in families and tried != [FRUGAL]:
+    def check_time() -> None:
+        """Raise _TakesLongerError if no family may be fast enough."""
+        seconds = min(map(sum, least.values())) / len(batches)
+        if not searches and seconds >= most_seconds:
+            raise _TakesLongerError(seconds)
+
+    is_tight = not searches and FIRST in families and FRUGAL in families and overflows(FIRST)
+    first = FRUGAL if is_tight else FIRST
+    if first in families:
         for _ in numbers:
-            time_next(FIRST)
-        for number, step in enumerate(quick[FIRST]):
+            time_next(first)
+        for number, step in enumerate(quick[first]):
             whole, split = least_seconds(step)
             for name in families:
-                if name != FIRST:
+                if name != first:
                     least[name][number] = split if name in SPLIT_BACKWARD_FAMILIES else whole
+    check_time()
+    tried = [name for name in families if not is_tight or name == FRUGAL or (name != FIRST and not overflows(name))]
     many = len(plan.ranks) > LARGE_CLUSTER
     queue = [(many and name not in PROMISING, sum(least[name]), number, name) for number, name in enumerate(tried)]
     heapq.heapify(queue)
@@ -236,6 +265,7 @@ def best_steps(
             continue
         if len(quick[name]) < len(batches):
             time_next(name)
+            check_time()
             heapq.heappush(queue, (is_late, sum(least[name]), number, name))
             continue
         found = [timed(batch, name, how) for batch in numbers] if searches else quick[name]
@@ -244,7 +274,8 @@ def best_steps(
         fits = True
         for one in found:
             if fits or is_last:
-                steps.append(Step(one.timeline(), one.seconds_synced, name))
+                fastest = 0.0 if searches else min(own[len(steps)] for own in least.values())
+                steps.append(Step(one.timeline(), one.seconds_synced, name, fastest))
                 fits = fits and _fits(steps[-1], bytes_per_device)
         if fits:
             return steps
@@ -273,6 +304,7 @@ def _mean(steps: Sequence[Step], global_batch: int, anchor: str) -> PlanScore:
         sync_seconds=float(np.mean([step.seconds - step.timeline.seconds for step in steps])),
         schedule=steps[0].schedule,
         num_microbatches=round(float(np.mean(counts))),
+        least_seconds=float(np.mean([step.least for step in steps])),
     )
 
 

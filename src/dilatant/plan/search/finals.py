@@ -20,7 +20,15 @@ from dilatant.plan.errors import PlanError
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.option_table import ChainRequest
 from dilatant.plan.layouts.space import Space
-from dilatant.plan.limits import CLOSE, LARGE_CLUSTER, MAX_EXTENDED_CANDIDATES, MOST_CAREFUL, MOVED_CUTS
+from dilatant.plan.limits import (
+    CLOSE,
+    HOPELESS_FACTOR,
+    LARGE_CLUSTER,
+    MAX_EXTENDED_CANDIDATES,
+    MOST_CAREFUL,
+    MOVED_CUTS,
+    SMALL_CLUSTER,
+)
 from dilatant.plan.model_spec import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.rank_mapping import RankOrder, map_ranks, replicas_of
@@ -59,7 +67,8 @@ class RankedPlan:
 class Finals:
     """Simulated candidates: `ranked` has the plans that fit memory, `rejected` the overflows in bytes with their text.
     skipped: least bound of the candidates not simulated because one of their options had overflowed. seconds: candidate
-    → simulated step, infinite if no plan of it fits. ceiling: seconds of an already known plan."""
+    → simulated step, infinite if no plan of it fits. slower: number of plans without a place in `ranked`, since they
+    surely take longer than the best, or would if they recomputed enough. ceiling: seconds of an already known plan."""
 
     def __init__(self, space: Space, scorer: PlanScorer, ceiling: float = math.inf) -> None:
         self._ceiling = ceiling
@@ -72,6 +81,7 @@ class Finals:
         self.rejected: list[tuple[float, str]] = []
         self.seconds: dict[PlanCandidate, float] = {}
         self.skipped = math.inf
+        self.slower = 0
 
     @property
     def ranked(self) -> list[RankedPlan]:
@@ -164,13 +174,14 @@ class Finals:
     def fill_idle(self, found: Sequence[PlanCandidate], most: int) -> None:
         """Simulate up to `most` plans with one more pipeline on idle devices, most promising candidates first. On many
         devices, under the schedule that suited the candidate best."""
-        many = self._space.cluster.num_devices > LARGE_CLUSTER
+        devices = self._space.cluster.num_devices
+        many, longest = devices > LARGE_CLUSTER, math.inf if devices <= SMALL_CLUSTER else HOPELESS_FACTOR * self.best
         suited = {one: found.score.schedule for found, one in reversed(self._ordered())} if many else {}
         filled = (
             (candidate, filled)
             for candidate in promising(self._space, found, self.best)
             for plan in sorted(self._plans(candidate), key=self._travel)[:1]
-            for filled in with_extra_pipeline(plan, candidate, self._space)
+            for filled in with_extra_pipeline(plan, candidate, self._space, longest)
         )
         for candidate, plan in itertools.islice(filled, most):
             self._score(candidate, plan, suited.get(candidate) or None)
@@ -205,16 +216,21 @@ class Finals:
     def _score(
         self, candidate: PlanCandidate, plan: Plan, schedule: str | None = None, careful: int = MOST_CAREFUL
     ) -> tuple[Option, float, str] | None:
-        """Rank the plan and return None (also if seen before); if it overflows return the option, the bytes and the
-        reason. schedule: the schedule family to simulate; default: the one that suits the plan best. careful: how often
+        """Rank the plan and return None (also if seen before, or too slow); if it overflows return the option, the bytes
+        and the reason. schedule: the schedule family to simulate; default: the one that suits the plan best. careful: how often
         as few layers as seem to do may recompute more."""
         key = plan, candidate.num_microbatches, candidate.row_tokens
         if key in self._seen:
             return None  # several searches may find one plan
         self._seen.add(key)
         cluster = self._space.cluster
-        score = self._scorer(*key, *filter(None, [schedule]))
-        excess = cluster.overflow(plan.ranks, score.peak_bytes)
+        best = math.inf if self._space.settings.all_devices else self.best
+        score = self._scorer(*key, schedule, CLOSE * best)
+        is_slow = score.least_seconds >= CLOSE * best
+        excess = 0.0 if is_slow else cluster.overflow(plan.ranks, score.peak_bytes)
+        if is_slow or (excess > 0.0 and score.least_seconds >= best):  # recomputation only adds to it
+            self.slower += 1
+            return None
         if excess > 0.0:
             frugal = self._repaired(candidate, plan, score, careful)
             if frugal is not None:
@@ -294,11 +310,14 @@ def promising(space: Space, found: Sequence[PlanCandidate], best: float) -> list
     return sorted(with_idle, key=lambda one: one.estimate * one.gpus)[:MAX_EXTENDED_CANDIDATES]
 
 
-def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> Iterator[Plan]:
+def with_extra_pipeline(
+    plan: Plan, candidate: PlanCandidate, space: Space, most_seconds: float = math.inf
+) -> Iterator[Plan]:
     """Yield the plan with one more pipeline on its idle devices, for all degrees that leave less than one group idle.
 
     The language model has one stage per group of ranks, cut independently, with all encoders in the first. Slower
-    pipelines get fewer samples (`schedule.assignment.step_assignment`). Yields nothing for models with generators.
+    pipelines get fewer samples (`schedule.assignment.step_assignment`). Yields nothing for models with generators, nor
+    pipelines that need more than `most_seconds` for their devices' share of the samples.
     """
     roles, cluster = space.roles, space.cluster
     if roles.generators:
@@ -313,7 +332,7 @@ def with_extra_pipeline(plan: Plan, candidate: PlanCandidate, space: Space) -> I
         samples = max(1, round(share * space.global_batch / candidate.num_microbatches))
         shape = roles.language, degrees, len(groups), samples, candidate.num_microbatches
         option = space.table.chain(ChainRequest(*shape, roles.encoders), 0)
-        if option is not None:
+        if option is not None and option.total + (shape[-1] - 1) * option.slowest <= most_seconds:
             ranks = {(0, 0, number): group for number, group in enumerate(groups)}
             added = {
                 unit.name: replicas_of(unit.name, option.chain, len(unit.layers), 0, ranks)

@@ -32,6 +32,7 @@ from dilatant.plan.limits import (
     MAX_PROOF_CANDIDATES,
     MAX_RELAXED,
     SLOW,
+    SLOW_ON_MANY,
     SMALL_CLUSTER,
 )
 from dilatant.plan.search.enumeration import (
@@ -138,9 +139,10 @@ class _Search:
         most_times = math.inf
         if may_omit and space.cluster.num_devices > SMALL_CLUSTER:
             try:
-                found, answer = self._within(SLOW, space, ceiling)
+                many = space.cluster.num_devices > LARGE_CLUSTER
+                found, answer = self._within(SLOW_ON_MANY if many else SLOW, space, ceiling)
                 best = min(ceiling, self.ceiling, answer.seconds)
-                if space.cluster.num_devices > LARGE_CLUSTER or best < SLOW * found[0].estimate:
+                if many or best < SLOW * found[0].estimate:
                     return found, answer
                 most_times = SLOW * best / found[0].estimate
             except NoneFasterError:
@@ -194,7 +196,7 @@ class _Search:
         finalists, done = self.finalists_on(devices), 0
         for candidate in found:
             if (self.knows or finals.ranked) and (
-                len(finals.ranked) >= finalists or remaining_bound[done] >= finals.best
+                len(finals.ranked) + finals.slower >= finalists or remaining_bound[done] >= finals.best
             ):
                 break
             done += 1
@@ -225,14 +227,15 @@ class _Search:
         beside the best plan or, where none is known, beside `most` seconds."""
         for one in sorted(textbook_shapes(space), key=lambda one: one.estimate):
             best = finals.best if math.isfinite(finals.best) else most
-            hopeless = one.bound >= best or one.estimate >= HOPELESS_FACTOR * best
+            times = HOPELESS_FACTOR if space.cluster.num_devices <= SMALL_CLUSTER else SLOW
+            hopeless = one.bound >= best or one.estimate >= times * best
             if one.replicas >= self.settings.copies and not hopeless:
                 finals.simulate(one)
 
     def _refusal(self, found: Sequence[PlanCandidate], finals: Finals, unseen: float, space: Space) -> PlanError:
         """Return the error for a search in which no plan fits memory. unseen: least bound of the others."""
         copies, cluster = self.settings.copies, space.cluster
-        if self.knows:
+        if self.knows or finals.slower:
             return none_faster(found, finals, unseen, space.table.units.rules.zero)
         if copies > 1 and not finals.rejected:
             per_node = self.settings.ranks_per_node or cluster.gpus_per_node
