@@ -152,16 +152,7 @@ def test_two_encoders_run_side_by_side_or_together():
     workload = Workload({name: np.full(24, 8.0) for name in ("vision", "audio", "language")})
     slow = PlanScore(1e9, 0.0, 0.0, {}, ())  # no plan can be ruled out, so all are tried
     found = search(
-        spec,
-        COSTS,
-        cluster(1, 6),
-        workload,
-        24,
-        lambda plan, *_: slow,
-        (1, 2),
-        RULES,
-        10_000,
-        only=encoders_apart,
+        spec, COSTS, cluster(1, 6), workload, 24, lambda plan, *_: slow, (1, 2), RULES, 10_000, only=encoders_apart
     )
     tried = (found.winner, *found.runners_up)
     assert {one.encoders_at for one in tried} == {EncoderPosition.PARALLEL, EncoderPosition.COLOCATED}

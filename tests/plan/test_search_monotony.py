@@ -3,6 +3,7 @@ beats its bound."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -153,6 +154,26 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
             assert chain.headroom >= behind
             mixed += len(set(chain.chain.recompute.get("language", ()))) > 1
     assert mixed > 5
+
+
+def test_chains_compared_within_memory_are_as_fast_as_when_they_are_laid_out():
+    forbidden = recomputing = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        spec, costs, tokens = drawn(draw, parameters=4000, free=draw.random() < 0.8, activation=200.0)
+        workload = Workload({name: np.full(8, float(count)) for name, count in tokens.items()})
+        rules = replace(RULES, host_link=draw.choice([0.0, 1e5]))
+        options = OptionTable(UnitLayers(spec, costs, workload, 4, rules, 8), draw.uniform(3_000, 50_000))
+        known, behind, microbatches = options.fastest_chains("language", 1.0, 8), draw.randint(0, 2), draw.randint(1, 8)
+        rows = np.array(sorted(draw.sample(range(len(known.gpus)), min(len(known.gpus), 6))))
+        found = options.in_memory(known, rows, microbatches, behind)
+        for row, seconds in zip(rows.tolist(), found.T):
+            chain = options.chain(known.request(row, microbatches), behind)
+            expected = (math.inf, math.inf) if chain is None else (chain.slowest, chain.total)
+            assert seconds == pytest.approx(expected, rel=1e-9)  # sums of seconds in another order
+            forbidden += chain is None
+            recomputing += chain is not None and chain.chain.recompute.get("language", ("none",))[0] != "none"
+    assert min(forbidden, recomputing) > 20
 
 
 def test_chains_that_fit_only_with_inputs_on_the_host_have_them_there():

@@ -59,8 +59,8 @@ def families_for(plan: Plan, splits: bool = True) -> Mapping[str, ScheduleFamily
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A simulated step; `schedule` is a key of `FAMILIES`, `seconds` includes summing all gradients. least: seconds that
-    none of the families beats; 0 for policies that search."""
+    """A simulated step; `schedule` is a key of `FAMILIES`, `seconds` includes summing all gradients. least: seconds
+    that none of the families beats; 0 for policies that search."""
 
     timeline: Timeline
     seconds: float

@@ -1,4 +1,4 @@
-"""Compiled loops of the layer partitioner."""
+"""Compiled loops of the layer partitioner, and of its cuts within memory."""
 
 import numpy as np
 from numba import njit
@@ -99,6 +99,22 @@ def min_max_cuts(costs, num_stages):
 
 
 @njit(cache=True)
+def min_max_sums(costs, others, most):
+    """Return the largest stage sums of `costs` under `min_max_cuts` into 1 to `most` stages, and those of `others` in
+    these cuts: [2, most]; infinite when a cost is negative or not finite."""
+    found = np.zeros((2, most))
+    for stages in range(1, most + 1):
+        cuts, end = min_max_cuts(costs, stages), costs.size
+        if cuts.size == 0:
+            return np.full((2, most), np.inf)
+        for stage in range(stages - 1, -1, -1):
+            found[0, stages - 1] = max(found[0, stages - 1], costs[cuts[stage] : end].sum())
+            found[1, stages - 1] = max(found[1, stages - 1], others[cuts[stage] : end].sum())
+            end = cuts[stage]
+    return found
+
+
+@njit(cache=True)
 def min_max_cuts_in_memory(costs, state_bytes, activation_bytes, in_flight, capacity):
     """Return the first layer of every stage, empty when nothing fits; recurrence: Cornstarch (the thesis), eq. 3.5.
 
@@ -145,3 +161,101 @@ def min_max_cuts_in_memory(costs, state_bytes, activation_bytes, in_flight, capa
         cuts[stage] = came_from[stage, end]
         end = cuts[stage]
     return cuts
+
+
+@njit(cache=True)
+def relaxed(cuts, static, transient, recomputed, free, capacity, behind, microbatches, guests):
+    """Recompute fewer layers: in each stage, as many layers from the end as memory allows keep their activations.
+    cuts: first layers of stages, and the number of layers. `recomputed` and `free` are [kept bytes, seconds, backward
+    seconds; layers] with and without recomputation. guests: the first layer includes other units, which recompute.
+    Return the mask of layers that recompute, and [static, transient, kept, seconds, backward; stages]."""
+    stages = cuts.size - 1
+    again, found = np.ones(static.size, np.bool_), np.zeros((5, stages))
+    for stage in range(stages):
+        first, end = cuts[stage], cuts[stage + 1]
+        peak, after, kept = -np.inf, 0.0, 0.0
+        for layer in range(end - 1, first - 1, -1):
+            peak = max(peak, transient[layer] - after)
+            after += recomputed[0, layer]
+            found[0, stage] += static[layer]
+        for layer in range(first, end):
+            kept += recomputed[0, layer]
+        in_flight = min(stages - stage + behind, microbatches)
+        left, gain = capacity - found[0, stage] - peak - in_flight * kept, 0.0
+        for layer in range(end - 1, first - 1, -1):
+            gain += free[0, layer] - recomputed[0, layer]
+            again[layer] = in_flight * gain > left
+        again[0] |= guests
+        peak, after = -np.inf, 0.0
+        for layer in range(end - 1, first - 1, -1):
+            costs = recomputed if again[layer] else free
+            peak = max(peak, transient[layer] - after)
+            after += costs[0, layer]
+            for row in range(3):
+                found[2 + row, stage] += costs[row, layer]
+        found[1, stage] = peak
+    return again, found
+
+
+@njit(cache=True)
+def _fits(cuts, static, transient, kept, capacity, behind, microbatches):
+    """Return True if each stage holds its layers with all microbatches in flight."""
+    stages, end = cuts.size, static.size
+    for stage in range(stages - 1, -1, -1):
+        held, peak, after = 0.0, -np.inf, 0.0
+        for layer in range(end - 1, cuts[stage] - 1, -1):
+            peak = max(peak, transient[layer] - after)
+            after += kept[layer]
+            held += static[layer]
+        end = cuts[stage]
+        if held + peak + min(stages - stage + behind, microbatches) * after > capacity:
+            return False
+    return True
+
+
+@njit(cache=True)
+def fastest_in_memory(stages, static, twice, transient, times, capacity, behind, microbatches, guests):
+    """Return chains within memory at their best level of recomputation: [3, chains] of the seconds of the slowest stage
+    and of all, infinite where no level fits, and of the level. stages: of each chain. static, twice, transient: bytes
+    [levels, layers], of which a single stage does not hold `twice`; times: [levels, 3, layers], as for `relaxed`. The
+    first level recomputes nothing. Other arguments as for `relaxed`."""
+    levels, layers = static.shape
+    found = np.full((3, stages.size), np.inf)
+    cuts_and_end = np.empty(layers + 1, np.int64)
+    for chain in range(stages.size):
+        number, best = stages[chain], np.inf
+        flying = np.empty(number)
+        for stage in range(number):
+            flying[stage] = min(number - stage + behind, microbatches)
+        for level in range(levels):
+            held = static[level] - twice[level] if number == 1 else static[level]
+            kept, seconds = times[level, 0], times[level, 1]
+            together = held.sum() + flying[number - 1] * kept.sum()
+            alone = held[0] + transient[level, 0] + flying[0] * kept[0]
+            if max(alone, together / number) > capacity:
+                continue
+            cuts = min_max_cuts(seconds, number)
+            is_free = _fits(cuts, held, transient[level], kept, capacity, behind, microbatches)
+            if not is_free:
+                room = np.full(number, capacity - transient[level].max())
+                cuts = min_max_cuts_in_memory(seconds, held, kept, flying, room)
+                if cuts.size == 0:
+                    continue
+            cuts_and_end[:number] = cuts
+            cuts_and_end[number] = layers
+            if level == 0:
+                slowest, total = 0.0, 0.0
+                for stage in range(number):
+                    own = seconds[cuts[stage] : cuts_and_end[stage + 1]].sum()
+                    slowest, total = max(slowest, own), total + own
+            else:
+                ends = cuts_and_end[: number + 1]
+                held_by = held, transient[level], times[level], times[0]
+                _, sums = relaxed(ends, *held_by, capacity, behind, microbatches, guests)
+                slowest, total = sums[3].max(), sums[3].sum()
+            if total + (microbatches - 1) * slowest < best:
+                best = total + (microbatches - 1) * slowest
+                found[0, chain], found[1, chain], found[2, chain] = slowest, total, level
+            if is_free and level == 0:
+                break
+    return found

@@ -161,6 +161,8 @@ class UnitLayers:
         units = self.model.units
         self._free = {unit.name: unit.recompute is None for unit in units}
         self._recomputable: dict[str, NDArray[np.bool_]] = {}
+        self._gradients: dict[tuple[str, Degrees], NDArray[np.float64]] = {}
+        self._degrees: dict[tuple[str, ...], tuple[Degrees, ...]] = {}
         self._experts = {unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in units}
 
     @property
@@ -187,6 +189,9 @@ class UnitLayers:
 
     def degrees(self, units: Sequence[str]) -> tuple[Degrees, ...]:
         """Return the degrees with costs for all layer types of `units` and with tensor groups inside a node."""
+        key = tuple(units)
+        if key in self._degrees:
+            return self._degrees[key]
         shared: set[Degrees] | None = None
         for unit in units:
             for kind in {layer.kind for layer in self.model.unit(unit).layers}:
@@ -196,7 +201,8 @@ class UnitLayers:
             for unit in units:
                 for layer in self.model.unit(unit).layers:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
-        return tuple(sorted(one for one in shared or () if one.tp <= self.reach))
+        self._degrees[key] = tuple(sorted(one for one in shared or () if one.tp <= self.reach))
+        return self._degrees[key]
 
     def is_free(self, unit: str) -> bool:
         """Return True if the model lets the plan choose what is recomputed."""
@@ -279,10 +285,17 @@ class UnitLayers:
                 twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,
                 transient=np.maximum(table.transient_bytes @ row, table.forward_bytes @ row),
-                gradient=self.rules.summed  # a tied weight in the first layer: who holds both ends sums it once
-                * np.array([one.held_trained(degrees, is_first=True) for one in spec.layers]),
+                gradient=self._gradient(unit, degrees),
             )
         return self._unshared[key]
+
+    def _gradient(self, unit: str, degrees: Degrees) -> NDArray[np.float64]:
+        """Return the bytes of gradients to be synced: [layers]. Who holds both ends of a tied weight sums it once."""
+        key = unit, degrees
+        if key not in self._gradients:
+            held = [one.held_trained(degrees, is_first=True) for one in self.model.unit(unit).layers]
+            self._gradients[key] = self.rules.summed * np.array(held)
+        return self._gradients[key]
 
     def _unevenness(self, unit: str, degrees: Degrees, samples: float) -> NDArray[np.float64]:
         """Return the fullest rank's row as a multiple of an even part of the mean microbatch: [3]."""

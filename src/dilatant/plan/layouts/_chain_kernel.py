@@ -95,37 +95,3 @@ def shorter_fills(devices, fill, budget):
             least[devices[row]] = fill[row]
             mask[row] = True
     return mask
-
-
-@njit(cache=True)
-def relaxed(cuts, static, transient, recomputed, free, capacity, behind, microbatches, guests):
-    """Recompute fewer layers: in each stage, as many layers from the end as memory allows keep their activations.
-    cuts: first layers of stages, and the number of layers. `recomputed` and `free` are [kept bytes, seconds, backward
-    seconds; layers] with and without recomputation. guests: the first layer includes other units, which recompute.
-    Return the mask of layers that recompute, and [static, transient, kept, seconds, backward; stages]."""
-    stages = cuts.size - 1
-    again, found = np.ones(static.size, np.bool_), np.zeros((5, stages))
-    for stage in range(stages):
-        first, end = cuts[stage], cuts[stage + 1]
-        peak, after, kept = -np.inf, 0.0, 0.0
-        for layer in range(end - 1, first - 1, -1):
-            peak = max(peak, transient[layer] - after)
-            after += recomputed[0, layer]
-            found[0, stage] += static[layer]
-        for layer in range(first, end):
-            kept += recomputed[0, layer]
-        in_flight = min(stages - stage + behind, microbatches)
-        left, gain = capacity - found[0, stage] - peak - in_flight * kept, 0.0
-        for layer in range(end - 1, first - 1, -1):
-            gain += free[0, layer] - recomputed[0, layer]
-            again[layer] = in_flight * gain > left
-        again[0] |= guests
-        peak, after = -np.inf, 0.0
-        for layer in range(end - 1, first - 1, -1):
-            costs = recomputed if again[layer] else free
-            peak = max(peak, transient[layer] - after)
-            after += costs[0, layer]
-            for row in range(3):
-                found[2 + row, stage] += costs[row, layer]
-        found[1, stage] = peak
-    return again, found

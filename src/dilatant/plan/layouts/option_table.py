@@ -57,7 +57,9 @@ class FastestChains(NamedTuple):
     all; least seconds of it in the busiest stage, and in the mean stage of any cut; its forwards; seconds of the
     heaviest sample, with whole backwards and with split ones."""
 
-    requests: list[ChainRequest]
+    unit: str
+    samples: float
+    degrees: list[Degrees]
     first_of: Mapping[Degrees, int]
     gpus: NDArray[np.int64]
     groups: NDArray[np.int64]
@@ -68,6 +70,11 @@ class FastestChains(NamedTuple):
     forwards: NDArray[np.float64]
     heaviest: NDArray[np.float64]
     heaviest_split: NDArray[np.float64]
+
+    def request(self, at: int, microbatches: int) -> ChainRequest:
+        """Return the request of one of the chains."""
+        degrees = self.degrees[at]
+        return ChainRequest(self.unit, degrees, at - self.first_of[degrees] + 1, self.samples, microbatches)
 
 
 class OptionTable:
@@ -87,6 +94,7 @@ class OptionTable:
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
         self._fastest: dict[Hashable, FastestChains] = {}  # shared as well
         self._joined: dict[ChainRequest, MeanCosts] = {}
+        self._stacked: dict[ChainRequest, tuple[NDArray[np.float64], ...]] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
@@ -118,6 +126,20 @@ class OptionTable:
         fixed = self._fixed.get(unit, ())
         return fixed if len(fixed) == stages else partition_layers(seconds, stages)
 
+    def _fastest_sums(self, unit: str, layers: MeanCosts, most: int) -> NDArray[np.float64]:
+        """Return seconds and least work of the slowest and the busiest stage of the fastest cuts into 1 to `most`
+        stages: [2, most]."""
+        from dilatant.plan.costs._partition_kernel import min_max_sums
+
+        found = np.asarray(min_max_sums(layers.seconds, layers.work, most))
+        if not np.isfinite(found).all():
+            partition_layers(layers.seconds, 1)  # raises, naming the layers
+        fixed = self._fixed.get(unit, ())
+        if 0 < len(fixed) <= most:
+            each = np.stack([layers.seconds, layers.work])
+            found[:, len(fixed) - 1] = np.add.reduceat(each, fixed, axis=1).max(axis=1)
+        return found
+
     def chain(self, request: ChainRequest, behind: int) -> Option | None:
         """Lay out a chain, at the fastest level of recomputation that fits; return None if memory forbids it.
         `behind` stages follow on the longest path. The cut makes the slowest stage as fast as possible, within memory
@@ -129,7 +151,11 @@ class OptionTable:
         if request.stages > self.units.model.unit(request.unit).most_stages:
             return None
         found: list[Option] = []
-        for level in self.units.levels([request.unit, *request.extra]):
+        levels = self.units.levels([request.unit, *request.extra])
+        if len(levels) > 1 and request.chunks == 1 and request.unit not in self._fixed:
+            best_level = float(self._in_memory(request, np.array([request.stages]), behind)[2, 0])
+            levels = (levels[int(best_level)],) if math.isfinite(best_level) else ()
+        for level in levels:
             request = request._replace(level=level)
             option, is_free = self._chain(request, behind)
             if option is None:
@@ -141,31 +167,76 @@ class OptionTable:
         self._laid_out[asked] = behind, best
         return best
 
-    def fastest(self, request: ChainRequest) -> Option:
-        """Return the chain with the fastest cut, without recomputation or a limit of memory."""
-        return self._free_cut(request).unlimited
+    def may_fit(self, request: ChainRequest, behind: int) -> bool:
+        """Return False if the chain surely overflows memory at every level of recomputation."""
+        levels = reversed(self.units.levels([request.unit, *request.extra]))
+        return any(not self._surely_overflows(request._replace(level=level), behind) for level in levels)
+
+    def fastest_in_chunks(self, request: ChainRequest) -> tuple[float, float, float]:
+        """Return seconds of a chain in its fastest cut, without recomputation or a limit of memory: `Option.slowest`,
+        `Option.total`, and the least work of the mean group of devices."""
+        layers, chunks = self.layers(request), request.chunks
+        cuts = self._best_cut(request.unit, layers.seconds, request.stages)
+        seconds, work = layers.sums[:2]
+        slowest = float(np.add.reduceat(layers.seconds, cuts).reshape(chunks, -1).sum(axis=0).max())
+        return slowest, slowest + (seconds - slowest) / chunks, work * chunks / request.stages
 
     def fastest_chains(self, unit: str, samples: float, devices: int) -> FastestChains:
         """Return all chains of a unit on at most `devices` devices."""
         key = unit, samples, devices
         if key not in self._fastest:
-            requests, times = list[ChainRequest](), list[tuple[float, ...]]()
-            first_of = dict[Degrees, int]()
-            most = self.units.model.unit(unit).most_stages
+            each, numbers, first_of = list[Degrees](), list[NDArray[np.int64]](), dict[Degrees, int]()
+            times, sums = list[NDArray[np.float64]](), list[tuple[float, ...]]()
             for degrees in self.units.all_degrees([unit]):
-                first_of[degrees] = len(requests)
+                first_of[degrees] = len(each)
                 layers = self.units.layers(unit, degrees, samples)
-                both, total, work = np.stack([layers.seconds, layers.work]), *map(float, layers.sums[:2])
-                for stages in range(1, min(most, devices // degrees.ranks) + 1):
-                    cuts = self._best_cut(unit, layers.seconds, stages)
-                    slowest, busiest = np.add.reduceat(both, cuts, axis=1).max(axis=1).tolist()
-                    requests.append(ChainRequest(unit, degrees, stages, samples, 0))
-                    times.append((slowest, total, busiest, work / stages, *layers.sums[2:]))
-            counts = [(one.degrees.ranks * one.stages, one.degrees.groups) for one in requests]
-            gpus, groups = np.array(counts, dtype=np.int64).reshape(-1, 2).T
-            each = np.array(times, dtype=np.float64).reshape(-1, 7).T
-            self._fastest[key] = FastestChains(requests, first_of, gpus, groups, *each)
+                stages = np.arange(1, min(self.units.model.unit(unit).most_stages, devices // degrees.ranks) + 1)
+                each += [degrees] * len(stages)
+                numbers.append(stages)
+                times.append(self._fastest_sums(unit, layers, len(stages)))
+                sums += [layers.sums] * len(stages)
+            ranks, groups = (np.array([getattr(one, name) for one in each], np.int64) for name in ("ranks", "groups"))
+            (slowest, busiest), stages = np.concatenate(times, axis=1), np.concatenate(numbers)
+            total, work, *others = np.array(sums).reshape(-1, 5).T
+            seconds = slowest, total, busiest, work / stages, *others
+            self._fastest[key] = FastestChains(unit, samples, each, first_of, ranks * stages, groups, *seconds)
         return self._fastest[key]
+
+    def in_memory(
+        self, known: FastestChains, rows: NDArray[np.int64], microbatches: int, behind: int
+    ) -> NDArray[np.float64]:
+        """Return the seconds of some rows of `known` laid out by `chain`, all of one unit: [2, rows] of the slowest
+        stage and of all stages; infinite where memory forbids the chain."""
+        if known.unit in self._fixed:
+            return np.stack([known.slowest[rows], known.total[rows]])
+        found = np.empty((2, len(rows)))
+        firsts = np.array([*known.first_of.values(), len(known.degrees)])
+        each = np.searchsorted(rows, firsts)
+        for first, start, end in zip(firsts.tolist(), each, each[1:]):
+            if start < end:
+                request, ahead = known.request(first, microbatches), min(behind, microbatches - 1)
+                found[:, start:end] = self._in_memory(request, rows[start:end] - first + 1, ahead)[:2]
+        return found
+
+    def _in_memory(self, request: ChainRequest, stages: NDArray[np.int64], behind: int) -> NDArray[np.float64]:
+        """Return chains like the request, in so many stages, at their best level of recomputation: [3, chains], as
+        `fastest_in_memory` does."""
+        from dilatant.plan.costs._partition_kernel import fastest_in_memory
+
+        held = *self._by_level(request), float(self._capacity)
+        return np.asarray(fastest_in_memory(stages, *held, behind, request.microbatches, bool(request.extra)))
+
+    def _by_level(self, request: ChainRequest) -> tuple[NDArray[np.float64], ...]:
+        """Return static bytes, the part of them that a single stage does not hold, and transient bytes [levels,
+        layers], and `MeanCosts.recomputed_rows` [levels, 3, layers]."""
+        more = bool(request.extra) and request.microbatches > request.stages
+        key = request._replace(stages=2, microbatches=2 + more, chunks=1, level="none")
+        if key not in self._stacked:
+            levels = self.units.levels([request.unit, *request.extra])
+            each = [self.layers(key._replace(level=level)) for level in levels]
+            names = "static", "twice", "transient", "recomputed_rows"
+            self._stacked[key] = tuple(np.stack([getattr(one, name) for one in each]) for name in names)
+        return self._stacked[key]
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
         """Return the chain, and True if it has the fastest cut."""
@@ -221,7 +292,7 @@ class OptionTable:
         Memory must hold the largest number of microbatches in flight."""
         if request.chunks > 1:
             return option  # several stages share the device
-        from dilatant.plan.layouts._chain_kernel import relaxed
+        from dilatant.plan.costs._partition_kernel import relaxed
 
         cuts = option.chain.cuts[request.unit]
         key = request, cuts, behind

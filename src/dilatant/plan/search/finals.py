@@ -216,9 +216,9 @@ class Finals:
     def _score(
         self, candidate: PlanCandidate, plan: Plan, schedule: str | None = None, careful: int = MOST_CAREFUL
     ) -> tuple[Option, float, str] | None:
-        """Rank the plan and return None (also if seen before, or too slow); if it overflows return the option, the bytes
-        and the reason. schedule: the schedule family to simulate; default: the one that suits the plan best. careful: how often
-        as few layers as seem to do may recompute more."""
+        """Rank the plan and return None (also if seen before, or too slow); if it overflows return the option, the
+        bytes and the reason. schedule: the schedule family to simulate; default: the one that suits the plan best.
+        careful: how often as few layers as seem to do may recompute more."""
         key = plan, candidate.num_microbatches, candidate.row_tokens
         if key in self._seen:
             return None  # several searches may find one plan

@@ -346,7 +346,7 @@ class SeparateUnits:
             known = table.fastest_chains(unit, samples, space.cluster.num_devices)
             worth = (known.gpus <= budget) & (microbatches * known.slowest * ROUNDING <= self.most_seconds)
             for at in np.flatnonzero(worth).tolist():
-                found.append(table.chain(known.requests[at]._replace(microbatches=microbatches), behind))
+                found.append(table.chain(known.request(at, microbatches), behind))
             self._known_chains[key] = [option for option in found if option is not None]
         return self._known_chains[key]
 

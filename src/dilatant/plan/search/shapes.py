@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.config.degrees import Degrees
 from dilatant.plan.layouts.option import UNLIMITED, Option, ParallelChains, PlanCandidate
@@ -16,7 +17,7 @@ from dilatant.plan.layouts.option_table import ROUNDING, ChainRequest, FastestCh
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import NOTABLE
 from dilatant.plan.model_spec import EncoderPosition
-from dilatant.plan.search.closed_form import Work, bound, chain_times, computed_seconds, estimate
+from dilatant.plan.search.closed_form import Work, bound, chain_times, chunked_seconds, estimate
 from dilatant.plan.search.pairing import CLOSE_BELOW, InTime, Pairing, least_step
 
 
@@ -132,7 +133,7 @@ class _Shape:
             for degrees in units.all_degrees([roles.language])
             if degrees.tp > 1 and Degrees(cp=degrees.ranks) in alone
         ]
-        requests = [one for way in ways if way[0].groups in self._groups for one in self._with_encoders(*way)]
+        requests = self._with_encoders([way for way in ways if way[0].groups in self._groups])
         for after in self._after(budget, roles.generators):
             for request in requests:
                 if request.degrees.ranks * request.stages <= budget - after.gpus:
@@ -140,25 +141,37 @@ class _Shape:
                     if option is not None:
                         yield self.candidate(EncoderPosition.IN_LANGUAGE, ParallelChains(), option, after)
 
-    def _with_encoders(self, degrees: Degrees, whole_items: bool) -> list[ChainRequest]:
-        """Return the chains of the language model at these degrees, with the encoders in the first stage, that may be
-        in time."""
-        roles, known = self.space.roles, self._fastest(self.space.roles.language)
-        most, first = self.space.model.unit(roles.language).most_stages, known.first_of[degrees]
-        rows = np.arange(first, first + min(most, self.space.cluster.num_devices // degrees.ranks))
-        rows = rows[self._in_time(roles.generators).whole[rows]]
-        theirs = degrees_of_extra(degrees, whole_items)
-        each = [self.table.units.layers(unit, theirs, self.samples).sums for unit in roles.encoders]
-        seconds, least, forwards, *_ = map(sum, zip(*each))
-        fill, slowest = known.total[rows] + seconds, np.maximum(known.slowest[rows], seconds)
-        work = Work(known.forwards[rows] + forwards, fill, known.heaviest[rows], known.heaviest_split[rows])
-        step = least_step(self.space, self.replicas, self.microbatches, fill, slowest, work)
+    def _with_encoders(self, ways: Sequence[tuple[Degrees, bool]]) -> list[ChainRequest]:
+        """Return the chains of the language model, with the encoders in the first stage, that may be in time. ways:
+        degrees, and True where each rank of them runs whole items."""
+        roles, space = self.space.roles, self.space
+        in_time = self._in_time(roles.generators)
+        known, unit = in_time.known[roles.language], space.model.unit(roles.language)
+        each, sums = list[tuple[Degrees, bool, int]](), list[tuple[float, ...]]()
+        rows = list[NDArray[np.int64]]()
+        for degrees, whole_items in ways:
+            first = known.first_of[degrees]
+            most = min(unit.most_stages, space.cluster.num_devices // degrees.ranks)
+            own = first + np.flatnonzero(in_time.whole[first : first + most])
+            if len(own):
+                theirs = degrees_of_extra(degrees, whole_items)
+                encoders = [self.table.units.layers(other, theirs, self.samples).sums for other in roles.encoders]
+                each += [(degrees, whole_items, row - first + 1) for row in own.tolist()]
+                sums += [tuple(map(sum, zip(*encoders)))] * len(own)
+                rows.append(own)
+        if not each:
+            return []
+        at, (seconds, least, forwards, *_) = np.concatenate(rows), np.array(sums).T
+        fill, slowest = known.total[at] + seconds, np.maximum(known.slowest[at], seconds)
+        work = Work(known.forwards[at] + forwards, fill, known.heaviest[at], known.heaviest_split[at])
+        step = least_step(space, self.replicas, self.microbatches, fill, slowest, work)
         worth = step * CLOSE_BELOW <= self.most_seconds
-        self._omit(max(least, float(known.busiest[rows[~worth]].min(initial=math.inf))))
+        self._omit(float(np.maximum(least, known.busiest[at])[~worth].min(initial=math.inf)))
         shape = self.samples, self.microbatches, roles.encoders
         return [
             ChainRequest(roles.language, degrees, stages, *shape, whole_items=whole_items)
-            for stages in (rows[worth] - first + 1).tolist()
+            for (degrees, whole_items, stages), is_worth in zip(each, worth.tolist())
+            if is_worth
         ]
 
     def _in_time(self, others: tuple[str, ...]) -> InTime:
@@ -167,7 +180,7 @@ class _Shape:
         if others not in self._paired:
             budget, language = self._budget, self._fastest(self.space.roles.language)
             there = (language.gpus <= budget) & np.isin(language.groups, [*self._groups])
-            step = self.space, self.replicas, self.microbatches, self.most_seconds, language, there
+            step = self.space, self.table, self.replicas, self.microbatches, self.most_seconds, language, there
             known = {unit: self._fastest(unit) for unit in others}
             self._paired[others] = Pairing(*step, known, budget, self.space.settings.chunks).in_time()
             self._omit(self._paired[others].omitted)
@@ -184,9 +197,10 @@ class _Shape:
         out. others: units beside the language model. floor: its least seconds, for which any chain must wait."""
         key = unit, budget, behind, self.most_seconds, floor, others
         if key not in self._known:
-            known = self._fastest(unit)
+            in_time = self._in_time(others)
+            known = in_time.known[unit]
             slowest = np.maximum(known.slowest, floor[0])
-            worth = np.flatnonzero(self._in_time(others).others[unit] & (known.gpus <= budget))
+            worth = np.flatnonzero(in_time.others[unit] & (known.gpus <= budget))
             order = worth[np.lexsort((known.gpus[worth], known.total[worth], slowest[worth]))]
             least = [*zip(known.gpus.tolist(), slowest.tolist(), known.total.tolist())]
             best, found = list[tuple[int, float, float]](), list[Option]()
@@ -194,7 +208,7 @@ class _Shape:
                 if math.isfinite(self.most_seconds) and any(_is_better(one, least[at]) for one in best):
                     self._omit(max(float(known.busiest[at]), floor[1]))
                     continue
-                option = self._chain(known.requests[at]._replace(microbatches=self.microbatches), behind)
+                option = self._chain(known.request(at, self.microbatches), behind)
                 if option is not None:
                     found.append(option)
                     best.append((option.gpus, max(option.slowest, floor[0]), option.total))
@@ -211,17 +225,15 @@ class _Shape:
         return option if option is not None and self._is_in_time(option) else None
 
     def _may_pay(self, request: ChainRequest) -> bool:
-        """Return False if pipelines with this chain of the language model take too long without recomputation and other
-        units."""
+        """Return False if pipelines with this chain of the language model in interleaved chunks take too long without
+        recomputation and other units."""
         if math.isinf(self.most_seconds):
             return True
-        one = self.table.fastest(request)
-        if not self._is_in_time(one):
-            return False
-        alone = computed_seconds(self.space, self.replicas, self.microbatches, one.total, one.slowest, [one])
-        if alone * CLOSE_BELOW <= self.most_seconds:
+        slowest, total, work = self.table.fastest_in_chunks(request)
+        alone = chunked_seconds(self.space, self.replicas, self.microbatches, total, slowest)
+        if max(self.microbatches * slowest * ROUNDING, alone * CLOSE_BELOW) <= self.most_seconds:
             return True
-        self._omit(float(one.costs.work.max()))
+        self._omit(work)
         return False
 
     def _is_in_time(self, option: Option) -> bool:
@@ -239,10 +251,11 @@ class _Shape:
             known, worth, found = self._fastest(name), self._in_time(others), list[Option]()
             # A chain that takes too long may be fast enough in chunks, which are cut more evenly.
             for at in np.flatnonzero((worth.whole | worth.chunked) & (known.gpus <= budget)).tolist():
-                request = known.requests[at]._replace(microbatches=self.microbatches)
+                request = known.request(at, self.microbatches)
                 laid_out = [self._chain(request, behind)] if worth.whole[at] else []
                 for one in self._in_chunks(request, known, at) if worth.chunked[at] else ():
-                    laid_out += [self._chain(one, behind)] if self._may_pay(one) else []
+                    worth_it = self.table.may_fit(one, behind) and self._may_pay(one)
+                    laid_out += [self._chain(one, behind)] if worth_it else []
                 found += [option for option in laid_out if option is not None]
             self._known[key] = found
         return self._known[key]
