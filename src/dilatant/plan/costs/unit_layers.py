@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -129,6 +129,9 @@ class MeanCosts:
         return MeanCosts(**first)
 
 
+SINGLE = "lightest", "heaviest", "lightest_split", "heaviest_split", "gradient"
+"""Fields of `MeanCosts` that do not depend on the samples of a microbatch."""
+
 _TRANSIENT = [one.name for one in fields(MeanCosts)].index("transient")
 
 
@@ -161,7 +164,7 @@ class UnitLayers:
         units = self.model.units
         self._free = {unit.name: unit.recompute is None for unit in units}
         self._recomputable: dict[str, NDArray[np.bool_]] = {}
-        self._gradients: dict[tuple[str, Degrees], NDArray[np.float64]] = {}
+        self._singles: dict[tuple[str, Degrees], Mapping[str, NDArray[np.float64]]] = {}
         self._degrees: dict[tuple[str, ...], tuple[Degrees, ...]] = {}
         self._experts = {unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in units}
 
@@ -256,46 +259,57 @@ class UnitLayers:
         """Return the costs without sharded optimizer state."""
         key = unit, degrees, samples, level
         if key not in self._unshared:
-            spec, table = self.model.unit(unit), self._table(unit, degrees, level)
-            free = self._table(unit, degrees, spec.recompute or "none")
+            table, single = self._table(unit, degrees, level), self._of_single(unit, degrees)
             row = self._workload.mean_row(unit, samples) * self._unevenness(unit, degrees, samples)
-            least = self._workload.least_row(unit, samples, self._by_tokens)
-            lightest, heaviest = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
-            fastest = free.seconds[:, 0] + free.seconds[:, 1]
-            forward, backward = (
-                np.maximum(table.seconds[:, kind] @ row, table.host_seconds[:, kind]) for kind in (0, 1)
-            )
-            present = float(self._fills and least[2])
-            host = free.host_seconds * present
+            square, linear, some = self._workload.least_row(unit, samples, self._by_tokens)
+            forward, backward = np.maximum(table.seconds[:, :2] @ row, table.host_seconds[:, :2]).T
+            present = float(self._fills and some)
+            host = single["host"] * present
             self._unshared[key] = MeanCosts(
                 seconds=forward + backward,
                 backward=backward,
-                work=fastest[:, :2] @ least[:2],
-                forward=free.seconds[:, 0, :2] @ least[:2],
-                calls=fastest[:, 2] * present,
-                lightest=fastest @ lightest,
-                heaviest=fastest @ heaviest,
-                # Weight-gradient halves delay no other stage: a stage may run them last.
-                lightest_split=free.seconds[:, 0] @ lightest,
-                heaviest_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heaviest,
-                work_host=host[:, 0] + host[:, 1],
-                lightest_host=host[:, 0] + host[:, 1],
-                lightest_split_host=host[:, 0],
+                work=square * single["square"] + linear * single["linear"],
+                forward=square * single["square_forward"] + linear * single["linear_forward"],
+                calls=single["call"] * present,
+                **{name: single[name] for name in SINGLE},
+                work_host=host,
+                lightest_host=host,
+                lightest_split_host=single["host_forward"] * present,
                 static=table.static_bytes,
                 twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,
                 transient=np.maximum(table.transient_bytes @ row, table.forward_bytes @ row),
-                gradient=self._gradient(unit, degrees),
             )
         return self._unshared[key]
 
-    def _gradient(self, unit: str, degrees: Degrees) -> NDArray[np.float64]:
-        """Return the bytes of gradients to be synced: [layers]. Who holds both ends of a tied weight sums it once."""
+    def _of_single(self, unit: str, degrees: Degrees) -> Mapping[str, NDArray[np.float64]]:
+        """Return what does not depend on the samples of a microbatch, by name, without recomputation that is left open:
+        [layers]. `SINGLE` are fields of `MeanCosts`; the others are coefficients of its seconds."""
         key = unit, degrees
-        if key not in self._gradients:
-            held = [one.held_trained(degrees, is_first=True) for one in self.model.unit(unit).layers]
-            self._gradients[key] = self.rules.summed * np.array(held)
-        return self._gradients[key]
+        if key not in self._singles:
+            spec = self.model.unit(unit)
+            free = self._table(unit, degrees, spec.recompute or "none")
+            lightest, heaviest = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
+            forward, backward, inputs, _ = np.moveaxis(free.seconds, 1, 0)
+            both = forward + backward
+            # A tied weight in the first layer: who holds both ends sums it once.
+            held = [one.held_trained(degrees, is_first=True) for one in spec.layers]
+            self._singles[key] = {
+                "lightest": both @ lightest,
+                "heaviest": both @ heaviest,
+                # Weight-gradient halves delay no other stage: a stage may run them last.
+                "lightest_split": forward @ lightest,
+                "heaviest_split": (forward + inputs) @ heaviest,
+                "gradient": self.rules.summed * np.array(held),
+                "square": both[:, 0],
+                "linear": both[:, 1],
+                "call": both[:, 2],
+                "square_forward": forward[:, 0],
+                "linear_forward": forward[:, 1],
+                "host": free.host_seconds[:, 0] + free.host_seconds[:, 1],
+                "host_forward": free.host_seconds[:, 0],
+            }
+        return self._singles[key]
 
     def _unevenness(self, unit: str, degrees: Degrees, samples: float) -> NDArray[np.float64]:
         """Return the fullest rank's row as a multiple of an even part of the mean microbatch: [3]."""

@@ -94,7 +94,7 @@ class OptionTable:
         self._cuts: dict[ChainRequest, _ChainCosts] = {}  # shared by tables of all ZeRO kinds
         self._fastest: dict[Hashable, FastestChains] = {}  # shared as well
         self._joined: dict[ChainRequest, MeanCosts] = {}
-        self._stacked: dict[ChainRequest, tuple[NDArray[np.float64], ...]] = {}
+        self._stacked: dict[ChainRequest, _ByLevel] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
@@ -223,10 +223,11 @@ class OptionTable:
         `fastest_in_memory` does."""
         from dilatant.plan.costs._partition_kernel import fastest_in_memory
 
-        held = *self._by_level(request), float(self._capacity)
+        static, twice, transient, times = self._by_level(request)
+        held = static, twice, transient, times, float(self._capacity)
         return np.asarray(fastest_in_memory(stages, *held, behind, request.microbatches, bool(request.extra)))
 
-    def _by_level(self, request: ChainRequest) -> tuple[NDArray[np.float64], ...]:
+    def _by_level(self, request: ChainRequest) -> _ByLevel:
         """Return static bytes, the part of them that a single stage does not hold, and transient bytes [levels,
         layers], and `MeanCosts.recomputed_rows` [levels, 3, layers]."""
         more = bool(request.extra) and request.microbatches > request.stages
@@ -234,8 +235,12 @@ class OptionTable:
         if key not in self._stacked:
             levels = self.units.levels([request.unit, *request.extra])
             each = [self.layers(key._replace(level=level)) for level in levels]
-            names = "static", "twice", "transient", "recomputed_rows"
-            self._stacked[key] = tuple(np.stack([getattr(one, name) for one in each]) for name in names)
+            self._stacked[key] = (
+                np.stack([one.static for one in each]),
+                np.stack([one.twice for one in each]),
+                np.stack([one.transient for one in each]),
+                np.stack([one.recomputed_rows for one in each]),
+            )
         return self._stacked[key]
 
     def _chain(self, request: ChainRequest, behind: int) -> tuple[Option | None, bool]:
@@ -385,6 +390,9 @@ class OptionTable:
             dict.fromkeys(request.extra, request.degrees_of_extra),
         )
         return _ChainCosts.of(chain, stages)
+
+
+_ByLevel = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

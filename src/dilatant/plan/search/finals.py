@@ -92,9 +92,9 @@ class Finals:
         """Seconds of the fastest known plan."""
         return min([self._ceiling, *(one.score.seconds for one in self.ranked)])
 
-    def simulate(self, candidate: PlanCandidate) -> bool:
+    def simulate(self, candidate: PlanCandidate, most_times: float = CLOSE) -> bool:
         """Simulate the candidate in its most promising rank order, recomputing more if it overflows; True if a plan
-        fits."""
+        fits, or surely takes longer than `most_times` the best one, and has no place in `ranked`."""
         counts = candidate.replicas, candidate.num_microbatches
         if any((option, *counts) in self._overflowing for option in candidate.options):
             self.skipped = min(self.skipped, candidate.bound)
@@ -102,7 +102,7 @@ class Finals:
         overflow: tuple[Option, float, str] | None = None
         self.seconds.setdefault(candidate, math.inf)
         for plan in sorted(self._plans(candidate), key=self._travel):
-            overflow = self._score(candidate, plan)
+            overflow = self._score(candidate, plan, most_times=most_times)
             if overflow is None:
                 return True
         if overflow is not None:  # in every rank order: neighbours may share state
@@ -149,11 +149,11 @@ class Finals:
         for candidate, one in shapes.items():
             left, most = min(most, MOVED_CUTS), most - MOVED_CUTS
             while left > 0:
-                known = len(self._found)
+                known, times = len(self._found), one.score.seconds / self.best
                 for plan in itertools.islice(moved_cuts(one.plan), left):
                     left -= 1
                     if self._has_copies(plan):
-                        self._score(candidate, plan, one.score.schedule or None)
+                        self._score(candidate, plan, one.score.schedule or None, most_times=times)
                     faster = [found for found, _ in self._found[known:] if found.score.seconds < one.score.seconds]
                     if faster:
                         one = faster[0]
@@ -168,14 +168,15 @@ class Finals:
         for one in unseen[:most]:
             if one.bound >= self.best:
                 break
-            self.simulate(one)
+            self.simulate(one, 1.0)
         return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
 
     def fill_idle(self, found: Sequence[PlanCandidate], most: int) -> None:
         """Simulate up to `most` plans with one more pipeline on idle devices, most promising candidates first. On many
         devices, under the schedule that suited the candidate best."""
         devices = self._space.cluster.num_devices
-        many, longest = devices > LARGE_CLUSTER, math.inf if devices <= SMALL_CLUSTER else HOPELESS_FACTOR * self.best
+        many, times = devices > LARGE_CLUSTER, CLOSE if devices > LARGE_CLUSTER else HOPELESS_FACTOR
+        longest = math.inf if devices <= SMALL_CLUSTER else times * self.best
         suited = {one: found.score.schedule for found, one in reversed(self._ordered())} if many else {}
         filled = (
             (candidate, filled)
@@ -184,7 +185,7 @@ class Finals:
             for filled in with_extra_pipeline(plan, candidate, self._space, longest)
         )
         for candidate, plan in itertools.islice(filled, most):
-            self._score(candidate, plan, suited.get(candidate) or None)
+            self._score(candidate, plan, suited.get(candidate) or None, most_times=1.0)
 
     def _ordered(self) -> list[tuple[RankedPlan, PlanCandidate]]:
         """Return the plans that fit memory, fastest first."""
@@ -214,19 +215,25 @@ class Finals:
         return sync_seconds(plan, self._space.model, cluster, self._rules).longest
 
     def _score(
-        self, candidate: PlanCandidate, plan: Plan, schedule: str | None = None, careful: int = MOST_CAREFUL
+        self,
+        candidate: PlanCandidate,
+        plan: Plan,
+        schedule: str | None = None,
+        careful: int = MOST_CAREFUL,
+        most_times: float = CLOSE,
     ) -> tuple[Option, float, str] | None:
         """Rank the plan and return None (also if seen before, or too slow); if it overflows return the option, the
         bytes and the reason. schedule: the schedule family to simulate; default: the one that suits the plan best.
-        careful: how often as few layers as seem to do may recompute more."""
+        careful: how often as few layers as seem to do may recompute more. most_times: plans that surely take longer
+        than so many times the best one are too slow."""
         key = plan, candidate.num_microbatches, candidate.row_tokens
         if key in self._seen:
             return None  # several searches may find one plan
         self._seen.add(key)
         cluster = self._space.cluster
         best = math.inf if self._space.settings.all_devices else self.best
-        score = self._scorer(*key, schedule, CLOSE * best)
-        is_slow = score.least_seconds >= CLOSE * best
+        score = self._scorer(*key, schedule, most_times * best)
+        is_slow = score.least_seconds >= most_times * best
         excess = 0.0 if is_slow else cluster.overflow(plan.ranks, score.peak_bytes)
         if is_slow or (excess > 0.0 and score.least_seconds >= best):  # recomputation only adds to it
             self.slower += 1
@@ -234,7 +241,7 @@ class Finals:
         if excess > 0.0:
             frugal = self._repaired(candidate, plan, score, careful)
             if frugal is not None:
-                return self._score(candidate, frugal, schedule, careful - 1)
+                return self._score(candidate, frugal, schedule, careful - 1, most_times)
             culprit, text = rejection(plan, candidate, score, cluster, excess)
             return culprit, excess, text
         self._found.append((_ranked(plan, candidate, score, cluster, self._rules.zero), candidate))

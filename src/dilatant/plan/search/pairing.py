@@ -111,7 +111,7 @@ class Pairing:
         bounds = np.max([busiest[rows], *(bound for _, bound in pairs)], axis=0)
         omitted = min(omitted, float(bounds[~is_worth].min(initial=math.inf)))
         rows = rows[is_worth]
-        worth = {unit: own[is_worth].any(axis=0) for unit, (own, _) in zip(others, pairs)}
+        worth = {unit: np.asarray(own[is_worth].any(axis=0)) for unit, (own, _) in zip(others, pairs)}
         least = float(busiest[rows].min(initial=math.inf))
         mask = np.zeros(len(there), dtype=np.bool_)
         mask[rows] = True

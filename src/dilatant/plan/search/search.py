@@ -230,7 +230,7 @@ class _Search:
             times = HOPELESS_FACTOR if space.cluster.num_devices <= SMALL_CLUSTER else SLOW
             hopeless = one.bound >= best or one.estimate >= times * best
             if one.replicas >= self.settings.copies and not hopeless:
-                finals.simulate(one)
+                finals.simulate(one, 1.0)
 
     def _refusal(self, found: Sequence[PlanCandidate], finals: Finals, unseen: float, space: Space) -> PlanError:
         """Return the error for a search in which no plan fits memory. unseen: least bound of the others."""
@@ -406,8 +406,8 @@ def _of_groups(answer: SearchResult, cluster: Cluster) -> list[RankedPlan]:
 
 def _scored(one: RankedPlan, zero: Zero, scorer: PlanScorer, cluster: Cluster) -> RankedPlan | None:
     """Return the plan scored under this sharding of optimizer state; None if it does not fit."""
-    schedule = [one.score.schedule] if cluster.num_devices > LARGE_CLUSTER and one.score.schedule else []
-    score = scorer(one.plan, one.num_microbatches, one.row_tokens, *schedule)
+    schedule = (one.score.schedule or None) if cluster.num_devices > LARGE_CLUSTER else None
+    score = scorer(one.plan, one.num_microbatches, one.row_tokens, schedule)
     if cluster.overflow(one.plan.ranks, score.peak_bytes) > 0.0:
         return None
     return replace(one, score=score, zero=zero)

@@ -345,7 +345,11 @@ class SeparateUnits:
             samples, found = space.global_batch / microbatches / count, list[Option | None]()
             known = table.fastest_chains(unit, samples, space.cluster.num_devices)
             worth = (known.gpus <= budget) & (microbatches * known.slowest * ROUNDING <= self.most_seconds)
-            for at in np.flatnonzero(worth).tolist():
+            rows = np.flatnonzero(worth)
+            if math.isfinite(self.most_seconds):
+                slowest, _ = table.in_memory(known, rows, microbatches, behind)
+                rows = rows[microbatches * slowest * ROUNDING <= self.most_seconds]
+            for at in rows.tolist():
                 found.append(table.chain(known.request(at, microbatches), behind))
             self._known_chains[key] = [option for option in found if option is not None]
         return self._known_chains[key]
