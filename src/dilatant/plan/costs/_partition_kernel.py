@@ -215,12 +215,14 @@ def _fits(cuts, static, transient, kept, capacity, behind, microbatches):
 
 @njit(cache=True)
 def fastest_in_memory(stages, static, twice, transient, times, capacity, behind, microbatches, guests):
-    """Return chains within memory at their best level of recomputation: [3, chains] of the seconds of the slowest stage
-    and of all, infinite where no level fits, and of the level. stages: of each chain. static, twice, transient: bytes
-    [levels, layers], of which a single stage does not hold `twice`; times: [levels, 3, layers], as for `relaxed`. The
-    first level recomputes nothing. Other arguments as for `relaxed`."""
+    """Return chains within memory at their best level of recomputation: [4, chains] of the seconds of the slowest stage
+    and of all, infinite where no level fits; the level; and 1 where the fastest cut fits without recomputation, else 0.
+    stages: of each chain. static, twice, transient: bytes [levels, layers], of which a single stage does not hold
+    `twice`; times: [levels, 3, layers], as for `relaxed`. The first level recomputes nothing. Other arguments as for
+    `relaxed`."""
     levels, layers = static.shape
-    found = np.full((3, stages.size), np.inf)
+    found = np.full((4, stages.size), np.inf)
+    found[3] = 0.0
     cuts_and_end = np.empty(layers + 1, np.int64)
     for chain in range(stages.size):
         number, best = stages[chain], np.inf
@@ -257,5 +259,6 @@ def fastest_in_memory(stages, static, twice, transient, times, capacity, behind,
                 best = total + (microbatches - 1) * slowest
                 found[0, chain], found[1, chain], found[2, chain] = slowest, total, level
             if is_free and level == 0:
+                found[3, chain] = 1.0
                 break
     return found

@@ -219,21 +219,25 @@ class OptionTable:
         return found
 
     def _in_memory(self, request: ChainRequest, stages: NDArray[np.int64], behind: int) -> NDArray[np.float64]:
-        """Return chains like the request, in so many stages, at their best level of recomputation: [3, chains], as
+        """Return chains like the request, in so many stages, at their best level of recomputation: [4, chains], as
         `fastest_in_memory` does."""
         from dilatant.plan.costs._partition_kernel import fastest_in_memory
 
-        static, twice, transient, times = self._by_level(request)
-        held = static, twice, transient, times, float(self._capacity)
-        return np.asarray(fastest_in_memory(stages, *held, behind, request.microbatches, bool(request.extra)))
+        levels = self.units.levels([request.unit, *request.extra])
+        for count in dict.fromkeys((1, len(levels))):
+            static, twice, transient, times = self._by_level(request, levels[:count])
+            held = static, twice, transient, times, float(self._capacity)
+            found = fastest_in_memory(stages, *held, behind, request.microbatches, bool(request.extra))
+            if found[3].all():  # no other level is faster
+                break
+        return np.asarray(found)
 
-    def _by_level(self, request: ChainRequest) -> _ByLevel:
+    def _by_level(self, request: ChainRequest, levels: Sequence[Recompute]) -> _ByLevel:
         """Return static bytes, the part of them that a single stage does not hold, and transient bytes [levels,
         layers], and `MeanCosts.recomputed_rows` [levels, 3, layers]."""
         more = bool(request.extra) and request.microbatches > request.stages
-        key = request._replace(stages=2, microbatches=2 + more, chunks=1, level="none")
+        key = request._replace(stages=2, microbatches=2 + more, chunks=1, level=levels[-1])
         if key not in self._stacked:
-            levels = self.units.levels([request.unit, *request.extra])
             each = [self.layers(key._replace(level=level)) for level in levels]
             self._stacked[key] = (
                 np.stack([one.static for one in each]),
