@@ -16,7 +16,7 @@ SLOW, SLOW_ON_MANY = 1.25, 1.15
 """On more than SMALL_CLUSTER devices (the second: more than LARGE_CLUSTER), candidates whose estimates are above this
 multiple of the best one are not enumerated, except to find a plan that fits. If the best plan takes longer than that,
 on up to LARGE_CLUSTER devices, those up to this multiple of its time are."""
-NEAR, WORTH = 1.1, 0.98
+NEAR, WORTH = 1.0, 0.98
 """Units get separate replicas only if the estimate is below this multiple of the best other step: NEAR on more than
 SMALL_CLUSTER devices, WORTH on more than LARGE_CLUSTER."""
 NOTABLE = 0.02

@@ -92,9 +92,9 @@ class Finals:
         """Seconds of the fastest known plan."""
         return min([self._ceiling, *(one.score.seconds for one in self.ranked)])
 
-    def simulate(self, candidate: PlanCandidate, most_times: float = CLOSE) -> bool:
+    def simulate(self, candidate: PlanCandidate) -> bool:
         """Simulate the candidate in its most promising rank order, recomputing more if it overflows; True if a plan
-        fits, or surely takes longer than `most_times` the best one, and has no place in `ranked`."""
+        fits, or surely takes so much longer than the best one that it has no place in `ranked`."""
         counts = candidate.replicas, candidate.num_microbatches
         if any((option, *counts) in self._overflowing for option in candidate.options):
             self.skipped = min(self.skipped, candidate.bound)
@@ -102,7 +102,7 @@ class Finals:
         overflow: tuple[Option, float, str] | None = None
         self.seconds.setdefault(candidate, math.inf)
         for plan in sorted(self._plans(candidate), key=self._travel):
-            overflow = self._score(candidate, plan, most_times=most_times)
+            overflow = self._score(candidate, plan)
             if overflow is None:
                 return True
         if overflow is not None:  # in every rank order: neighbours may share state
@@ -168,7 +168,7 @@ class Finals:
         for one in unseen[:most]:
             if one.bound >= self.best:
                 break
-            self.simulate(one, 1.0)
+            self.simulate(one)
         return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
 
     def fill_idle(self, found: Sequence[PlanCandidate], most: int) -> None:

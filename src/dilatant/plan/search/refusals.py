@@ -63,7 +63,7 @@ def does_not_fit(space: Space, samples: int) -> PlanError:
         capacity += f" beside the reserve of {bytes_text(reserve)}"
     devices = space.cluster.num_devices
     unit = max(excess, key=lambda name: excess[name])
-    remedy = "add devices, use recomputation or smaller microbatches, or freeze more layers"
+    remedy = f"add devices, {_savings(space)}, or freeze more layers"
     if 0.0 < excess[unit] < math.inf:
         return DoesNotFitError(
             f"no plan fits memory: unit {unit!r} needs about {bytes_text(excess[unit])} more than a device's "
@@ -124,13 +124,18 @@ def rejection(
     )
 
 
-def no_plan_fits(rejected: Sequence[tuple[float, str]], cluster: Cluster) -> PlanError:
+def no_plan_fits(rejected: Sequence[tuple[float, str]], space: Space) -> PlanError:
     if not rejected:
-        return PlanError(
-            f"no plan keeps its tensor groups inside nodes of {cluster.gpus_per_node} devices; profile other degrees"
-        )
+        per_node = space.cluster.gpus_per_node
+        return PlanError(f"no plan keeps its tensor groups inside nodes of {per_node} devices; profile other degrees")
     _, text = min(rejected)
     return DoesNotFitError(
-        f"no plan fits memory once its largest microbatches are simulated; the nearest, {text}. Add devices, use "
-        "recomputation or smaller microbatches"
+        f"no plan fits memory once its largest microbatches are simulated; the nearest, {text}. Add devices, "
+        f"{_savings(space)}, or freeze more layers"
     )
+
+
+def _savings(space: Space) -> str:
+    """Return what else saves memory: recomputation only where the search does not choose it."""
+    prescribed = not all(space.table.units.is_free(unit) for unit in space.roles.units)
+    return "use recomputation or smaller microbatches" if prescribed else "use smaller microbatches"

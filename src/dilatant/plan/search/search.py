@@ -230,7 +230,7 @@ class _Search:
             times = HOPELESS_FACTOR if space.cluster.num_devices <= SMALL_CLUSTER else SLOW
             hopeless = one.bound >= best or one.estimate >= times * best
             if one.replicas >= self.settings.copies and not hopeless:
-                finals.simulate(one, 1.0)
+                finals.simulate(one)
 
     def _refusal(self, found: Sequence[PlanCandidate], finals: Finals, unseen: float, space: Space) -> PlanError:
         """Return the error for a search in which no plan fits memory. unseen: least bound of the others."""
@@ -244,7 +244,7 @@ class _Search:
                 f"no plan has every layer on {copies} nodes, of which there are {nodes} with {per_node} devices each; "
                 "add nodes, or ask for fewer copies"
             )
-        return no_plan_fits(finals.rejected, cluster)
+        return no_plan_fits(finals.rejected, space)
 
     def on_groups(self, spaces: Sequence[Space], cluster: Cluster) -> SearchResult:
         """Return the best plan over groups of different devices: on one of them, searched alone, or across groups.
