@@ -70,7 +70,7 @@ def report():
     workload = Workload({name: values.astype(float) for name, values in tokens.items()})
     timelines = {}
 
-    def evaluate(plan, microbatches, row_tokens, schedule=None):
+    def evaluate(plan, microbatches, *_):
         step = {}
         for unit in plan.units:
             shares = np.array_split(np.arange(BATCH), len(unit.replicas))

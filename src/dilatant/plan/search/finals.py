@@ -116,9 +116,7 @@ class Finals:
         again = [
             (one, candidate)
             for one, candidate in self._found
-            if one.score.seconds < CLOSE * self.best
-            and one.score.peak_bytes
-            and any({*unit.recompute} - {"none"} for unit in one.plan.units)
+            if one.score.seconds < CLOSE * self.best and one.score.peak_bytes and recomputes(one.plan)
         ]
         for one, candidate in sorted(again, key=lambda found: found[0].score.seconds)[:most]:
             for _ in range(MOST_CAREFUL):  # the estimate of what is in flight leaves memory
@@ -235,7 +233,8 @@ class Finals:
         score = self._scorer(*key, schedule, most_times * best)
         is_slow = score.least_seconds >= most_times * best
         excess = 0.0 if is_slow else cluster.overflow(plan.ranks, score.peak_bytes)
-        if is_slow or (excess > 0.0 and score.least_seconds >= best):  # recomputation only adds to it
+        # Recomputation only adds to a plan that has none; others may recompute other layers, for less.
+        if is_slow or (excess > 0.0 and score.least_seconds >= best and not recomputes(plan)):
             self.slower += 1
             return None
         if excess > 0.0:
@@ -283,6 +282,11 @@ def _ranked(plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Clu
         zero=zero,
         extra=int(len(plan.ranks) > candidate.gpus),
     )
+
+
+def recomputes(plan: Plan) -> bool:
+    """Return True if some layer of the plan recomputes."""
+    return any({*unit.recompute} - {"none"} for unit in plan.units)
 
 
 def moved_cuts(plan: Plan) -> Iterator[Plan]:

@@ -225,9 +225,10 @@ class _Search:
     def _simulate_textbook(self, finals: Finals, space: Space, most: float) -> None:
         """Simulate the layouts that people choose without a search, unless their bounds or estimates are hopeless
         beside the best plan or, where none is known, beside `most` seconds."""
+        devices = space.cluster.num_devices
         for one in sorted(textbook_shapes(space), key=lambda one: one.estimate):
             best = finals.best if math.isfinite(finals.best) else most
-            times = HOPELESS_FACTOR if space.cluster.num_devices <= SMALL_CLUSTER else SLOW
+            times = HOPELESS_FACTOR if devices <= SMALL_CLUSTER else SLOW if devices <= LARGE_CLUSTER else SLOW_ON_MANY
             hopeless = one.bound >= best or one.estimate >= times * best
             if one.replicas >= self.settings.copies and not hopeless:
                 finals.simulate(one)
