@@ -190,6 +190,14 @@ def test_no_family_that_fits_beats_the_chosen_one(seed):
     chosen = steps(None, limit)
     assert chosen[0].schedule in fits
     assert sum(one.seconds for one in chosen) <= min(fits.values()) * (1 + 1e-9)
+    fastest = min(sum(one.seconds for one in own) for own in alone.values()) * (1 + 1e-9)
+    assert 0.0 < sum(one.least for one in chosen) <= fastest
+
+    most = float(draw.uniform(0.5, 1.5)) * np.mean([one.seconds for one in chosen])
+    machine = cluster(1, 6, limit)
+    scorer = PlanSimulator(spec, costs, machine, samples, 12, rules=RULES)
+    whole, early = (scorer(plan, how.num_microbatches, None, None, seconds) for seconds in (np.inf, most))
+    assert early == whole if early.peak_bytes else most <= early.seconds == early.least_seconds <= fastest / 2
 
 
 def with_host(costs, seconds):

@@ -102,7 +102,7 @@ class PlanSimulator:
         try:
             steps = self.steps(plan, num_microbatches, row_tokens, schedule, most_seconds=most_seconds)
         except _TakesLongerError as slow:
-            return PlanScore(slow.seconds, self.global_batch / slow.seconds, 0.0, {}, (), least_seconds=slow.seconds)
+            return PlanScore(slow.seconds, 0.0, 0.0, {}, (), least_seconds=slow.seconds)
         return _mean(steps, self.global_batch, roles_of(self.model).language)
 
     def steps(
@@ -180,7 +180,8 @@ def best_steps(
     If none fits, the most frugal family is returned; families that overflow whenever actions start are not timed. On
     many devices only the `PROMISING` families are candidates if one of them fits. `how` gives the remaining settings;
     its own family is ignored. `bytes_per_device` is one number for all, or an array in the order of `Plan.ranks`.
-    Raises ValueError for a family that cannot run this plan.
+    Raises ValueError for a family that cannot run this plan, and _TakesLongerError as soon as all families surely take
+    at least `most_seconds` on average.
     """
     families = families or families_for(plan)
     trainability = trainability_of(plan, model.trainable)

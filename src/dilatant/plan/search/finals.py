@@ -147,7 +147,7 @@ class Finals:
         for candidate, one in shapes.items():
             left, most = min(most, MOVED_CUTS), most - MOVED_CUTS
             while left > 0:
-                known, times = len(self._found), one.score.seconds / self.best
+                known, times = len(self._found), one.score.seconds / self.best if self.best else 1.0
                 for plan in itertools.islice(moved_cuts(one.plan), left):
                     left -= 1
                     if self._has_copies(plan):
@@ -343,7 +343,8 @@ def with_extra_pipeline(
         samples = max(1, round(share * space.global_batch / candidate.num_microbatches))
         shape = roles.language, degrees, len(groups), samples, candidate.num_microbatches
         option = space.table.chain(ChainRequest(*shape, roles.encoders), 0)
-        if option is not None and option.total + (shape[-1] - 1) * option.slowest <= most_seconds:
+        more = candidate.num_microbatches - 1
+        if option is not None and option.total + more * option.slowest <= most_seconds:
             ranks = {(0, 0, number): group for number, group in enumerate(groups)}
             added = {
                 unit.name: replicas_of(unit.name, option.chain, len(unit.layers), 0, ranks)
