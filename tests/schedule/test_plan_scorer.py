@@ -234,6 +234,21 @@ def test_no_simulated_step_beats_its_bound(seed):
     assert found.lower_bound <= found.seconds
 
 
+def test_candidates_that_are_only_slow_are_not_counted_as_too_large():
+    samples, machine = workload(24), cluster(1, 8)  # of unlimited memory
+    simulate, scores = PlanSimulator(VLM, COSTS, machine, samples, 12, rules=RULES), []
+
+    def evaluate(*asked):
+        scores.append(simulate(*asked))
+        return scores[-1]
+
+    found = search(VLM, COSTS, machine, samples, 12, evaluate, (1, 2, 3), RULES, 10_000)
+    assert any(not score.peak_bytes for score in scores)  # some simulations ended early
+    for group in found.groups:
+        assert group.overflowed == 0
+        assert group.candidates == group.simulated + group.cut + group.left
+
+
 ALONE = model(unit("language", 1, parameters=0))
 LARGE = model(unit("vision", 1, ("language",), parameters=1), unit("language", 1, parameters=2 * 10**9))
 PACKED = [40.0, *[12.0] * 8, *[7.0] * 9, *[1.0] * 9]  # only a tight packing holds these in rows of 24, in 8 of 9

@@ -67,8 +67,8 @@ class RankedPlan:
 class Finals:
     """Simulated candidates: `ranked` has the plans that fit memory, `rejected` the overflows in bytes with their text.
     skipped: least bound of the candidates not simulated because one of their options had overflowed. seconds: candidate
-    → simulated step, infinite if no plan of it fits. slower: number of plans without a place in `ranked`, since they
-    surely take longer than the best, or would if they recomputed enough. ceiling: seconds of an already known plan."""
+    → simulated step, infinite if no plan of it fits. slower: candidates with a plan that is not in `ranked`, since it
+    surely takes longer than the best, or would if it recomputed enough. ceiling: seconds of an already known plan."""
 
     def __init__(self, space: Space, scorer: PlanScorer, ceiling: float = math.inf) -> None:
         self._ceiling = ceiling
@@ -76,12 +76,12 @@ class Finals:
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
         self._overflowing: set[tuple[Option, int, int]] = set()  # (option, pipelines, microbatches): not tried again
-        self._seen: set[tuple[Plan, int, int | None]] = set()
+        self._seen: dict[tuple[Plan, int, int | None], PlanCandidate] = {}
         self._found: list[tuple[RankedPlan, PlanCandidate]] = []
         self.rejected: list[tuple[float, str]] = []
         self.seconds: dict[PlanCandidate, float] = {}
         self.skipped = math.inf
-        self.slower = 0
+        self.slower: set[PlanCandidate] = set()
 
     @property
     def ranked(self) -> list[RankedPlan]:
@@ -225,9 +225,14 @@ class Finals:
         careful: how often as few layers as seem to do may recompute more. most_times: plans that surely take longer
         than so many times the best one are too slow."""
         key = plan, candidate.num_microbatches, candidate.row_tokens
-        if key in self._seen:
-            return None  # several searches may find one plan
-        self._seen.add(key)
+        if key in self._seen:  # several candidates, or searches, may find one plan
+            first = self._seen[key]
+            known = self.seconds.get(first, math.inf)
+            self.seconds[candidate] = min(self.seconds.get(candidate, math.inf), known)
+            if first in self.slower:
+                self.slower.add(candidate)
+            return None
+        self._seen[key] = candidate
         cluster = self._space.cluster
         best = math.inf if self._space.settings.all_devices else self.best
         score = self._scorer(*key, schedule, most_times * best)
@@ -235,7 +240,7 @@ class Finals:
         excess = 0.0 if is_slow else cluster.overflow(plan.ranks, score.peak_bytes)
         # Recomputation only adds to a plan that has none; others may recompute other layers, for less.
         if is_slow or (excess > 0.0 and score.least_seconds >= best and not recomputes(plan)):
-            self.slower += 1
+            self.slower.add(candidate)
             return None
         if excess > 0.0:
             frugal = self._repaired(candidate, plan, score, careful)

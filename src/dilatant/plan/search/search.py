@@ -196,7 +196,7 @@ class _Search:
         finalists, done = self.finalists_on(devices), 0
         for candidate in found:
             if (self.knows or finals.ranked) and (
-                len(finals.ranked) + finals.slower >= finalists or remaining_bound[done] >= finals.best
+                len(finals.ranked) + len(finals.slower) >= finalists or remaining_bound[done] >= finals.best
             ):
                 break
             done += 1

@@ -17,9 +17,9 @@ from dilatant.plan.search.finals import Finals, RankedPlan
 @dataclass(frozen=True, slots=True)
 class SearchedGroup:
     """Numbers of candidates with one encoder position and number of pipelines.
-    Of all `candidates`, `simulated` were simulated, of which `overflowed` exceeded memory; `cut` were omitted because
-    their bound is above the winner, `left` because others were more promising. bound: the least of all; seconds: the
-    fastest that fits, or None; zero: sharding of optimizer state."""
+    Of all `candidates`, `simulated` were simulated, of which `overflowed` exceeded memory; `cut` were omitted, or their
+    simulation ended, because a bound is above the winner, `left` because others were more promising. bound: the least
+    of all; seconds: the fastest that fits, or None; zero: sharding of optimizer state."""
 
     encoders_at: EncoderPosition
     replicas: int
@@ -133,9 +133,10 @@ def _groups(found: Sequence[PlanCandidate], finals: Finals, best: float, zero: Z
         by_shape[one.encoders_at, one.replicas].append(one)
     groups = []
     for (encoders_at, replicas), members in by_shape.items():
-        seconds = [finals.seconds[one] for one in members if one in finals.seconds]
-        bounds = [one.bound for one in members if one not in finals.seconds]
-        cut = sum(bound >= best for bound in bounds)
+        slower = {one for one in members if one in finals.slower and math.isinf(finals.seconds.get(one, math.inf))}
+        seconds = [finals.seconds[one] for one in members if one in finals.seconds and one not in slower]
+        bounds = [one.bound for one in members if one not in finals.seconds and one not in slower]
+        hopeless = sum(bound >= best for bound in bounds)
         fastest = min(seconds, default=math.inf)
         groups.append(
             SearchedGroup(
@@ -144,8 +145,8 @@ def _groups(found: Sequence[PlanCandidate], finals: Finals, best: float, zero: Z
                 candidates=len(members),
                 simulated=len(seconds),
                 overflowed=seconds.count(math.inf),
-                cut=cut,
-                left=len(bounds) - cut,
+                cut=hopeless + len(slower),
+                left=len(bounds) - hopeless,
                 bound=min(one.bound for one in members),
                 seconds=fastest if math.isfinite(fastest) else None,
                 zero=zero,
