@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, permutations, product
 
 
@@ -142,18 +143,32 @@ def evened(
 
 
 def balanced(
-    seconds: list[list[float]], weights: list[float], capacity: float, count: int, even: float
-) -> list[tuple[int, ...]] | None:
-    """The `balanced` policy of one pipeline; None if its samples fit only in a tighter packing."""
+    seconds: list[list[float]],
+    weights: list[float],
+    capacity: float,
+    count: int,
+    even: float,
+    rows: Sequence[Sequence[int]],
+) -> list[tuple[int, ...]]:
+    """The `balanced` policy of one pipeline; `rows` are evened out where its samples fit only in them."""
     if not seconds:
         return [()] * count
     totals = [sum(column) for column in zip(*seconds, strict=True)]
     shares = [[x * (count / (total or 1.0)) for x, total in zip(row, totals, strict=True)] for row in seconds]
-    for keys in ([max(share) for share in shares], weights):
-        order = sorted(range(len(seconds)), key=lambda sample: (keys[sample], sample), reverse=True)
-        slots = placed(order, shares, [1.0] * count, weights, capacity)
-        if slots is not None:
-            slots = evened(shares, weights, capacity, slots, count, even)
-            batches = [tuple(s for s, own in enumerate(slots) if own == slot) for slot in range(count)]
-            return sorted(batches, key=lambda batch: not batch)
-    return None
+    tried = (
+        placed(order, shares, [1.0] * count, weights, capacity)
+        for keys in ([max(share) for share in shares], weights)
+        for order in [sorted(range(len(seconds)), key=lambda sample: (keys[sample], sample), reverse=True)]
+    )
+    slots = next((found for found in tried if found is not None), None)
+    if slots is None:
+        filled = dict(zip([sample for row in rows for sample in row[1:]], range(len(rows), count)))
+        slots = [
+            filled.get(sample, number)
+            for sample in range(len(seconds))
+            for number, row in enumerate(rows)
+            if sample in row
+        ]
+    slots = evened(shares, weights, capacity, slots, count, even)
+    batches = [tuple(s for s, own in enumerate(slots) if own == slot) for slot in range(count)]
+    return sorted(batches, key=lambda batch: not batch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,13 +22,19 @@ from dilatant.plan.limits import NEAR, SLOW
 from dilatant.plan.search.closed_form import Work, unchunked_seconds
 from dilatant.plan.search.enumeration import enumerate_candidates
 from dilatant.plan.search.pairing import least_step
-from dilatant.plan.search.separate_units import JointLayout, UnitLayout, joined
+from dilatant.plan.search.separate_units import (
+    JointLayout,
+    SeparateUnits,
+    UnitLayout,
+    joined,
+    separate_replica_candidates,
+)
 
 ROUNDING = 1 + 1e-9
 
 
-def a_space(draw):
-    spec, _ = random_vlm(draw)
+def a_space(draw, spec=None):
+    spec = spec or random_vlm(draw)[0]
     seconds = {unit.name: draw.choice([0.2, 1.0, 3.0]) for unit in spec.units}
     costs = cost_model(seconds, ((1, 1), (2, 1), (1, 2)), output=0.0, call=draw.choice([0.0, 0.5]))
     curved = {
@@ -97,6 +105,30 @@ def test_only_candidates_bounded_above_the_limit_are_skipped(cases):
                 assert shape(one) in shapes or one.bound * ROUNDING >= omitted
 
     check()
+
+
+def test_separate_replicas_are_found_where_the_language_model_alone_is_fast_enough():
+    """Pipelines and microbatches at which the language model alone takes too long are left out: without that, the same
+    candidates are found."""
+    spec = model(
+        *(unit(name, 2, ("language",), kind=name) for name in ("vision", "audio")),
+        unit("language", 3, ("image",)),
+        unit("image", 1),
+    )
+    found_some = False
+    for seed in range(10):
+        space, far = a_space(random.Random(seed), spec), (0.9, 1.2, 2.0)[seed % 3]
+        most = far * min((one.estimate for one in enumerate_candidates(space(), most_times=1.0)), default=1.0)
+        every = [
+            one
+            for count in (1, 2, 3)
+            for chosen in itertools.combinations(("vision", "audio", "image"), count)
+            for one in SeparateUnits([space()], 0, dict.fromkeys(chosen, 0), most).candidates()
+        ]
+        found = [*separate_replica_candidates(space(), most)]
+        assert Counter(map(shape, found)) == Counter(map(shape, every))
+        found_some |= bool(found)
+    assert found_some
 
 
 @pytest.mark.slow

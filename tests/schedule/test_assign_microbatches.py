@@ -266,12 +266,11 @@ def test_replicas_balanced_at_once_equal_each_replica_by_the_plain_policy(seed, 
     for replica in range(count):
         mine = [sample for sample in range(samples) if slot[sample] == replica]
         scale = np.array([*(float(count) for _ in names[1:]), stages[0] / stages[replica]])
-        rows = 0 if budget is None else len(pack_rows(weights[mine].tolist(), budget))
+        rows = () if budget is None else pack_rows(weights[mine].tolist(), budget)
         own = (table[mine] * scale).tolist()
         capacity = np.inf if budget is None else float(budget)
-        wanted = oracle.balanced(own, weights[mine].tolist(), capacity, max(num_microbatches, rows), EVEN)
-        if wanted is not None:
-            assert [tuple(mine[at] for at in batch) for batch in wanted] == list(found[replica])
+        wanted = oracle.balanced(own, weights[mine].tolist(), capacity, max(num_microbatches, len(rows)), EVEN, rows)
+        assert [tuple(mine[at] for at in batch) for batch in wanted] == list(found[replica])
 
 
 def test_assign_names_what_is_missing():

@@ -14,7 +14,7 @@ A plan is read as arrays, too: the order of stages, their ranks and their unit r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -212,19 +212,21 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
     consumers: dict[int, list[int]] = {}
     for source, target in arrays.feeds:
         consumers.setdefault(source, []).append(target)
-    place_of: list[dict[int, int]] = [{} for _ in arrays.units]
+    batches_of = assignment.microbatches.values()
+    count = 1 + max((max(batch) for replicas in batches_of for own in replicas for batch in own if batch), default=-1)
+    place_of = np.full((len(arrays.units), count), -1)
     parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(arrays.num_chains)]
     backward = [trainability.backward[end - 1] for end in arrays.stages_of[:, 1].tolist()]
     for unit in reversed(range(len(arrays.units))):
         by_consumer = [place_of[target] for target in consumers.get(unit, ())]
         replicas, chains = assignment.microbatches[arrays.units[unit]], arrays.chains_of(unit)
+        is_cut = iter(_go_to_several(replicas, by_consumer))
         for chain, batches in zip(chains, replicas):
-            cuts = backward[chain] and bool(by_consumer)
             parts[chain] = [
                 (number, part)
                 for number, batch in enumerate(batches)
                 if batch
-                for part in (_parts(batch, by_consumer) if cuts else (None,))
+                for part in (_parts(batch, by_consumer) if next(is_cut) and backward[chain] else (None,))
             ]
         if any(
             backward[chain] for source, target in arrays.feeds if target == unit for chain in arrays.chains_of(source)
@@ -234,23 +236,32 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
                 for chain, batches in zip(chains, replicas)
                 for number, part in parts[chain]
             ]
-            place_of[unit] = {sample: place for place, batch in enumerate(own) for sample in batch}
+            place_of[unit, _flat(own)] = np.repeat(np.arange(len(own)), [*map(len, own)])
     return pieces_of(arrays, assignment, parts)
 
 
-def _parts(batch: Microbatch, by_consumer: list[dict[int, int]]) -> list[tuple[int, ...] | None]:
-    """Group samples by their places in all consumers, in the order of places; return [None] if there is one group."""
-    if len(batch) == 1:
-        return [None]
-    if len(by_consumer) == 1:
-        place = by_consumer[0]
-        keys: list[tuple[int, ...]] = [(place.get(sample, -1),) for sample in batch]
-    else:
-        keys = [tuple(place.get(sample, -1) for place in by_consumer) for sample in batch]
-    if keys.count(keys[0]) == len(keys):
-        return [None]
+def _flat(batches: Sequence[Microbatch]) -> NDArray[np.int64]:
+    return np.fromiter(itertools.chain.from_iterable(batches), np.int64)
+
+
+def _go_to_several(
+    replicas: Sequence[Sequence[Microbatch]], by_consumer: Sequence[NDArray[np.int64]]
+) -> Sequence[bool]:
+    """Return for each microbatch that is not empty whether some consumer has its samples in several places.
+    by_consumer: place of each sample in a consumer, -1 if it is absent: [samples]."""
+    batches = [batch for own in replicas for batch in own if batch]
+    several: NDArray[np.bool_] = np.zeros(len(batches), dtype=np.bool_)
+    if batches and by_consumer:
+        samples, first = _flat(batches), np.append(0, np.cumsum([*map(len, batches)])[:-1])
+        for own in (place[samples] for place in by_consumer):
+            several |= np.minimum.reduceat(own, first) != np.maximum.reduceat(own, first)
+    return several.tolist()
+
+
+def _parts(batch: Microbatch, by_consumer: Sequence[NDArray[np.int64]]) -> list[tuple[int, ...]]:
+    """Group samples by their places in all consumers, in the order of places."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for sample, key in zip(batch, keys, strict=True):
+    for sample, key in zip(batch, zip(*(place[[*batch]].tolist() for place in by_consumer)), strict=True):
         groups.setdefault(key, []).append(sample)
     return [tuple(groups[key]) for key in sorted(groups)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.score import PlanScore
-from dilatant.plan.costs.stage_costs import stage_costs
+from dilatant.plan.costs.stage_costs import LayerTables, stage_costs
 from dilatant.plan.costs.step_costs import StepCosts
 from dilatant.plan.costs.sync_time import SyncSeconds, sync_seconds
 from dilatant.plan.costs.workload import Workload
@@ -86,6 +86,7 @@ class PlanSimulator:
     seed: int = 0
     row_tokens: int | None = None
     families: Mapping[str, ScheduleFamily] | Callable[[Plan], Mapping[str, ScheduleFamily]] | None = None
+    _tables: LayerTables = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.workload.steps(self.global_batch)
@@ -120,7 +121,7 @@ class PlanSimulator:
         return best_steps(
             plan,
             self.model,
-            costs or step_costs(plan, self.model, self.costs, self.cluster, self.rules),
+            costs or step_costs(plan, self.model, self.costs, self.cluster, self.rules, self._tables),
             self.workload.steps(self.global_batch),
             self.cluster.bytes_of(plan.ranks),
             Microbatching(
@@ -135,13 +136,18 @@ class PlanSimulator:
 
 
 def step_costs(
-    plan: Plan, model: ModelSpec, costs: CostModel, cluster: Cluster | None, rules: ParameterBytes = BF16
+    plan: Plan,
+    model: ModelSpec,
+    costs: CostModel,
+    cluster: Cluster | None,
+    rules: ParameterBytes = BF16,
+    known_tables: LayerTables | None = None,
 ) -> StepCosts:
     """Return the costs of this plan's steps on `cluster`; without a cluster, messages and gradient sync take no time.
-    The caller adds the squares of items and dense rows. Raises UserError if the cost model lacks a layer type or
-    degree."""
+    The caller adds the squares of items and dense rows. known_tables: as in `stage_costs`. Raises UserError if the cost
+    model lacks a layer type or degree."""
     return StepCosts(
-        stage_costs(plan, model, costs, rules, cluster),
+        stage_costs(plan, model, costs, rules, cluster, known_tables),
         cluster=cluster,
         sync=SyncSeconds() if cluster is None else sync_seconds(plan, model, cluster, rules),
         origin=costs_text(costs),

@@ -57,3 +57,8 @@ def test_large_samples_are_placed_first():
     # Placed as they come, the first twelve would fill rows in pairs and leave no room for the others: 12 rows of 9.
     assert len(pack_rows([49] * 6 + [51] * 6, 100)) == 6
     assert len(pack_rows([34] * 6 + [66] * 6, 100)) == 6
+
+
+def test_rows_without_a_limit_hold_everything():
+    assert pack_rows([3.0, 1.0, 2.0], math.inf) == ((0, 1, 2),)
+    assert pack_rows([], 10) == ()

@@ -152,8 +152,10 @@ def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _blocks(plan: AttentionPlan, device: torch.device) -> list[Block]:
-    """Return every block of queries that sees anything, in chunks of at most `CHUNK_TOKENS` keys; the plan caches
-    them."""
+    """Return every block of queries that sees anything, in chunks of at most `CHUNK_TOKENS` keys; the plan caches them.
+    Tensors without values have none."""
+    if device.type == "meta":
+        return []
     sizes = (QUERY_BLOCK, KEY_BLOCK, CHUNK_TOKENS)
     return plan.remember(("blockwise", device, *sizes), lambda plan: _make_blocks(plan, device))
 

@@ -150,12 +150,22 @@ def layer_table(
     return LayerTable(backward=trains, **{name: np.array(values, dtype=np.float64) for name, values in columns.items()})
 
 
+LayerTables = dict[tuple[object, ...], LayerTable]
+"""Tables by unit, what its layers recompute, degrees and devices, under the same model, costs and rules."""
+
+
 def stage_costs(
-    plan: Plan, model: ModelSpec, costs: CostModel, rules: ParameterBytes = BF16, cluster: Cluster | None = None
+    plan: Plan,
+    model: ModelSpec,
+    costs: CostModel,
+    rules: ParameterBytes = BF16,
+    cluster: Cluster | None = None,
+    known_tables: LayerTables | None = None,
 ) -> StageCosts:
     """Return the costs of every stage of `plan`, each on the devices of its group if `cluster` is heterogeneous.
-    Raises UserError when the cost model lacks a layer type or degree."""
-    tables: dict[tuple[object, ...], LayerTable] = {}
+    known_tables: tables of other plans, to which this plan's are added. Raises UserError when the cost model lacks a
+    layer type or degree."""
+    tables = {} if known_tables is None else known_tables
     known: dict[tuple[object, ...], tuple[NDArray[np.float64] | float, ...]] = {}  # mostly of another replica
     rows = []
     exchanged = {} if cluster is None else shard_seconds(plan, model, cluster, rules)
@@ -163,9 +173,10 @@ def stage_costs(
         stage, unit = entry.stage, model.unit(entry.unit)
         group = "" if cluster is None else cluster.at(stage.ranks[0]).name
         on_node, slower = _on_nodes(stage, cluster)
-        key = entry.unit, stage.degrees, group, on_node, slower
+        again = plan.unit(entry.unit).recompute
+        key = entry.unit, again, stage.degrees, group, on_node, slower
         if key not in tables:
-            upstream, again = model.upstream_trainable(entry.unit), plan.unit(entry.unit).recompute
+            upstream = model.upstream_trainable(entry.unit)
             tables[key] = layer_table(unit, upstream, costs.on(group), stage.degrees, rules, again, on_node, slower)
         same = *key, stage.first, stage.end, entry.is_first, shared_by.tobytes()
         if same not in known:

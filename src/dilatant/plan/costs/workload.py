@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -122,15 +121,17 @@ def pack_rows(sizes: Sequence[float], row_tokens: float) -> tuple[tuple[int, ...
     Best-fit decreasing needs at most 11/9 of the fewest rows, plus one (Johnson, 1974). Rows and the samples in them
     keep the order of `sizes`, none of which exceeds `row_tokens`.
     """
-    rows: list[list[int]] = []
-    remaining: list[tuple[float, int]] = []  # (free tokens, row), sorted
-    for position in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
-        best = bisect_left(remaining, (sizes[position], -1))
-        if best == len(remaining):
-            rows.append([position])
-            insort(remaining, (row_tokens - sizes[position], len(rows) - 1))
-        else:
-            free, row = remaining.pop(best)
-            rows[row].append(position)
-            insort(remaining, (free - sizes[position], row))
-    return tuple(sorted(tuple(sorted(row)) for row in rows))
+    rows = rows_of(np.asarray(sizes, dtype=np.float64), row_tokens)
+    members: list[list[int]] = [[] for _ in range(int(rows.max(initial=-1)) + 1)]
+    for at, row in enumerate(rows.tolist()):
+        members[row].append(at)
+    return tuple(map(tuple, members))
+
+
+def rows_of(sizes: NDArray[np.float64], row_tokens: float) -> NDArray[np.int64]:
+    """Return the row of each sample by `pack_rows`, [samples]."""
+    from dilatant.plan.costs._row_kernel import pack
+
+    row_of = np.empty(len(sizes), dtype=np.int64)
+    pack(sizes, row_tokens, row_of)
+    return row_of

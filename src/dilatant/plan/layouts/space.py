@@ -16,7 +16,7 @@ from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.costs.stage_costs import slower_between
 from dilatant.plan.costs.unit_layers import UnitLayers
-from dilatant.plan.costs.workload import Workload, pack_rows
+from dilatant.plan.costs.workload import Workload, rows_of
 from dilatant.plan.layouts.option import ChainTimes, Option, ParallelChains, side_by_side
 from dilatant.plan.layouts.option_table import OptionTable
 from dilatant.plan.limits import LARGE_CLUSTER, SMALL_CLUSTER
@@ -162,8 +162,8 @@ class Space:
     def microbatches_of(self, row_tokens: int, pipelines: int) -> int:
         """Return the mean global batch's microbatches per pipeline under a token budget; 0 if some would be empty."""
         if row_tokens not in self._rows:
-            batches = np.minimum(self.tokens, row_tokens).reshape(-1, self.global_batch).tolist()
-            self._rows[row_tokens] = float(np.mean([len(pack_rows(batch, row_tokens)) for batch in batches]))
+            batches = np.minimum(self.tokens, row_tokens).reshape(-1, self.global_batch)
+            self._rows[row_tokens] = float(np.mean([rows_of(batch, row_tokens).max() + 1 for batch in batches]))
         count = max(1, math.ceil(self._rows[row_tokens] / pipelines - 1e-9))
         return count if count * pipelines <= self.global_batch else 0
 

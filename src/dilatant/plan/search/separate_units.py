@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,6 +18,9 @@ from dilatant.plan.limits import MAX_UNIT_LAYOUTS
 from dilatant.plan.model_spec import EncoderPosition, Roles
 from dilatant.plan.search.closed_form import chain_times, computed_seconds
 from dilatant.plan.search.shapes import shapes
+
+Counts = tuple[int, int, int | None]
+"""Pipelines, microbatches of each, and maximum tokens of a microbatch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,9 +169,19 @@ def placed_candidates(spaces: Sequence[Space], most_seconds: float = math.inf) -
 def separate_replica_candidates(space: Space, most_seconds: float = math.inf) -> Iterator[PlanCandidate]:
     """Yield candidates on one group whose encoders or generators have a different number of replicas."""
     others = _others(space)
-    for count in range(1, len(others) + 1):
-        for chosen in itertools.combinations(others, count):
-            yield from SeparateUnits([space], 0, dict.fromkeys(chosen, 0), most_seconds).candidates()
+    placed = [
+        SeparateUnits([space], 0, dict.fromkeys(chosen, 0), most_seconds)
+        for count in range(1, len(others) + 1)
+        for chosen in itertools.combinations(others, count)
+    ]
+    if len(placed) > 1 and math.isfinite(most_seconds):
+        # Where the language model alone takes too long, it does so beside other units.
+        left = min(one.least_left for one in placed)
+        counts = {_counts_of(base) for base in placed[-1].bases(left)}
+    else:
+        counts = None
+    for one in placed:
+        yield from one.candidates(counts)
 
 
 def _others(space: Space) -> list[str]:
@@ -185,32 +198,38 @@ class SeparateUnits:
     home: int
     away: Mapping[str, int]
     most_seconds: float = math.inf
-    _free: dict[tuple[int, int, int | None], int] = field(default_factory=dict)
+    _free: dict[Counts, int] = field(default_factory=dict)
     _layouts: dict[tuple[int, int, int | None, int], UnitLayouts | None] = field(default_factory=dict)
     _known_chains: dict[tuple[str, int, int, int, bool, int], list[Option]] = field(default_factory=dict)
 
-    def candidates(self) -> Iterator[PlanCandidate]:
-        """Yield the candidates."""
+    def candidates(self, counts: Collection[Counts] | None = None) -> Iterator[PlanCandidate]:
+        """Yield the candidates, only those with these counts if any are given."""
+        bases, devices = [*self.bases(self.least_left, counts)], self.spaces[self.home].cluster.num_devices
+        for one in bases:
+            key, free = _counts_of(one), devices - one.gpus
+            self._free[key] = max(free, self._free.get(key, 0))
+        for one in bases:
+            yield from self._joined(one)
+
+    def bases(self, left: int, counts: Collection[Counts] | None = None) -> Iterator[PlanCandidate]:
+        """Yield the layouts of the language model and the units with it that may be in time and leave `left` devices;
+        counts: as in `candidates`."""
         space = self.spaces[self.home]
         here = Roles(
             tuple(unit for unit in space.roles.encoders if unit not in self.away),
             space.roles.language,
             tuple(unit for unit in space.roles.generators if unit not in self.away),
         )
-        without_away, bases = space.with_roles(here), list[PlanCandidate]()
-        left, devices = self._least_left(), space.cluster.num_devices
-        for replicas in range(1, devices - left + 1):
+        without_away = space.with_roles(here)
+        for replicas in range(1, space.cluster.num_devices - left + 1):
             for (count, row_tokens), groups in space.counts_by_groups(replicas).items():
-                for one in shapes(without_away, replicas, count, row_tokens, self.most_seconds, groups, left):
-                    if self._is_in_time(one):
-                        bases.append(one)
-                        key, free = _counts_of(one), devices - one.gpus
-                        self._free[key] = max(free, self._free.get(key, 0))
-        for one in bases:
-            yield from self._joined(one)
+                if counts is None or (replicas, count, row_tokens) in counts:
+                    found = shapes(without_away, replicas, count, row_tokens, self.most_seconds, groups, left)
+                    yield from filter(self._is_in_time, found)
 
-    def _least_left(self) -> int:
-        """Return the fewest devices on which the other units' step may be in time."""
+    @property
+    def least_left(self) -> int:
+        """The fewest devices on which the other units' step may be in time."""
         space = self.spaces[self.home]
         here = [unit for unit, group in self.away.items() if group == self.home]
         work = sum(float(space.device_seconds(unit).sum()) for unit in here) * space.global_batch / len(space.tokens)
@@ -355,7 +374,7 @@ class SeparateUnits:
         return self._known_chains[key]
 
 
-def _counts_of(base: PlanCandidate) -> tuple[int, int, int | None]:
+def _counts_of(base: PlanCandidate) -> Counts:
     return base.replicas, base.num_microbatches, base.row_tokens
 
 

@@ -34,8 +34,8 @@ def kept_by_block(entry: LayerType) -> dict[str, Any]:
         return {}
     probe = layer_probe(entry, _META, torch.bfloat16)
     try:
+        layer = cast(OneLayer, probe.build())
         with ShapesOnly():
-            layer = cast(OneLayer, probe.build())
             (value,), keywords = probe.inputs(min(probe.tokens or (_TOKENS,)))
             value.requires_grad_()
             blocks = held_blocks(cast(Any, layer.stage).model.get_submodule(entry.unit.structure.blocks))

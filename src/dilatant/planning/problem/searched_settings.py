@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from dilatant.config import Config, PlanConfig, UserError, list_problems
+from dilatant.config import Config, PlanConfig, list_problems
 from dilatant.config.degrees import AXES, Degrees
 from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.models.core.unit import Unit
@@ -38,10 +38,9 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
     if target.cluster.reach > target.cluster.gpus_per_node:
         node = min(target.cluster.reach, WIDEST)
     powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
-    splits = not any(context_problems(unit) for unit in {entry.unit: None for entry in model.types})
-    takes = {"tp": lambda tp: _divides(model, tp), "cp": lambda cp: splits or cp == 1}
     named = {name: getattr(plan, key) for name, key in AXES.items()}
-    tried = [named[name] or [power for power in powers if takes[name](power)] for name in AXES]
+    takes = {"tp": lambda: _dividing(model, powers), "cp": lambda: powers if _splits(model) else [1]}
+    tried = [named[name] or takes[name]() for name in AXES]
     asked, found = None not in named.values(), itertools.starmap(Degrees, itertools.product(*tried))
     return [one for one in found if asked or one.ranks <= max(node, *one)]
 
@@ -57,12 +56,18 @@ def with_requested_degrees(config: Config, model: ModelDescription, target: Targ
     return config.model_copy(update={"plan": config.plan.model_copy(update=degrees)})
 
 
-def _divides(model: ModelDescription, tp: int) -> bool:
-    try:
-        degrees_by_kind(model, [Degrees(tp)])
-    except UserError:
-        return False
-    return True
+def _splits(model: ModelDescription) -> bool:
+    """Return True if the ranks of a context-parallel group can share the samples of every unit."""
+    return not any(context_problems(unit) for unit in {entry.unit: None for entry in model.types})
+
+
+def _dividing(model: ModelDescription, degrees: list[int]) -> list[int]:
+    """Return those of `degrees` at which the ranks of a tensor-parallel group can share some unit."""
+    plans = {entry.unit: None for entry in model.types}
+    found = {
+        tp for unit in plans for plan in [tensor_plan(unit)] for tp in degrees if not degree_problems(unit, plan, tp)
+    }
+    return sorted(found | ({1} & {*degrees}))
 
 
 def zero_variants(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.plan.costs.workload import pack_rows
+from dilatant.plan.costs.workload import pack_rows, rows_of
 from dilatant.schedule.assignment.pipeline_shape import (
     ByUnit,
     MicrobatchProblem,
@@ -176,22 +176,16 @@ def _balanced(problem: MicrobatchProblem) -> NDArray[np.int64]:
     from dilatant.schedule.assignment import assign_kernels as kernels
 
     count, weight, capacity = problem.num_microbatches, problem.weight, float(problem.capacity)
-    slot_of = np.zeros(len(problem.seconds), dtype=np.int64)
+    slot_of, packed = np.zeros((2, len(problem.seconds)), dtype=np.int64)
+    fits = weight.max(initial=0.0) <= capacity
+    packed = rows_of(weight, capacity) if fits and capacity < np.inf else packed + count * (not fits)
     seconds = np.ascontiguousarray(problem.seconds)
-    refused = kernels.balance(seconds, weight, capacity, slot_of, count, EVEN, SWAPS_TRIED, False)
-    if refused < 0:
-        return slot_of
-    rows = pack_rows(weight.tolist(), capacity) if weight.max() <= capacity else ()
-    if not 0 < len(rows) <= count:
+    refused = kernels.balance(seconds, weight, capacity, slot_of, count, EVEN, SWAPS_TRIED, packed)
+    if refused >= 0:
         raise UserError(
             f"sample {refused} (weight {weight[refused]:g}) fits no microbatch: {count} microbatches of {capacity:g} "
             f"hold {weight.sum():g} only in a tighter packing; use more microbatches"
         )
-    for number, row in enumerate(rows):
-        slot_of[list(row)] = number
-    for number, sample in zip(range(len(rows), count), [s for row in rows for s in row[1:]]):
-        slot_of[sample] = number  # no microbatch is left empty, as bounds of plans count on
-    kernels.balance(seconds, weight, capacity, slot_of, count, EVEN, SWAPS_TRIED, True)
     return slot_of
 
 
@@ -203,14 +197,17 @@ def balanced_replicas(
     counts: NDArray[np.int64],
     weight: NDArray[np.float64],
     capacity: float,
+    packed: NDArray[np.int64],
 ) -> list[list[Microbatch]] | None:
-    """Return the `balanced` microbatches of all replicas; None where `assign_microbatches` has to find or refuse them
-    one replica after another. Replica r has `samples[first[r]:first[r + 1]]` in `counts[r]` microbatches; `scale
-    [replicas, units]` multiplies `seconds [samples, units]`. Raises UserError like `assign_microbatches`."""
+    """Return the `balanced` microbatches of all replicas; None where `assign_microbatches` refuses them. Replica r has
+    `samples[first[r]:first[r + 1]]` in `counts[r]` microbatches; `scale [replicas, units]` multiplies `seconds
+    [samples, units]`; `packed` has the row of each entry of `samples`, by `rows_of`. Raises UserError like
+    `assign_microbatches`."""
     from dilatant.schedule.assignment import assign_kernels as kernels
 
     _check(seconds, int(counts.min()), "balanced")
-    slots, fits = kernels.balance_replicas(seconds, scale, weight, capacity, samples, first, counts, EVEN, SWAPS_TRIED)
+    how = EVEN, SWAPS_TRIED, packed
+    slots, fits = kernels.balance_replicas(seconds, scale, weight, capacity, samples, first, counts, *how)
     if not fits:
         return None
     ends = np.cumsum(counts)

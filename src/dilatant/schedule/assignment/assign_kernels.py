@@ -183,11 +183,12 @@ def descending(key):
 
 
 @njit(cache=True, nogil=True)
-def balance(seconds, weight, capacity, slot_of, num_slots, even, pairs, is_placed):
-    """Place samples greedily (unless `is_placed`), largest first relative to a unit's mean slot. Then even slots out
-    until each unit's largest load is within `even` of its bound. Returns the first sample without room, or -1.
+def balance(seconds, weight, capacity, slot_of, num_slots, even, pairs, packed):
+    """Place samples greedily, largest first relative to a unit's mean slot. Then even slots out until each unit's
+    largest load is within `even` of its bound. Returns the first sample without room, or -1.
 
-    `seconds [samples, units]`. If the largest first leaves no room, the heaviest are first, which fits more often."""
+    `seconds [samples, units]`. If the largest first leaves no room, the heaviest are first, which fits more often; else
+    samples are placed in the rows `packed [samples]`."""
     num_samples, num_units = seconds.shape
     if num_samples == 0:
         return -1
@@ -201,9 +202,7 @@ def balance(seconds, weight, capacity, slot_of, num_slots, even, pairs, is_place
             key[sample] = max(key[sample], share[unit, sample])
             largest = max(largest, share[unit, sample])
         limit[unit] = (1.0 + even) * largest
-    if is_placed:
-        pass
-    elif capacity == np.inf and num_units == 2:
+    if capacity == np.inf and num_units == 2:
         place_two_units(descending(key), share[0], share[1], slot_of, num_slots)
     else:
         equal = np.ones(num_slots)
@@ -211,23 +210,42 @@ def balance(seconds, weight, capacity, slot_of, num_slots, even, pairs, is_place
         if refused >= 0:
             refused = place_units(descending(weight), share, equal, weight, np.full(num_slots, capacity), slot_of)
         if refused >= 0:
-            return refused
+            if packed.max() >= num_slots:
+                return refused
+            slot_of[:] = packed
+            _fill_slots(slot_of, packed.max() + 1, num_slots)
     if num_slots > 1:
         even_out(share, weight, capacity, slot_of, num_slots, limit, pairs)
     return -1
 
 
 @njit(cache=True, nogil=True)
-def balance_replicas(seconds, scale, weight, capacity, samples, first, counts, even, pairs):
+def _fill_slots(slot_of, used, num_slots):
+    """Move samples of slots that have several to slots from `used` on, which are empty: bounds of plans count on it."""
+    for slot in range(used):
+        is_first = True
+        for sample in range(len(slot_of)):
+            if used == num_slots:
+                return
+            if slot_of[sample] == slot and is_first:
+                is_first = False
+            elif slot_of[sample] == slot:
+                slot_of[sample] = used
+                used += 1
+
+
+@njit(cache=True, nogil=True)
+def balance_replicas(seconds, scale, weight, capacity, samples, first, counts, even, pairs, packed):
     """Balance each replica by itself over `counts[replicas]` slots. Replica r has `samples[first[r]:first[r + 1]]`,
-    which take `scale[r, units]` times their `seconds [samples, units]`. Returns the slot of each entry of `samples`
-    (empty slots are last), and False if some samples do not fit."""
+    which take `scale[r, units]` times their `seconds [samples, units]`; `packed` has their rows as in `balance`.
+    Returns the slot of each entry of `samples` (empty slots are last), and False if some samples do not fit."""
     slots = np.zeros(samples.size, dtype=np.int64)
     for replica in range(len(counts)):
         mine = samples[first[replica] : first[replica + 1]]
         slot_of, count = slots[first[replica] : first[replica + 1]], counts[replica]
         own = seconds[mine] * scale[replica]
-        if balance(own, weight[mine], capacity, slot_of, count, even, pairs, False) >= 0:
+        rows = packed[first[replica] : first[replica + 1]]
+        if balance(own, weight[mine], capacity, slot_of, count, even, pairs, rows) >= 0:
             return slots, False
         used = np.zeros(count, dtype=np.int64)
         used[slot_of] = 1

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.config.errors import UserError
 from dilatant.plan.costs.stage_costs import StageCosts
 from dilatant.plan.costs.step_costs import StepCosts
-from dilatant.plan.costs.workload import Workload, pack_rows
+from dilatant.plan.costs.workload import Workload, rows_of
 from dilatant.plan.plan import PlacedStage, Plan, Replica
 from dilatant.schedule.assignment.assign import (
     Policy,
@@ -132,10 +132,11 @@ def assign(
         limit, weights = rows * how.row_tokens, np.minimum(np.asarray(tokens, dtype=np.float64), how.row_tokens)
     samples, first = order_of(replica_of, replicas), np.append(0, np.cumsum(np.bincount(replica_of, None, replicas)))
     of_replica = [samples[start:end] for start, end in itertools.pairwise(first.tolist())]
-    counts = np.full(replicas, how.num_microbatches)
-    for replica, mine in enumerate(of_replica if limit < np.inf else ()):
-        if len(mine) > how.num_microbatches:
-            counts[replica] = max(how.num_microbatches, len(pack_rows(weights[mine].tolist(), limit)))
+    counts, packed = np.full(replicas, how.num_microbatches), np.zeros(len(table), dtype=np.int64)
+    if limit < np.inf:
+        row_of = [rows_of(weights[mine], limit) for mine in of_replica]
+        counts = np.array([max(how.num_microbatches, int(own.max(initial=-1)) + 1) for own in row_of])
+        packed = np.concatenate(row_of)
     # A replica that serves several anchor replicas merges their microbatches: its seconds are multiplied.
     serving, paces = _serving(plan, replicas, times or {})
     scale = paces * replicas / [len(unit.replicas) for unit in plan.units]
@@ -150,7 +151,7 @@ def assign(
 
     together = None
     if how.policy == "balanced":
-        together = balanced_replicas(table, scale, samples, first, counts, weights, limit)
+        together = balanced_replicas(table, scale, samples, first, counts, weights, limit, packed)
     slots = [together or []] * len(names)
     if together is None:
         # The search runs in compiled code that releases the GIL; replicas are independent of each other.
