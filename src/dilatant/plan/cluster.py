@@ -82,9 +82,12 @@ class Cluster:
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the node or NVLink domain of `rank` (`node_of`) and the port there through which it sends."""
-        number = self.group_of(rank)
-        group, before = self.groups[number], sum(-(-part.num_devices // part.reach) for part in self.parts[:number])
-        node, place = divmod(rank - self.firsts[number], group.reach)
+        group, before, first = self, 0, 0
+        if self.parts:
+            number = self.group_of(rank)
+            group, first = self.parts[number], self.firsts[number]
+            before = sum(-(-part.num_devices // part.reach) for part in self.parts[:number])
+        node, place = divmod(rank - first, group.reach)
         return before + node, place * group.ports // group.gpus_per_node
 
     @property

@@ -4,7 +4,7 @@ the number of ranks that divide each layer's optimizer state under a plan (ZeRO 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -73,12 +73,13 @@ def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: Paramete
     updated: dict[int, float] = defaultdict(float)  # weights by rank
     for unit in plan.units:
         for size_bytes, ranks in _groups(unit, model.unit(unit.name), rules):
-            shards = Counter(sharing_node(rank, rules) for rank in ranks)
-            for rank in ranks if rules.summed and rules.optimizer else ():
-                shared = 1 if rules.zero == "none" else shards[sharing_node(rank, rules)]
-                updated[rank] += size_bytes / rules.summed / shared
+            domains = list(_by_domain(ranks, rules).values())
+            for own in domains if rules.summed and rules.optimizer else ():
+                part = size_bytes / rules.summed / (1 if rules.zero == "none" else len(own))
+                for rank in own:
+                    updated[rank] += part
             if len(ranks) > 1 and size_bytes:
-                _add_rings(size_bytes, ranks, rules, sums, gathers, rules.shard_of(unit.name))
+                _add_rings(size_bytes, ranks, domains, rules, sums, gathers, rules.shard_of(unit.name))
     beside, after = (_ring_seconds(rings, plan.ranks, cluster) for rings in (sums, gathers))
     updates = {rank: UPDATE_BYTES * own / cluster.at(rank).memory_bandwidth for rank, own in updated.items()}
     for rank, seconds in updates.items():
@@ -89,28 +90,26 @@ def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: Paramete
 def _add_rings(
     size_bytes: float,
     ranks: Sequence[int],
+    domains: Sequence[Sequence[int]],
     rules: ParameterBytes,
     sums: list[_Ring],
     gathers: list[_Ring],
-    shard: Shard = "none",
+    shard: Shard,
 ) -> None:
-    sharing: dict[int, list[int]] = defaultdict(list)
-    for rank in ranks:
-        sharing[sharing_node(rank, rules)].append(rank)
-    if rules.zero == "none" or max(map(len, sharing.values())) == 1:
+    if rules.zero == "none" or max(map(len, domains)) == 1:
         sums.append(_Ring(size_bytes, 2, ranks))
         return
     weights = size_bytes / rules.summed * rules.weight if rules.summed else 0.0
     if not shard.startswith("weights"):  # those are gathered in actions
-        gathers += [_Ring(weights, 1, own) for own in sharing.values()]
-    if len({*map(len, sharing.values())}) > 1:  # unequal parts: no sum part by part
+        gathers += [_Ring(weights, 1, own) for own in domains]
+    if len({*map(len, domains)}) > 1:  # unequal parts: no sum part by part
         sums.append(_Ring(size_bytes, 2, ranks))
         return
     if shard == "none":  # others are summed in actions
-        sums += [_Ring(size_bytes, 1, own) for own in sharing.values()]
-    if len(sharing) > 1:
-        part = size_bytes / len(sharing[sharing_node(ranks[0], rules)])
-        sums += [_Ring(part, 2, alike) for alike in zip(*sharing.values(), strict=True)]
+        sums += [_Ring(size_bytes, 1, own) for own in domains]
+    if len(domains) > 1:
+        part = size_bytes / len(domains[0])
+        sums += [_Ring(part, 2, alike) for alike in zip(*domains, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +196,9 @@ def shard_seconds(
                 held = [size + layer.held_frozen(degrees, is_first) for size, layer in zip(held, layers)]
             if not sum(held):
                 continue
-            domains: dict[tuple[int, int], list[int]] = defaultdict(list)
-            for part in range(stage.tp):
-                for rank in itertools.chain(*(entry.stage.ranks[part :: stage.tp] for entry in peers)):
-                    domains[part, sharing_node(rank, rules)].append(rank)
-            rings = [(ranks, len(layers)) for ranks in domains.values()]
+            parts = ([rank for e in peers for rank in e.stage.ranks[part :: stage.tp]] for part in range(stage.tp))
+            domains = [own for ranks in parts for own in _by_domain(ranks, rules).values()]
+            rings = [(ranks, len(layers)) for ranks in domains]
             blocks = [size for size, layer in zip(held, layers) if "layers." in layer.name]
             exposed = (sum(held) - sum(blocks) + max(blocks, default=0.0)) / sum(held)
             before = trainable_before(spec.trainable, model.upstream_trainable(unit.name))[own]
@@ -220,7 +217,7 @@ def shard_seconds(
             once = 0.0
             if shard == "weights_by_step":
                 once, gather, backward = gather, 0.0, 0.0
-            if max(map(len, domains.values())) > 1:
+            if max(map(len, domains)) > 1:
                 seconds = (gather, backward + total, backward, total, once, exposed + BESIDE * (1.0 - exposed))
                 found |= {entry.index: seconds for entry in peers}
     return found
@@ -277,7 +274,7 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
     parts: dict[tuple[object, ...], NDArray[np.float64]] = {}
     together: dict[tuple[object, ...], NDArray[np.float64]] = {}
     held: dict[tuple[str, int], NDArray[np.float64]] = {}  # by layer: row 0 without experts, row 1 experts
-    nodes = [Counter(sharing_node(rank, rules) for rank in entry.stage.ranks) for entry in placed]
+    nodes = [{node: len(own) for node, own in _by_domain(entry.stage.ranks, rules).items()} for entry in placed]
     for entry, by_node in zip(placed, nodes):
         stage, layers = entry.stage, model.unit(entry.unit).layers
         key = _alike(entry)
@@ -304,9 +301,14 @@ def _alike(entry: PlacedStage) -> tuple[object, ...]:
     return entry.unit, stage.first, stage.end, stage.degrees
 
 
-def sharing_node(rank: int, rules: ParameterBytes) -> int:
-    """Return the number of the rank's sharding domain: its node, or 0 if all ranks shard together."""
-    return 0 if rules.zero == "all" or rules.ranks_per_node is None else rank // rules.ranks_per_node
+def _by_domain(ranks: Sequence[int], rules: ParameterBytes) -> Mapping[int, Sequence[int]]:
+    """Return the ranks of each sharding domain, by its number: a node, or 0 if all ranks shard together."""
+    if rules.zero == "all" or rules.ranks_per_node is None:
+        return {0: ranks}
+    found: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        found[rank // rules.ranks_per_node].append(rank)
+    return found
 
 
 def parts_of_a_rank(layers: Sequence[LayerSpec], degrees: Degrees) -> NDArray[np.float64]:
