@@ -201,7 +201,7 @@ def test_report_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("factor", "words"), [(2.0, "50 % too short"), (0.5, "100 % too long")])
+@pytest.mark.parametrize(("factor", "words"), [(2.0, "100 % longer"), (0.5, "50 % less")])
 def test_measured_step_reports_where_the_prediction_erred(factor, words):
     """Actions of a lane count once for each of its ranks."""
     report = small_report()
@@ -212,7 +212,7 @@ def test_measured_step_reports_where_the_prediction_erred(factor, words):
     timeline = dataclasses.replace(report.timeline, lanes=tuple(lanes))
     measured = dataclasses.replace(timeline, seconds=timeline.seconds * factor, rows=rows)
     text = " ".join(summarize(dataclasses.replace(report, timeline=timeline, measured=measured)))
-    assert f"the prediction was {words}" in text
+    assert f", {words} than the" in text
     work = {
         i: seconds * len(lanes[i].ranks)
         for i, seconds in enumerate(timeline.busy_seconds())

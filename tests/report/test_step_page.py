@@ -59,7 +59,7 @@ def test_a_lane_of_several_ranks_counts_as_many_devices():
 
 def test_the_page_shows_the_prediction_beside_the_measurement(prediction):
     page = render_step_page(STEP, PLAN, "mine", prediction).replace("\u00a0", " ")
-    assert "A measured step took 8.00 s; the prediction was 6.2 % too short." in page
+    assert "A measured step took 8.00 s, 6.7 % longer than the 7.50 s predicted." in page
     assert "measured &lt;here&gt;" in page
     line = page.partition("vision computes</th>")[2].partition("</tr>")[0]
     assert re.findall(r">([^<]+)</td>", line) == ["750 ms", "1.50 s", "+750 ms", "+100.0 %"]

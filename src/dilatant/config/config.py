@@ -298,7 +298,8 @@ def _listed_problems(name: str, section: tuple[str, ...] = ()) -> Iterator[None]
             or not any(place[: len(problem["loc"])] == problem["loc"] != place for place in places)
         ]
         telling = [problem for problem in telling if not _is_of_another_form(problem)]
-        raise list_problems(f"{name} has a mistake:", [_explain(problem) for problem in telling]) from None
+        what = "a mistake" if len(telling) == 1 else f"{len(telling)} mistakes"
+        raise list_problems(f"{name} has {what}:", [_explain(problem) for problem in telling]) from None
 
 
 def apply_override(tree: dict[str, Any], override: str, base: Path | None = None) -> None:
@@ -358,6 +359,15 @@ def _is_of_another_form(problem: Any) -> bool:
     return any(map(_is_branch, problem["loc"][-1:])) and is_mapping == (problem["type"] != "dict_type")
 
 
+_WRONG_TYPES = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
+    "string_type": "must be text",
+}
+"""What a value must be, by pydantic's name of an error."""
+
+
 def _explain(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"] if not _is_branch(part))
     if problem["type"] == "extra_forbidden":
@@ -371,7 +381,7 @@ def _explain(problem: Any) -> str:
         return f"{place} must be a section, as in {{path: {problem['input']}}}"
     if problem["type"] == "model_type":
         return f"{place} must be a section with keys such as {', '.join(_keys_at(problem['loc'])[:3])}"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = _WRONG_TYPES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
     value = problem.get("input")
     shown = f" (given: {value!r})" if isinstance(value, str | int | float | bool) else ""
     return f"{place}: {message}{shown}" if place else message

@@ -49,7 +49,7 @@ class DataSource(Section):
                     "hub"] = "auto"  # fmt: skip
     """The file format; `auto` detects it from the file."""
     weight: float = Field(1.0, gt=0)
-    """Share of this source in the blend, relative to the other weights."""
+    """Share of this source in the blend, relative to the other weights, whatever its size: small sources repeat."""
     limit: int | None = Field(None, gt=0)
     """Number of samples to use, from the first on."""
     name: str | None = Field(None, min_length=1)

@@ -26,14 +26,26 @@ _KEYS_BY_ANSWER = {
     "write 'model.lora.target_modules'": "lora_target lora_target_modules",
     "write 'model.lora: {}' for LoRA": "finetuning_type train_type tuner_type use_peft use_lora",
     "write 'model.lora.train: [vision.projector]'": "modules_to_save additional_target",
-    "write 'parallel.units.UNIT.tp'": "tp_size tensor_parallel_size tensor_model_parallel_size",
-    "write 'parallel.units.UNIT.pp'": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
-    "write 'parallel.units.UNIT.cp'": "cp_size context_parallel_size sequence_parallel_size",
-    "write 'parallel.units.UNIT.replicas'": "dp_size data_parallel_size",
+    "write 'parallel.units.UNIT.tp'": "tp_size tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree",
+    "write 'parallel.units.UNIT.pp'": (
+        "pp_size pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree"
+    ),
+    "write 'parallel.units.UNIT.cp'": (
+        "cp_size context_parallel_size sequence_parallel_size context_parallel_degree ulysses_size"
+    ),
+    "write 'parallel.units.UNIT.replicas'": "dp_size data_parallel_size data_parallel_replicate_degree",
     "write 'train.global_batch_size': samples of a step over all devices": (
         "per_device_train_batch_size train_batch_size"
     ),
-    "a step is cut into 'parallel.microbatches', or by 'train.row_tokens'": "gradient_accumulation_steps",
+    "a step is cut into 'parallel.microbatches', or by 'train.row_tokens'": (
+        "gradient_accumulation_steps micro_batch_size microbatch_size local_batch_size"
+    ),
+    "write 'parallel.units.UNIT.ep'": "ep_size expert_parallel_degree expert_model_parallel_size",
+    "write 'parallel.units.UNIT.chunks'": "num_virtual_stages_per_pipeline_rank virtual_pipeline_model_parallel_size",
+    "write 'train.recompute: block', or 'none'": "activation_checkpoint activation_checkpointing recompute_granularity",
+    "degrees are in 'parallel.units.UNIT.tp' and the like, batches in 'train', lengths in 'data'": (
+        "parallelism training"
+    ),
     "write 'media_dir' of the data source: the folder that relative paths of media start from": (
         "image_folder image_dir image_root images_root video_folder media_root root root_dir"
     ),
@@ -46,10 +58,10 @@ _KEYS_BY_ANSWER = {
     "the reference is the model that the run starts from: delete the key": "ref_model ref_model_name_or_path",
     "write 'train.epochs'": "num_train_epochs num_epochs",
     "write 'train.steps'": "max_steps train_iters",
-    "write 'data.max_length'": "cutoff_len max_seq_length max_seq_len model_max_length",
+    "write 'data.max_length'": "cutoff_len max_seq_length max_seq_len model_max_length seq_len seq_length",
     "write 'train.precision: bf16' or 'fp32'": "bf16 fp16 mixed_precision torch_dtype",
     "write 'train.zero', who shares optimizer state, and 'train.shard', whether also gradients and weights": (
-        "deepspeed zero_stage fsdp fsdp_config"
+        "deepspeed zero_stage fsdp fsdp_config data_parallel_shard_degree"
     ),
     "write 'parallel.timeout_seconds'": "ddp_timeout",
     "samples are always packed, without reaching each other": "packing neat_packing sample_packing padding_free",

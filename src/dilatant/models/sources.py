@@ -268,7 +268,10 @@ def _require_on_hub(name: str, where: str) -> None:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     absent = f"{where}: model {name!r} is neither a local folder nor in the Hugging Face cache"
-    remedy = "give a folder in the Hugging Face layout, or download the model first (`hf download`)"
+    remedy = (
+        "give a folder in the Hugging Face layout, or download the model first (`hf download`; plans need no weights: "
+    )
+    remedy += "`--exclude '*.safetensors'`)"
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{absent}, and HF_HUB_OFFLINE is set; {remedy}")
     try:

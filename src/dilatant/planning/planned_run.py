@@ -344,8 +344,8 @@ def _warnings(planned: PlannedRun) -> list[str]:
     fixed = sum(constant for _, constant in parts.values()) / whole
     if fixed > fixed_at_most and problem.target.is_local:
         warnings.append(
-            f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
-            "predicted, for calls also take time between layers"
+            f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; calls between layers are "
+            "not measured, so steps may take longer than predicted"
         )
     if is_assumed(problem.model, problem.measured):
         warnings.append(

@@ -120,7 +120,10 @@ def read_status(run: Path) -> RunStatus:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(run)!r} cannot be read: {error}") from None
     if record is None:
-        raise UserError(f"{str(run)!r} is no run with resilience.enabled, or has not begun")
+        raise UserError(
+            f"{str(run)!r} is no run with resilience.enabled, or has not begun; the progress of others is in "
+            "metrics.jsonl and timeline.html of their folders"
+        )
     events = tuple(read_events(run))
     members = {node for event in events for node in event.members}
     rebuilt = next((one for one in read_rebuilds(run) if one.generation == record.generation), None)

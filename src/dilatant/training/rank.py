@@ -142,10 +142,9 @@ def begin_folder(
     folder.write_config(config)
     folder.write_text("plan.json", planned.to_json())
     samples, console = prepared.samples, console_for(show)
-    for line in (
-        *unused_lines(samples.train, samples.train_sizes, samples.encoding),
-        *unused_lines(samples.held_out, samples.held_out_sizes, samples.held_out_encoding),
-    ):
+    unused = unused_lines(samples.train, samples.train_sizes, samples.encoding)
+    unused += unused_lines(samples.held_out, samples.held_out_sizes, samples.held_out_encoding)
+    for line in dict.fromkeys(unused):  # `data.val_size` divides a source
         say(console, line)
     _show_data(config, samples, folder, console)
 

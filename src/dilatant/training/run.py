@@ -20,7 +20,7 @@ from dilatant.comm.launch import Worker, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import LaunchPlace, hide_gpus, place_from
 from dilatant.data.index.data_identity import DataIdentity
-from dilatant.data.order.blend import Blend
+from dilatant.data.order.blend import Blend, StreamBlend
 from dilatant.hf.export import check_target
 from dilatant.models.core.freeze import audit
 from dilatant.planning.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
@@ -252,6 +252,16 @@ def _export(config: Config, prepared: PreparedRun, result: RunResult, folder: Ru
     export_checkpoint(checkpoint, prepared.model, config, encoding, folder.export, folder.path)
 
 
+def _shares(blend: Blend | StreamBlend) -> str:
+    """Return each source's share of a step's samples, if there are several sources: their sizes do not count."""
+    if not isinstance(blend, Blend) or len(blend.weights) == 1:
+        return ""
+    whole = sum(blend.weights)
+    shares = [f"{name} {weight / whole:.0%}" for name, weight in zip(blend.source_names, blend.weights)]
+    others = f" and {len(shares) - 6} others" if len(shares) > 6 else ""
+    return f"; of a step's samples: {', '.join(shares[:6])}{others}"
+
+
 def _describe(console: Console, prepared: PreparedRun) -> None:
     """Print the model, the data and the plan before the first step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -267,7 +277,7 @@ def _describe(console: Console, prepared: PreparedRun) -> None:
     samples = prepared.samples
     amount = counted(len(samples.train), "sample") if isinstance(samples.train, Blend) else "a stream of samples"
     held_out = f", {len(samples.held_out):,} held out" if samples.held_out is not None else ""
-    say(console, f"{amount} to train on{held_out}")
+    say(console, f"{amount} to train on{held_out}{_shares(samples.train)}")
     language = prepared.model.language
     if language.proof is not None:
         say(console, f"{language.family}: {language.proof}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import json
@@ -383,9 +384,17 @@ def find_files(path: str, split: str | None = None, held_out: bool = False) -> t
             matches = _matches(place)
             if not matches:
                 nothing = "matches no file" if glob.has_magic(pattern) else "does not exist"
-                raise UserError(f"data path {pattern!r} {nothing}")
+                raise UserError(f"data path {pattern!r} {nothing}{_near(place)}")
             found += matches
     return tuple(dict.fromkeys(found)), tuple(passed_over)
+
+
+def _near(place: Path) -> str:
+    """Return the name beside `place` that is most like its own, for an error; nothing for places elsewhere."""
+    if isinstance(place, RemotePath) or not place.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(place.name, os.listdir(place.parent), n=1)
+    return f"; did you mean {near[0]!r} there?" if near else ""
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dilatant.config.degrees import Degrees
@@ -56,10 +57,10 @@ def measurement(predicted: GanttChart, measured: GanttChart, plan: Plan) -> list
     """Return the error of a prediction against the measured step, for the step and the actions of each unit."""
     if measured.seconds <= 0.0:
         return []
-    error = predicted.seconds / measured.seconds - 1.0
+    error = measured.seconds / predicted.seconds - 1.0 if predicted.seconds else math.inf
     sentences = [
-        f"A measured step took {seconds_text(measured.seconds)}; "
-        f"the prediction was {percent_text(abs(error))} too {'long' if error > 0 else 'short'}."
+        f"A measured step took {seconds_text(measured.seconds)}, {percent_text(abs(error))} "
+        f"{'longer' if error > 0 else 'less'} than the {seconds_text(predicted.seconds)} predicted."
     ]
     expected = work_by_unit(predicted, plan)
     off = [

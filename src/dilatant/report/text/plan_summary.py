@@ -25,7 +25,7 @@ _REMEDY = {
     "warm-up": "more microbatches in a step, or fewer stages, would shorten the filling of the pipeline",
     "drain": "more microbatches in a step, or fewer stages, would shorten the draining of the pipeline",
     "imbalance": "work that is spread more evenly, over stages by other cuts or over microbatches by "
-    "`plan.assignment: balanced` or `searched`, would shorten the waits",
+    "`plan.assignment: searched`, would shorten the waits",
     "communication": "faster links, or neighbouring stages and replicas of a stage on one machine, would shorten "
     "transfers",
 }
@@ -53,6 +53,8 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
         if fraction < 3 * NOTABLE or len(advice) >= len(report.advice) + 2:
             break
         remedy = _REMEDY.get(cause)
+        if cause == "imbalance" and all(len(own.stages) == 1 for unit in report.plan.units for own in unit.replicas):
+            remedy = "more samples in a step (`train.global_batch_size`), which even out, would shorten the waits"
         if remedy is None and cause.startswith("waiting for "):
             unit = cause.removeprefix("waiting for ")
             remedy = f"more devices for {unit}, or fewer of its layers on the slowest stage, would shorten the wait"

@@ -32,8 +32,8 @@ _SHARED_BY: Mapping[Zero, str] = {
 
 _KEEPING: Mapping[Recompute, str] = {
     "block": "",
-    "block_keep_attention": " without their attention",
-    "block_offload": " with inputs in host memory",
+    "block_keep_attention": " (all but attention)",
+    "block_offload": " (inputs in host memory)",
 }
 
 
