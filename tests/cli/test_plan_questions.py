@@ -55,6 +55,14 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
     refused(dilatant("plan", "--model", tmp_path / "text", "--images", 1), "--images 1: ", "reads none; leave it out")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": 300, **sizes}
+    (tmp_path / "text" / "config.json").write_text(json.dumps(text))
+    code, out, err = dilatant("plan", "--model", tmp_path / "text", "--gpus", "2xH100", *FEW, "--text", 9, "--json")
+    assert code == 0, err
+    assert "no tokenizer in" in err
+    length = json.loads(out)["sizes"][0]
+    assert 9 <= length["median"] < 12 + 9  # tokens of the answer, and those that the byte template adds
     refused(dilatant(*asked, "--for", "nanotron"), "--for nanotron: there are megatron, ")
     refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus H100: write it like 64xH100")
     refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of 8")

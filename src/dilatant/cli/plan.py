@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +20,8 @@ from rich.console import Console
 from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, show_places
 from dilatant.comm.temporary import TemporaryFolder
 from dilatant.config.errors import UserError
+from dilatant.config.printable import printable
+from dilatant.data.text.tokenizer import lacks_tokenizer
 from dilatant.report.say import open_console, print_line, show_progress
 from dilatant.report.text.wording import seconds_text
 
@@ -56,7 +59,7 @@ class PlanOptions:
     ] = "8xH100"
     images: Annotated[int, typer.Option(help="With --model: images of a sample.")] = 0
     image_size: Annotated[str, typer.Option(metavar="WxH", help="With --model: their pixels.")] = "1024x768"
-    text: Annotated[int, typer.Option(help="With --model: words of a sample.")] = 512
+    text: Annotated[int, typer.Option(help="With --model: words of a sample; tokens without a tokenizer.")] = 512
 
     @property
     def name(self) -> str:
@@ -85,7 +88,11 @@ class PlanOptions:
             return config
         if self.images:
             raise UserError(f"--images {self.images}: {self.model} reads none; leave it out, or name a model that does")
-        return self._read_imagined(path, {**tree, "model": {"language_model": tree["model"]}})
+        part = tree["model"]
+        if lacks_tokenizer(part["id"]):
+            print(printable(f"there is no tokenizer in {self.model!r}: --text counts tokens"), file=sys.stderr)
+            part = {**part, "tokenizer": "bytes"}
+        return self._read_imagined(path, {**tree, "model": {"language_model": part}})
 
     def _read_imagined(self, path: Path, tree: dict[str, Any]) -> Config:
         path.write_text(json.dumps(tree), encoding="utf-8")
@@ -114,14 +121,15 @@ class PlanOptions:
             from PIL import Image
 
             Image.new("RGB", (width, height)).save(folder / "image.png")
-        turns = [("user", [*asked, {"type": "text", "text": "word"}]), ("assistant", " ".join(["word"] * self.text))]
+        model = str(Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model)
+        answer = "w" * self.text if lacks_tokenizer(model) else " ".join(["word"] * self.text)
+        turns = [("user", [*asked, {"type": "text", "text": "word"}]), ("assistant", answer)]
         line = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
         if samples * len(line) > MOST_BYTES:
             raise UserError(
                 f"{samples:,} samples ({SAMPLES} for each of --gpus) of --text {self.text} and --images {self.images} "
                 f"take more than {MOST_BYTES >> 30} GiB; name less, or plan the CONFIG of a run"
             )
-        model = str(Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model)
         (folder / "samples.jsonl").write_text(f"{line}\n" * samples, encoding="utf-8")
         return folder / "config.yaml", {
             "output_dir": str(folder / "run"),

@@ -26,8 +26,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        folder = Path(name)
-        if folder.is_dir() and not any(re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir()):
+        if lacks_tokenizer(name):
             raise _no_tokenizer(name) from None
         first = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -46,6 +45,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             tokenizer.chat_template = template
             break
     return tokenizer
+
+
+def lacks_tokenizer(name: str) -> bool:
+    """Return True for a local folder without any file of a tokenizer."""
+    folder = Path(name)
+    return folder.is_dir() and not any(re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir())
 
 
 def _no_tokenizer(name: str) -> UserError:
