@@ -29,7 +29,7 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert re.match(
         ".*tiny on 1 node of 2 × H100: One step should take .* for 8 samples.* Memory fits: .* pipelines?,", line
     )
-    assert "It fits from 1 device on, where a step takes" in line
+    assert "Of 1, 2, 4, … devices it fits from 1 on, where a step takes" in line
     code, out, err = dilatant(*asked, "--images", 1, "--image-size", "16x8", "--text", 4, "--json")
     assert code == 0, err
     fewest, found = json.loads(out)["fewest"], json.loads(out)
@@ -44,7 +44,7 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     code, out, err = dilatant(*asked[:3], "--gpus", "2xh100", *FEW, "--fault-tolerance", 1, "--text", 4)
     assert code == 0, err
     assert "on 1 node of 2 × H100: One step" in out
-    assert "It fits from" not in out  # one device may not be lost
+    assert "devices it fits from" not in out  # one device may not be lost
     code, out, err = dilatant(*asked[:3], "--gpus", "1xA100,1xH100", *FEW, "--text", 4)
     assert code == 0, err
     assert "on A100: 1 node of 1 × A100; H100: 1 node of 1 × H100: One step should take " in out
@@ -127,14 +127,17 @@ def test_another_framework_is_planned_for(project: Path, dilatant: Dilatant) -> 
     assert "times as fast" in other.sentences[-1]
     assert other.models.startswith("megatron-core 0.16.1 runs llama by its GPTModel")
     assert out.index(other.models) < out.index(other.command)
-    named = "set what corresponds to train.precision: fp8 and train.optimizer.name: adamw_8bit beside them"
+    named = "train.precision: fp8, train.optimizer.name: adamw_8bit, train.deterministic and train.label_smoothing"
     assert not any("beside them" in one for one in other.sentences)
     assert "For megatron" in (project / "run" / "plan" / "plan.html").read_text()
     eight_bits = "--set", "train.precision=fp8", "--set", "train.optimizer.name=adamw_8bit", "--set", "train.zero=none"
-    more = planned(dilatant, *asked, *eight_bits, "--for", "megatron").framework
+    repeatable = "--set", "train.deterministic=true", "--set", "train.label_smoothing=0.1"
+    more = planned(dilatant, *asked, *eight_bits, *repeatable, "--for", "megatron").framework
     assert more is not None
     assert any(named in one for one in more.sentences)
     assert any(one.endswith("not from train.zero.") for one in more.sentences)
+    frozen = "--set", "model.freeze=[vision, language]"
+    refused(dilatant("plan", *asked, *frozen), "model.freeze leaves nothing to train")
     refused(dilatant("plan", *asked, "--for", "megatron", "--like", "language: {tp: 2}"), "ask it without --like")
 
 

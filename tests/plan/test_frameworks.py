@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,6 +107,18 @@ def test_plans_stay_within_a_frameworks_limits(name, encoders):
     widest = [max(values) for values in zip(*(shape_of(plan) for plan, _ in found), strict=True)]
     expected = {"torchtitan": [4, 2, 4, 1 if encoders else 4], "automodel": [4, 1, 4, 4], "veomni": [1, 1, 1, 4]}
     assert all(most >= least for most, least in zip(widest, expected.get(name, [4, 2, 4, 4]), strict=True))
+
+
+def test_automodel_has_no_tensor_parallel_groups_beside_experts():
+    spec, costs, machine, workload = case(encoders=False)
+    (language,) = spec.units
+    layers = tuple(replace(one, experts=4, expert_parameters=900) for one in language.layers)
+    space = open_space(model(replace(language, layers=layers)), costs, machine, workload, BATCH, RULES)
+    widest = {
+        name: max(max(one.options[0].chain.degrees.tp for one in FRAMEWORKS[name].candidates(space)), 1)
+        for name in ("automodel", "megatron")
+    }
+    assert widest == {"automodel": 1, "megatron": 4}
 
 
 SWITCH, WORD = {"true", "false"}, {"full", "uniform", "1F1B", "Interleaved1F1B"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dilatant.config import ClusterConfig, TrainConfig, UserError
 from dilatant.config.config import parse_config
 from dilatant.planning.problem.planned_hardware import plan_target
 from dilatant.planning.problem.searched_settings import zero_variants
@@ -49,3 +50,22 @@ def test_ways_that_are_searched(
     if "zero" not in sections.get("train", {}):
         found = zero_variants(config, target, fault_tolerance=1)
         assert "all" not in (*found[0], *found[1])
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "expected"),
+    [
+        ("H100", "auto", "bfloat16"), ("V100", "auto", "float32"), ("T4", "fp32", "float32"),
+        ("CPU", "bf16", "bfloat16"),
+        ("MI300X", "auto", "bfloat16"), ("H100", "fp8", "float8"), ("CPU", "auto", "float32"),
+        ("V100", "bf16", "bf16, which V100 does not have; use fp32"), ("T4", "bf16", "bf16, which T4 does not have"),
+        ("MI325X", "fp8", "fp8, which trains on NVIDIA GPUs, not on MI325X"), ("A100", "fp8", "does not multiply in"),
+    ],
+)  # fmt: skip
+def test_plans_are_in_the_precision_that_training_would_choose(hardware: str, precision: str, expected: str) -> None:
+    asked = ClusterConfig(hardware=hardware, gpus_per_node=2), TrainConfig(precision=precision)
+    if " " not in expected:
+        assert plan_target(*asked).dtype == expected
+        return
+    with pytest.raises(UserError, match=expected):
+        plan_target(*asked)

@@ -99,6 +99,8 @@ def test_explanations_follow_the_figures():
     chosen = ComparedPlan("a", "", 8, 1.0, 0.5, {"imbalance": 0.1}, True)
     assert "120 %" in explain(ComparedPlan("b", "", 8, 1.1, 1.2, {}), chosen)
     assert "20 % more" in explain(ComparedPlan("b", "", 8, 1.1, 0.5, {"imbalance": 0.3}), chosen)
+    waits = ComparedPlan("b", "", 8, 1.001, 0.5, {"imbalance": 0.1}, sync_seconds=0.9)
+    assert "As fast, within the accuracy" in explain(waits, chosen)
     assert "2 devices unused" in explain(ComparedPlan("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
     assert explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
     assert "100 ms longer" in explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, sync_seconds=0.1), chosen)

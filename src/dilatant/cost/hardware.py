@@ -54,8 +54,8 @@ class Hardware:
     that each compute a tile of a product; 0: products have no tiles. `host_link`: bytes per second between a device and
     its host in one direction, while all devices of a node copy; 0: they share memory, or it is unknown. `node`: devices
     of a usual node. `domain`: devices of an NVLink domain that spans nodes, which `inside` links; 0: none does.
-    `spread`: standard deviation of the speeds of devices of this type, as a share of the mean. `source`: origin of the
-    numbers.
+    `spread`: standard deviation of the speeds of devices of this type, as a share of the mean. `vendor`: FP8 runs on
+    NVIDIA's alone. `source`: origin of the numbers.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Hardware:
     node: Annotated[int, Meta(ge=1)] = 8
     domain: Annotated[int, Meta(ge=0)] = 0
     spread: float = 0.0
+    vendor: str = "NVIDIA"
 
     def among(self, devices: int) -> Hardware:
         """Return the slowest of so many devices, for which all others wait in each step: of normally distributed speeds

@@ -22,6 +22,11 @@ from dilatant.planning.remodelled import remodelled
 from dilatant.report.plan_report import OtherFramework
 from dilatant.report.text.wording import listed, seconds_text
 
+_OF_STEPS = (
+    "preferences", "loss", "callbacks", "deterministic", "row_multiple", "label_smoothing", "neftune_noise_alpha"
+)  # fmt: skip
+"""Keys of `train` that change what a step computes, and that no flag of a layout says."""
+
 LEVELS: tuple[Recompute, ...] = "none", "block"
 """What other frameworks can recompute: in no block, or in all."""
 
@@ -88,6 +93,8 @@ def _beside(config: Config) -> list[str]:
         "train.precision: fp8": train.precision == "fp8",
         f"train.optimizer.name: {train.optimizer.name}": train.optimizer.name != "adamw",
         **{f"train.optimizer.{key}": getattr(train.optimizer, key) for key in ("offload", "ema", "muon")},
+        **{f"train.{key}": getattr(train, key) for key in _OF_STEPS},
+        **{f"train.{key}": getattr(train, key) not in ("auto", "none") for key in ("compile", "kernels")},
     }
     found = [key for key, value in counted.items() if value]
     others = [f"train.{key}" for key in ("zero", "shard") if getattr(train, key) is not None]

@@ -35,7 +35,7 @@ from dilatant.planning.measuring.cost_cache import cached_costs, store_costs
 from dilatant.planning.measuring.decode_costs import DecodeCost, decode_cost
 from dilatant.planning.measuring.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.planning.problem.dense_rows import dense_rows
-from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
+from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model, require_trained
 from dilatant.planning.problem.planned_hardware import Target, target_of_run
 from dilatant.planning.problem.planned_samples import PlannedSamples, planned_samples
 from dilatant.planning.problem.searched_settings import may_shard, with_requested_degrees, zero_variants
@@ -141,6 +141,7 @@ def planning_problem(
     searched_sizes(config, target_of_run(config))  # before anything is measured
     whole = build_meta_model(config, count_ids(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
+    require_trained(whole)
     for text in asked:
         parse_asked_layout(text, [*whole.units])
     if like is not None:

@@ -30,6 +30,7 @@ from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.planning.memberships import chain_costs
 from dilatant.planning.planning import PlanningProblem
 from dilatant.planning.problem.dense_rows import dense_rows
+from dilatant.planning.problem.describe_model import require_trained
 from dilatant.planning.problem.planned_samples import planned_samples
 from dilatant.planning.row_length import is_row_length_open, row_length
 from dilatant.report.text.wording import counted
@@ -124,8 +125,7 @@ def open_model(config: Config, samples: Samples) -> MultimodalModel:
     if not checkpoints_before(config):
         for remark in find_moments(model, config).remarks:
             warnings.warn(remark, stacklevel=2)
-    if not any(weight.requires_grad for weight in model.parameters()):
-        raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
+    require_trained(model)
     return model
 
 

@@ -25,7 +25,7 @@ class Framework:
     model has encoders. chunks: stages of a group of devices; none: it has no pipelines. ends: blocks that the
     embedding, and the head, count for when it cuts stages. even: all stages must have equally many blocks. by_heads:
     context-parallel ranks divide heads, not tokens. experts_if_shared: replicas divide experts only where they share
-    optimizer state.
+    optimizer state. experts_beside_tp: a model with experts can have tensor-parallel groups.
     """
 
     runner: Runner
@@ -37,6 +37,7 @@ class Framework:
     even: bool = False
     by_heads: bool = False
     experts_if_shared: bool = False
+    experts_beside_tp: bool = True
 
     def cuts(self, layers: int, stages: int) -> tuple[int, ...] | None:
         """Return the first layer of each stage of a language model as the framework cuts it; None if it cannot have so
@@ -64,6 +65,8 @@ class Framework:
         axes = self.axes & self.beside_encoders if roles.encoders else self.axes
         for degrees in units.all_degrees([*roles.encoders, roles.language]):
             if degrees.groups > 1 and self.experts_if_shared and units.rules.zero == "none":
+                continue
+            if not self.experts_beside_tp and degrees.tp > 1 and any(layer.experts for layer in language.layers):
                 continue
             if any(degree > 1 for name, degree in degrees._asdict().items() if name not in axes):
                 continue
@@ -93,9 +96,10 @@ FRAMEWORKS: Mapping[str, Framework] = {
         ends=1,
         experts_if_shared=True,
     ),
-    "automodel": Framework(AUTOMODEL, (("all", "weights"),), chunks=(1,)),
+    "automodel": Framework(AUTOMODEL, (("all", "weights"),), chunks=(1,), experts_beside_tp=False),
     "veomni": Framework(FSDP, (("all", "weights"),), axes=frozenset({"cp", "ep"}), by_heads=True),
 }
 """Limits by name. Sources: assertions and stage cutting in the wheels of
 megatron-core 0.16.1, torchtitan 0.3.0 (interleaved stages default to two a rank, its vision-language models refuse
-context parallelism), nemo-automodel 0.7.0 and veomni 0.1.12 (tp_size and pp_size must be 1), read on 2026-11-27."""
+context parallelism), nemo-automodel 0.7.0 (it has no tensor-parallel plan for its models with experts) and veomni
+0.1.12 (tp_size and pp_size must be 1), read on 2026-11-28."""

@@ -67,10 +67,11 @@ def does_not_fit(space: Space, samples: int) -> PlanError:
     if 0.0 < excess[unit] < math.inf:
         return DoesNotFitError(
             f"no plan fits memory: unit {unit!r} needs about {bytes_text(excess[unit])} more than a device's "
-            f"{capacity}, spread over {devices} devices as thinly as it can be; {remedy}"
+            f"{capacity}{f', spread over {devices} devices as thinly as it can be' * (devices > 1)}; {remedy}"
         )
     return DoesNotFitError(
-        f"no plan fits memory on {devices} devices of {capacity}: each unit fits, all together do not; {remedy}"
+        f"no plan fits memory on {devices} device{'s' * (devices > 1)} of {capacity}: each unit fits, all "
+        f"together do not; {remedy}"
     )
 
 

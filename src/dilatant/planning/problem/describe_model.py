@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from dilatant.config import Config
+from dilatant.config import Config, UserError
 from dilatant.config.memory_modes import Recompute
 from dilatant.cost.analytic import LayerShape
 from dilatant.models.build import build_model
@@ -101,6 +101,12 @@ class ModelDescription:
         return {
             entry.unit.unit: float(entry.geometry.encoder_tokens) for entry in self.types if entry.geometry is not None
         }
+
+
+def require_trained(model: MultimodalModel) -> None:
+    """Raise UserError if all weights of the model are frozen."""
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
 
 
 def build_meta_model(config: Config, vocab_size: int) -> MultimodalModel:

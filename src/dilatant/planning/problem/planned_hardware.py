@@ -17,7 +17,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import ClusterConfig, Config, OptimizerConfig, TrainConfig, UserError
-from dilatant.config.memory_modes import Shard
+from dilatant.config.memory_modes import Precision, Shard
 from dilatant.config.plan import ReserveConfig
 from dilatant.cost.analytic import FP8
 from dilatant.cost.hardware import Hardware, load_hardware
@@ -128,8 +128,7 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
         device = torch.device("cuda" if gpus else "cpu")
         dtype = str(pick_precision(train.precision, device)).removeprefix("torch.")
     else:
-        on_gpu = not is_same_hardware("CPU", hardware.name)
-        dtype = "bfloat16" if train.precision == "bf16" or (train.precision == "auto" and on_gpu) else "float32"
+        dtype = _dtype_elsewhere(train.precision, hardware)
     dtype = FP8 if train.precision == "fp8" else dtype
     if not is_local and dtype not in hardware.peak_flops:
         raise UserError(
@@ -147,6 +146,20 @@ def plan_target(config: ClusterConfig, train: TrainConfig | None = None, keeps_g
         dtype=dtype,
         rules=replace(rules, host_link=hardware.host_link, sum_copies=copies),
     )
+
+
+def _dtype_elsewhere(precision: Precision, hardware: Hardware) -> str:
+    """Return the dtype that `pick_precision` would choose on devices that are not here. Raises UserError like it."""
+    on_gpu, speeds = not is_same_hardware("CPU", hardware.name), hardware.peak_flops
+    # The speed of a dtype that GPUs lack is listed as that of fp32.
+    lacks_bf16 = on_gpu and speeds.get("bfloat16", 0.0) <= speeds.get("float32", 0.0)
+    if lacks_bf16 and precision == "bf16":
+        raise UserError(f"train.precision is bf16, which {hardware.name} does not have; use fp32 or auto")
+    if hardware.vendor != "NVIDIA" and precision == "fp8":
+        raise UserError(
+            f"train.precision is fp8, which trains on NVIDIA GPUs, not on {hardware.name}; use bf16 or auto"
+        )
+    return "bfloat16" if precision == "bf16" or (precision == "auto" and on_gpu and not lacks_bf16) else "float32"
 
 
 def _target_of_groups(config: ClusterConfig, train: TrainConfig) -> Target:

@@ -73,6 +73,8 @@ def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
         return f"Does not fit: {percent_text(candidate.peak_memory)} of a device's memory."
     if candidate.recomputed and not chosen.recomputed:
         return f"To fit memory it computes forwards again: {candidate.recomputed}."
+    if candidate.step_seconds < (1.0 + NOTABLE / 2) * chosen.step_seconds and candidate.devices >= chosen.devices:
+        return "As fast, within the accuracy of the prediction."
     extra = {cause: part - chosen.idle.get(cause, 0.0) for cause, part in candidate.idle.items()}
     worst = max(extra, key=lambda cause: extra[cause], default="")
     if worst and extra[worst] >= NOTABLE:
@@ -126,8 +128,8 @@ def _fewest(report: PlanReport) -> list[str]:
         return []
     devices, faster = report.fewest.devices, report.fewest.step_seconds / report.step_seconds
     return [
-        f"It fits from {counted(devices, 'device')} on, where a step takes {seconds_text(report.fewest.step_seconds)}: "
-        f"these are {three_digits(faster)} times as fast."
+        f"Of 1, 2, 4, … devices it fits from {devices} on, where a step takes "
+        f"{seconds_text(report.fewest.step_seconds)}: these are {three_digits(faster)} times as fast."
     ]
 
 
