@@ -268,10 +268,8 @@ def _require_on_hub(name: str, where: str) -> None:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     absent = f"{where}: model {name!r} is neither a local folder nor in the Hugging Face cache"
-    remedy = (
-        "give a folder in the Hugging Face layout, or download the model first (`hf download`; plans need no weights: "
-    )
-    remedy += "`--exclude '*.safetensors'`)"
+    remedy = "give a folder in the Hugging Face layout, or download the model first (`hf download`; "
+    remedy += "`--exclude '*.safetensors'` is enough to plan)"
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{absent}, and HF_HUB_OFFLINE is set; {remedy}")
     try:

@@ -63,11 +63,11 @@ def _splits(model: ModelDescription) -> bool:
 
 def _dividing(model: ModelDescription, degrees: list[int]) -> list[int]:
     """Return those of `degrees` at which the ranks of a tensor-parallel group can share some unit."""
-    plans = {entry.unit: None for entry in model.types}
-    found = {
-        tp for unit in plans for plan in [tensor_plan(unit)] for tp in degrees if not degree_problems(unit, plan, tp)
-    }
-    return sorted(found | ({1} & {*degrees}))
+    found = {1}
+    for unit in dict.fromkeys(entry.unit for entry in model.types):
+        plan = tensor_plan(unit)
+        found |= {tp for tp in degrees if tp not in found and not degree_problems(unit, plan, tp)}
+    return [tp for tp in degrees if tp in found]
 
 
 def zero_variants(
