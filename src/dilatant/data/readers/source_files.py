@@ -393,7 +393,10 @@ def _near(place: Path) -> str:
     """Return the name beside `place` that is most like its own, for an error; nothing for places elsewhere."""
     if isinstance(place, RemotePath) or not place.parent.is_dir():
         return ""
-    near = difflib.get_close_matches(place.name, os.listdir(place.parent), n=1)
+    try:
+        near = difflib.get_close_matches(place.name, os.listdir(place.parent), n=1)
+    except OSError:  # the folder may not be read
+        return ""
     return f"; did you mean {near[0]!r} there?" if near else ""
 
 

@@ -48,9 +48,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def lacks_tokenizer(name: str) -> bool:
-    """Return True for a local folder without any file of a tokenizer."""
-    folder = Path(name)
-    return folder.is_dir() and not any(re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir())
+    """Return True for a local folder without any file of a tokenizer; False also for one that cannot be read."""
+    try:
+        return not any(re.search(r"token|vocab|\.model$", file.name) for file in Path(name).iterdir())
+    except OSError:
+        return False
 
 
 def _no_tokenizer(name: str) -> UserError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from dilatant.config.degrees import Degrees
@@ -55,9 +54,9 @@ def pace(timeline: GanttChart, plan: Plan) -> list[str]:
 
 def measurement(predicted: GanttChart, measured: GanttChart, plan: Plan) -> list[str]:
     """Return the error of a prediction against the measured step, for the step and the actions of each unit."""
-    if measured.seconds <= 0.0:
+    if measured.seconds <= 0.0 or predicted.seconds <= 0.0:
         return []
-    error = measured.seconds / predicted.seconds - 1.0 if predicted.seconds else math.inf
+    error = measured.seconds / predicted.seconds - 1.0
     sentences = [
         f"A measured step took {seconds_text(measured.seconds)}, {percent_text(abs(error))} "
         f"{'longer' if error > 0 else 'less'} than the {seconds_text(predicted.seconds)} predicted."
