@@ -88,6 +88,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -c "import dilatant.schedule.loaded_kernels"  # compiles what the first run would wait for
 	touch $@
 
 clean:

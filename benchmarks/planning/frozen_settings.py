@@ -23,6 +23,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.machine import machine
+from benchmarks.planning.model_configs import MODEL
 from dilatant.config import Config, load_config
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.planning import plan_run, planning_problem
@@ -35,42 +36,6 @@ SETTINGS = {
     "generator only": ["vision.encoder", "language.model"],
 }
 """DistTrain's name of what trains beside the projectors → `model.freeze`."""
-
-MODEL: dict[str, Any] = {
-    "encoders": {
-        "vision": {
-            "kind": "image",
-            "config": {
-                "model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14, "hidden_size": 1152,
-                "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "vision_use_head": False,
-            },
-            "projector": "mlp",
-        }
-    },
-    "language_model": {
-        "tokenizer": "bytes",
-        "config": {
-            "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        },
-    },
-    "generators": {
-        "image": {
-            "config": {
-                "_class_name": "UNet2DConditionModel", "sample_size": 64, "in_channels": 4, "out_channels": 4,
-                "block_out_channels": [320, 640, 1280, 1280], "attention_head_dim": [5, 10, 20, 20],
-                "cross_attention_dim": 1024, "use_linear_projection": True,
-            },
-            "vae": {
-                "_class_name": "AutoencoderKL", "in_channels": 3, "out_channels": 3, "latent_channels": 4,
-                "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4,
-                "up_block_types": ["UpDecoderBlock2D"] * 4, "sample_size": 512, "scaling_factor": 0.18215,
-            },
-            "tokens_per_item": 64,
-            "connector": "mlp",
-        }
-    },
-}  # fmt: skip
 
 
 def write_conversations(folder: Path, count: int) -> None:

@@ -1,149 +1,37 @@
 """How long real models take to plan: meta model, modelled costs and search, and `dilatant plan --help`.
 
-    python -m benchmarks.planning.real_models [--only NAME ..] [--as before|after] [--json FILE]
+    python -m benchmarks.planning.real_models [--only NAME ..] [--as before|after] [--json FILE] [--first TREE]
 
 Configs have the published sizes of each model; weights and tokenizers are not needed. Samples are synthetic: one to
 four images, each of a number of patches drawn around the typical one, and a log-normal number of words. Seconds are
 those of the processor in one thread, with compiled planners cached. Goals: 20 s for each model, 10 s for the search on
-1,296 devices, 3 s for the command's start.
+1,296 devices, 3 s for the command's start. The goals were set where the planner of their day, of commit 4f79e3cb, took
+100 s for the 72B on 1,024 devices. With `--first`, a checkout of that commit (`git worktree add TREE 4f79e3cb`), its
+planner runs right before today's, so that goals can be scaled to the processor at hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.machine import machine
-from benchmarks.planning.frozen_settings import MODEL
+from benchmarks.planning.model_configs import CASES, Case
 from dilatant.config import load_config
 from dilatant.plan.costs.workload import Workload, squares_of
 from dilatant.planning.assemble import recompute_by_unit
 from dilatant.planning.planning import model_problem, plan_run
 from dilatant.planning.problem.describe_model import ModelDescription, build_meta_model, describe_model
 from dilatant.planning.problem.planned_samples import PlannedSamples
-
-QWEN_7B = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "vocab_size": 152064,
-}  # fmt: skip
-QWEN_72B = {
-    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "vocab_size": 152064,
-}  # fmt: skip
-QWEN_TOKENS = {
-    "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-}  # fmt: skip
-
-
-def qwen_vl(text: dict[str, Any], inner: int) -> dict[str, Any]:
-    """Return the config of Qwen2.5-VL around a text model; inner: width of the tower's feed-forward."""
-    vision = {
-        "hidden_size": 1280, "intermediate_size": inner, "depth": 32, "num_heads": 16, "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31], "out_hidden_size": text["hidden_size"], "patch_size": 14,
-    }  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    own = {"model_type": "qwen2_5_vl_text", "rope_parameters": rope, **text}
-    return {"model_type": "qwen2_5_vl", "vision_config": vision, "text_config": own, **QWEN_TOKENS}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model, from a config.json or (`model`) of parts, on `devices` H100."""
-
-    devices: int
-    batch: int
-    config: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-
-
-CASES = {
-    "Qwen2.5-VL-7B": Case(64, 512, qwen_vl(QWEN_7B, 3420)),
-    "Qwen2.5-VL-72B": Case(1024, 2048, qwen_vl(QWEN_72B, 3456)),
-    "Qwen2.5-VL-72B on 1,296": Case(1296, 2048, qwen_vl(QWEN_72B, 3456)),
-    "InternVL3-8B": Case(
-        64, 512,
-        {
-            "model_type": "internvl", "image_token_id": 151667,
-            "vision_config": {
-                "model_type": "internvl_vision", "hidden_size": 1024, "intermediate_size": 4096,
-                "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": [448, 448], "patch_size": [14, 14],
-            },
-            "text_config": {"model_type": "qwen2", **QWEN_7B},
-        },
-    ),
-    "LLaVA-OneVision-7B": Case(
-        64, 512,
-        {
-            "model_type": "llava_onevision", "image_token_id": 151646, "video_token_id": 151647,
-            "vision_config": {
-                "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
-                "num_hidden_layers": 26, "num_attention_heads": 16, "image_size": 384, "patch_size": 14,
-                "vision_use_head": False,
-            },
-            "text_config": {"model_type": "qwen2", **QWEN_7B},
-        },
-    ),
-    "Qwen3-VL-30B-A3B": Case(
-        64, 512,
-        {
-            "model_type": "qwen3_vl_moe", **QWEN_TOKENS,
-            "vision_config": {
-                "hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "out_hidden_size": 2048,
-                "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24], "patch_size": 16,
-            },
-            "text_config": {
-                "model_type": "qwen3_vl_moe_text", "hidden_size": 2048, "intermediate_size": 6144,
-                "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
-                "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-                "vocab_size": 151936,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
-            },
-        },
-    ),
-    "Qwen3-235B-A22B": Case(
-        256, 1024,
-        model={"language_model": {"config": {
-            "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
-            "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
-            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
-        }}},
-    ),
-    "DeepSeek-V3": Case(
-        1024, 4096,
-        model={"language_model": {"config": {
-            "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
-            "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
-            "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-            "v_head_dim": 128, "vocab_size": 129280,
-        }}},
-    ),
-    "vision, audio, Llama-3-8B and SD 2.1": Case(
-        64, 512,
-        model={
-            **MODEL,
-            "encoders": {
-                **MODEL["encoders"],
-                "audio": {
-                    "kind": "audio", "projector": "mlp",
-                    "config": {
-                        "model_type": "whisper", "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20,
-                        "encoder_ffn_dim": 5120, "num_mel_bins": 128, "decoder_attention_heads": 20,
-                    },
-                },
-            },
-        },
-    ),
-}  # fmt: skip
 
 
 def samples_of(model: ModelDescription, batch: int, steps: int = 2) -> PlannedSamples:
@@ -168,17 +56,7 @@ def samples_of(model: ModelDescription, batch: int, steps: int = 2) -> PlannedSa
 
 def planned(case: Case, folder: Path) -> dict[str, Any]:
     """Plan one model; return its plan and the seconds of each part."""
-    (folder / "config.json").write_text(json.dumps(case.config), encoding="utf-8")
-    (folder / "train.jsonl").write_text("{}\n", encoding="utf-8")
-    content = {
-        "output_dir": str(folder / "run"),
-        "model": case.model or {"id": str(folder)},
-        "data": {"train": [{"path": str(folder / "train.jsonl")}], "max_length": 16384},
-        "train": {"steps": 1, "global_batch_size": case.batch, "precision": "bf16"},
-        "cluster": {"nodes": case.devices // 8, "gpus_per_node": 8, "hardware": "H100"},
-    }
-    (folder / "run.yaml").write_text(json.dumps(content), encoding="utf-8")
-    config = load_config(folder / "run.yaml")
+    config = load_config(case.write(folder))
     times = [time.process_time()]
     whole = build_meta_model(config, 256)
     model = describe_model(whole, recompute_by_unit(config, whole.units))
@@ -202,6 +80,17 @@ def planned(case: Case, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def first_planned(tree: Path, name: str) -> dict[str, Any]:
+    """Plan one model by the planner of `tree`, a checkout of commit 4f79e3cb."""
+    command = [sys.executable, "-m", "benchmarks.planning.first_planner", name]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tree.resolve() / "src", root)))}
+    done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(name, "first:", json.dumps(found), flush=True)
+    return found
+
+
 def start() -> float:
     """Return the wall-clock seconds of `dilatant plan --help`, the fastest of three."""
     times = []
@@ -220,12 +109,15 @@ def main() -> None:
         "--as", dest="state", choices=("before", "after"), default="after", help="column of the results"
     )
     parser.add_argument("--json", type=Path, help="write the figures here as well; others of this file stay")
+    parser.add_argument("--first", metavar="TREE", type=Path, help="a checkout of commit 4f79e3cb, also timed")
     given = parser.parse_args()
     document: dict[str, Any] = {"models": {}, "start": {}}
     if given.json and given.json.exists():
         document = json.loads(given.json.read_text(encoding="utf-8"))
     document |= machine()
     for name in given.only:
+        if given.first:
+            document["models"].setdefault(name, {})["first"] = first_planned(given.first, name)
         with tempfile.TemporaryDirectory() as folder:
             found = planned(CASES[name], Path(folder))
         document["models"].setdefault(name, {})[given.state] = found

@@ -26,7 +26,8 @@ def accuracy(run: Path) -> float:
 
 @pytest.mark.parametrize("steps", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_quickstart_reads_handwritten_digits(steps: int | None, tmp_path: Path, dilatant: Dilatant) -> None:
-    """By default a few steps run; the slow test runs the example as `make train` does and requires 95 % accuracy."""
+    """By default a few steps run; the slow test runs the example as `make train` does and requires 93 % accuracy, three
+    points less than seen."""
     subprocess.run([sys.executable, ROOT / "examples" / "digits.py", tmp_path / "digits"], check=True)
     code, _, _ = dilatant(
         "train", ROOT / "examples" / "quickstart.yaml", "--set", f"output_dir={tmp_path / 'run'}",
@@ -35,7 +36,7 @@ def test_the_quickstart_reads_handwritten_digits(steps: int | None, tmp_path: Pa
         *(() if steps is None else ("--set", f"train.steps={steps}", "--set", "evaluation.limit=8")),
     )  # fmt: skip
     assert code == 0
-    assert accuracy(tmp_path / "run") >= (0.95 if steps is None else 0.0)
+    assert accuracy(tmp_path / "run") >= (0.93 if steps is None else 0.0)
 
 
 def test_no_example_has_dropout_that_is_refused() -> None:

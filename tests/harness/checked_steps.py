@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -224,6 +225,7 @@ def check_case(
     exact = losses
     if case.dtype == torch.bfloat16:
         exact = [losses[0], *expected(replace(case, dtype=torch.float32))[0][1:]]
+    in_fp64 = cache(lambda: expected(replace(case, dtype=torch.float64))[1])
     ranks = case.plan.ranks[-1] + 1 + above
     results = workers.run(_strict_steps, ranks, case, zero, nodes, dict(shard), shares)
     largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
@@ -260,7 +262,12 @@ def check_case(
         assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
         for key, gradient in result["gradients"].items():
             expected_gradient = part_of(gradients, key)
-            assert_close(gradient, expected_gradient, allowed.of(expected_gradient, largest), f"gradient of {key}")
+            limit = allowed.of(expected_gradient, largest)
+            if case.dtype == torch.float32 and (gradient - expected_gradient).norm().item() > limit:
+                # Deep nets lose digits, for example where a norm removes what a bias adds: the other run may be as far
+                # from the exact gradient as the oracle, on the other side.
+                limit += 2 * (expected_gradient.double() - part_of(in_fp64(), key)).norm().item()
+            assert_close(gradient, expected_gradient, limit, f"gradient of {key}")
         seen |= result["parameters"].keys()
         # bf16 weights are rounded from masters; fp32 weights are what all holders have of them.
         compared = result["masters" if case.dtype == torch.bfloat16 else "parameters"]

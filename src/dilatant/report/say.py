@@ -66,11 +66,12 @@ def warn(console: Console, text: str) -> None:
 
 @contextmanager
 def show_progress(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Show `text` as the current task, and each text that the yielded function receives instead.
+    """Show `text` as the current task, and each text that the yielded function receives instead, or that kernels are
+    compiled.
     On a terminal this is one changing line; elsewhere one line per new task (the text up to a colon), and for the same
     task one line every PROGRESS_SECONDS."""
     if console.is_terminal and not console.is_dumb_terminal:
-        with console.status(text) as status:
+        with console.status(text) as status, _compiling_shown(status.update):
             yield status.update
         return
     due = dict[str, float]()
@@ -82,7 +83,28 @@ def show_progress(console: Console, text: str) -> Iterator[Callable[[str], None]
             due[task] = time.monotonic() + PROGRESS_SECONDS
 
     tell(text)
-    yield tell
+    with _compiling_shown(tell):
+        yield tell
+
+
+@contextmanager
+def _compiling_shown(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell, once, that numba compiles planning kernels, which takes most of the time of an installation's first run."""
+    from numba.core.event import Event, Listener, install_listener
+
+    class Compiling(Listener):
+        told = False
+
+        def on_start(self, event: Event) -> None:
+            if not self.told:
+                self.told = True
+                tell("compiling the planner's kernels, once for this installation")
+
+        def on_end(self, event: Event) -> None:
+            pass
+
+    with install_listener("numba:compile", Compiling()):
+        yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -173,6 +174,7 @@ def _prepare(
             "processes; start as many as it has ranks, or let the run plan for them (parallel: auto)"
         )
     with show_progress(console, "proving the schedule"):
+        import_module("dilatant.schedule.loaded_kernels")  # the ranks' fork server loads them meanwhile
         prove_schedule(prepared.planned, prepared.model)
     _describe(console, prepared)
     return prepared

@@ -133,5 +133,5 @@ def rows_of(sizes: NDArray[np.float64], row_tokens: float) -> NDArray[np.int64]:
     from dilatant.plan.costs._row_kernel import pack
 
     row_of = np.empty(len(sizes), dtype=np.int64)
-    pack(sizes, row_tokens, row_of)
+    pack(sizes, float(row_tokens), row_of)
     return row_of

@@ -207,7 +207,7 @@ def balanced_replicas(
 
     _check(seconds, int(counts.min()), "balanced")
     how = EVEN, SWAPS_TRIED, packed
-    slots, fits = kernels.balance_replicas(seconds, scale, weight, capacity, samples, first, counts, *how)
+    slots, fits = kernels.balance_replicas(seconds, scale, weight, float(capacity), samples, first, counts, *how)
     if not fits:
         return None
     ends = np.cumsum(counts)
