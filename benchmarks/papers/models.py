@@ -102,11 +102,13 @@ def llama(
     gated: bool = True,
     fused: bool = False,
     norms: tuple[float, float] | None = None,
+    head_size: int | None = None,
 ) -> tuple[Part, ...]:
     """Embedding, blocks with grouped queries, head."""
+    block = block_shape(hidden, ffn, heads, kv_heads, head_size=head_size, gated=gated, fused=fused, norms=norms)
     return (
         Part("embedding", embedding_shape(hidden, vocabulary), 1),
-        Part("block", block_shape(hidden, ffn, heads, kv_heads, gated=gated, fused=fused, norms=norms), layers),
+        Part("block", block, layers),
         Part("head", head_shape(hidden, vocabulary), 1),
     )
 

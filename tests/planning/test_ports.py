@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from dilatant.config.degrees import Degrees
 from dilatant.cost.hardware import Link, load_hardware
+from dilatant.plan.cluster import cluster_of
 from dilatant.planning.problem import link_probe
 from dilatant.planning.problem.link_probe import MeasuredLink, MeasuredLinks
 from dilatant.planning.problem.planned_hardware import with_links
@@ -53,3 +55,17 @@ def test_a_message_takes_half_of_what_there_and_back_do(monkeypatch: pytest.Monk
 def test_ports_that_were_not_measured_stay_as_they_were() -> None:
     hardware = replace(load_hardware("H100"), ports=4)
     assert with_links(hardware, MeasuredLinks(measured(4e11, 1), None)).ports == 4
+
+
+def test_pairs_of_a_mesh_measure_one_of_its_wires() -> None:
+    hardware = load_hardware("MI300X")
+    assert with_links(hardware, MeasuredLinks(measured(5e10, 4), None)).inside == Link(35e10, 1e-5, 8)
+
+
+def test_tensor_groups_of_a_mesh_have_the_wires_to_each_other() -> None:
+    mesh, switch = load_hardware("MI300X"), load_hardware("H100")
+    for tp, wires in ((2, 1), (4, 3), (8, 7)):
+        assert mesh.group_links(Degrees(tp)).tensor.bandwidth == pytest.approx(mesh.inside.bandwidth * wires / 7)
+        assert switch.group_links(Degrees(tp)).tensor == switch.inside
+    cluster = cluster_of(mesh, 1, 8)
+    assert cluster.link(0, 1).bandwidth == pytest.approx(mesh.inside.bandwidth / 7)

@@ -73,7 +73,7 @@ def parts_of(row: Mapping[str, Any], hardware: Hardware, runner: Runner, gated: 
         norms = (2.0 * hidden, 4.0 * hidden) if row.get("source_id") in FUSED_NORMS else norms
         embedding, block, head = llama(
             model["layers"], hidden, model["ffn"], heads, model.get("kv_heads") or heads, model["vocab"],
-            gated=gated, fused=runner.fused, norms=norms,
+            gated=gated, fused=runner.fused, norms=norms, head_size=model.get("head_dim"),
         )  # fmt: skip
         if runner.attention in UNFUSED and hidden % heads == 0 and hidden // heads % ALIGNED:
             times = hardware.flops("bfloat16") / (0.5 * hardware.peak_flops["float32"])  # without tensor cores

@@ -64,7 +64,7 @@ REACHED = 0.75
 """Fraction of a port's bytes per second that is reached, as in the hardware file."""
 
 DOMAIN = 64
-"""GPUs of a rack whose 72 NVLink joins, as powers of two use it."""
+"""GPUs that use a rack whose 72 NVLink joins, where there are several racks: powers of two."""
 
 CONTRADICTS = 1.6
 """A row of nanotron that takes so many times as long as one on the same layout, bubbles aside, whose microbatches are
@@ -216,8 +216,9 @@ def _run(row: Mapping[str, Any]) -> Measured:
     if "Jean Zay" in row["hardware"]:
         hardware = replace(hardware, inside=Link(REACHED * FOUR_LINKS, hardware.inside.latency))
     if name in NVLINK_DOMAIN:  # as many ports as GPUs
+        node = row["gpus"] if row["gpus"] <= NVLINK_DOMAIN[name] else DOMAIN
         port = hardware.between.bandwidth / hardware.ports
-        hardware = replace(hardware, between=Link(port * DOMAIN, hardware.between.latency), ports=DOMAIN)
+        hardware = replace(hardware, between=Link(port * node, hardware.between.latency), ports=node)
     if "500 W" in row["hardware"]:  # of 700: power grows with the cube of the clock; HBM2e
         hardware = replace(hardware.clocked((5 / 7) ** (1 / 3)), bandwidth=2.4e12)
     low = low_precision(row["precision"])
@@ -274,7 +275,7 @@ def _run(row: Mapping[str, Any]) -> Measured:
     return Measured(
         row["id"], row["source_id"], name, hardware, model["name"], parts, model["seq"], row["tp"], row["cp"] or 1,
         row["pp"], row["dp"], chunks, row["mbs"], row["gbs"], recompute, zero, shard,
-        seconds, runner, group, recomputed, sums, stages, DOMAIN if name in NVLINK_DOMAIN else node,
+        seconds, runner, group, recomputed, sums, stages, node,
     )  # fmt: skip
 
 

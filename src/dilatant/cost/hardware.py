@@ -25,14 +25,22 @@ from dilatant.cost.quadratic import fit
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A network link: a message takes `latency + bytes / bandwidth` seconds; bandwidth in bytes/s per direction."""
+    """A network link: a message takes `latency + bytes / bandwidth` seconds; bandwidth in bytes/s per direction.
+    mesh: devices each two of which have a wire of their own; `bandwidth` is then that of all wires of a device."""
 
     bandwidth: float
     latency: float = 0.0
+    mesh: Annotated[int, Meta(ge=0)] = 0
+
+    def among(self, devices: int) -> Link:
+        """Return the link of a collective of so many devices, of which a mesh has fewer wires than of all."""
+        if not 1 < devices < self.mesh:
+            return self
+        return Link(self.bandwidth * (devices - 1) / (self.mesh - 1), self.latency)
 
     def hidden(self, share: float) -> Link:
         """Return the link of which computation hides `share` of the bytes, but no latency: ranks wait as before."""
-        return Link(self.bandwidth / (1.0 - share), self.latency)
+        return replace(self, bandwidth=self.bandwidth / (1.0 - share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +106,9 @@ class Hardware:
         """Return the links of a stage with `gpus_per_node` devices per node (None: one node holds all). If its
         context-parallel rings span nodes, which the stage fills, tp rings share a node's ports."""
         if gpus_per_node is None or degrees.ranks <= gpus_per_node:
-            return GroupLinks(self.inside, self.inside)
+            return GroupLinks(self.inside.among(degrees.tp), self.inside.among(2))
         share = min(self.inside.bandwidth, self.between.bandwidth / degrees.tp)
-        return GroupLinks(self.inside, Link(share, self.between.latency))
+        return GroupLinks(self.inside.among(degrees.tp), Link(share, self.between.latency))
 
     def flops(self, dtype: str) -> float:
         """Return the FLOP/s of large kernels (a multiply-add is two). Raises UserError for an unknown dtype."""
@@ -228,7 +236,7 @@ def _read(name: str, entry: Any, where: str) -> Hardware:
     for key in sorted(kinds.keys() & entry):
         try:
             values[key] = msgspec.convert(entry[key], kinds[key], strict=False)
-            wrong = kinds[key] is Link and entry[key].keys() - {"bandwidth", "latency"}
+            wrong = kinds[key] is Link and entry[key].keys() - {"bandwidth", "latency", "mesh"}
         except msgspec.ValidationError:
             wrong = True
         if wrong:

@@ -99,7 +99,7 @@ class Cluster:
         """Return the link between two different ranks; between nodes, the slower of their two ports."""
         one, two = self.at(rank), self.at(other)
         if self.node_of(rank) == self.node_of(other):
-            return one.inside
+            return one.inside.among(2)
         bandwidth = min(one.port.bandwidth, two.port.bandwidth)
         return Link(bandwidth, max(one.port.latency, two.port.latency))
 

@@ -40,6 +40,19 @@ def test_replicas_of_one_node_pass_rings_over_its_links():
     assert found[3] == pytest.approx(2 * 7 / 8 * 8e6 / INSIDE)
 
 
+@pytest.mark.parametrize("members", [2, 4, 8])
+def test_members_of_a_mesh_pass_rings_over_the_wires_to_each_other(members):
+    mesh = replace(machine(1), inside=Link(INSIDE, mesh=8))
+    found = seconds(replicas([[rank] for rank in range(members)]), mesh, 8_000_000)
+    assert found[1] == pytest.approx(2 * (members - 1) / members * 8e6 / (INSIDE * (members - 1) / 7))
+
+
+def test_members_of_a_mesh_on_other_nodes_give_no_wires():
+    mesh = replace(machine(2), inside=Link(INSIDE, mesh=8))
+    found = seconds(replicas([[0], [1], [8], [9]]), mesh, 8_000_000)
+    assert found[0] == pytest.approx(2 * 3 / 4 * 8e6 * max(7 / INSIDE, 1 / (2 * PORT)))
+
+
 def test_a_group_with_eight_members_on_each_node_has_eight_ports():
     found = seconds(replicas([[rank] for rank in range(16)]), machine(2), 8_000_000)
     assert found[0] == pytest.approx(2 * 15 / 16 * 8e6 / (8 * PORT))

@@ -114,14 +114,15 @@ def _add_rings(
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """For each of some ranks: its index, its node, its port (numbered over all nodes), and latency and bandwidth of its
-    links inside and between nodes."""
+    """For each of some ranks: its index, its node, its port (numbered over all nodes), latency and bandwidth of its
+    links inside and between nodes, and its wires if its node is a mesh, else 0."""
 
     index: Mapping[int, int]
     node: NDArray[np.int64]
     port: NDArray[np.int64]
     latency: NDArray[np.float64]
     bandwidth: NDArray[np.float64]
+    wires: NDArray[np.int64]
 
 
 @lru_cache(maxsize=2)  # equal for all rank orders
@@ -133,7 +134,8 @@ def _places(ranks: tuple[int, ...], cluster: Cluster) -> _Places:
         for name in ("latency", "bandwidth")
     )
     index = {rank: number for number, rank in enumerate(ranks)}
-    return _Places(index, node, node * (int(port.max(initial=0)) + 1) + port, latency, bandwidth)
+    wires = np.asarray([max(0, inside.mesh - 1) for inside, _ in links], dtype=np.int64)
+    return _Places(index, node, node * (int(port.max(initial=0)) + 1) + port, latency, bandwidth, wires)
 
 
 def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster) -> dict[int, float]:
@@ -165,6 +167,9 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
     wait = np.asarray([one.count for one in several]) * np.maximum(rounds * heights, visited) * latency
     # A node's only member sends straight through the port.
     inside = np.where(count > nodes, passed, 0.0)[ring] / places.bandwidth[0, member]
+    if places.wires.any():  # of a mesh, members of one ring use the wires to each other alone
+        _, home, members = np.unique(ring * ports + places.node[member], return_inverse=True, return_counts=True)
+        inside *= np.maximum(1.0, places.wires[member] / np.maximum(members[home] - 1, 1))
     load = passed[owner] / np.bincount(on_node)[on_node] / places.bandwidth[1, member[at]]
     through = np.bincount(port, np.where(crosses[owner], load, 0.0), ports)
     slowest = np.maximum.reduceat(through[port], np.searchsorted(owner, np.arange(len(several))))

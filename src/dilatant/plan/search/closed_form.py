@@ -164,8 +164,8 @@ def bound(before: ParallelChains, language: Option, options: Sequence[Option], t
 
 
 def _ring_bandwidth(cluster: Cluster, holders: int, tp: int) -> float:
-    bandwidth = cluster.inside.bandwidth
+    on_node = min(holders, max(1, cluster.reach // tp))
+    bandwidth = cluster.inside.among(on_node).bandwidth
     if holders * tp > cluster.reach:
-        on_node = min(holders, max(1, cluster.reach // tp))
         bandwidth = min(bandwidth, on_node * cluster.between.bandwidth / cluster.gpus_per_node)
     return bandwidth

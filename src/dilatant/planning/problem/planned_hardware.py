@@ -249,6 +249,9 @@ def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
     measured = {
         name: one.link for name, one in (("inside", found.inside), ("between", found.between)) if one is not None
     }
+    if (mesh := hardware.inside.mesh) and "inside" in measured:  # pairs send over one wire each
+        wire = measured["inside"]
+        measured["inside"] = replace(wire, bandwidth=wire.bandwidth * (mesh - 1), mesh=mesh)
     source = f"links {' and '.join(measured)} measured on {hardware.name}; the rest: {hardware.source}"
     return replace(hardware, inside=measured.get("inside", hardware.inside),
                    between=measured.get("between", hardware.between), ports=found.ports or hardware.ports,

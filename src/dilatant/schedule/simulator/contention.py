@@ -55,7 +55,7 @@ def travel(
 @lru_cache(maxsize=1)  # many schedules share one plan
 def _stages(arrays: PlanArrays, cluster: Cluster) -> tuple[NDArray[np.float64], ...]:
     """Return each stage's tp and parts of a row, and latency and bandwidth inside its node, [stages] each."""
-    links = [cluster.at(entry.stage.ranks[0]).inside for entry in arrays.placed]
+    links = [cluster.at(entry.stage.ranks[0]).inside.among(entry.stage.tp) for entry in arrays.placed]
     own = [
         (entry.stage.tp, entry.stage.degrees.row_parts, link.latency, link.bandwidth)
         for entry, link in zip(arrays.placed, links, strict=True)
@@ -134,7 +134,7 @@ def _ends_of(ranks: tuple[int, ...], cluster: Cluster) -> _Ends:
     groups = [cluster.at(one) for one in own.tolist()]
     node, port = np.asarray([cluster.place_of(one) for one in own.tolist()]).T
     port = np.unique(node * (int(port.max()) + 1) + port, return_inverse=True)[1]
-    links = [[group.inside for group in groups], [group.port for group in groups]]
+    links = [[group.inside.among(2) for group in groups], [group.port for group in groups]]
     bandwidth, latency = (
         np.asarray([[getattr(link, name) for link in row] for row in links])[:, rank]
         for name in ("bandwidth", "latency")
