@@ -60,10 +60,15 @@ def test_megatron_gets_its_degrees_and_hears_what_it_cannot_run():
         ("torchtitan", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
         ("torchtitan", "--parallelism.data_parallel_replicate_degree", 2),
         ("torchtitan", "--training.local_batch_size", 16),
+        ("torchtitan", "--training.seq_len", 4096),
+        ("megatron", "--seq-length", 4096),
+        ("megatron-bridge", "model.seq_length", 4096),
+        ("ms-swift", "--max_length", 4096),
+        ("veomni", "--data.max_seq_len", 4096),
     ],
 )
 def test_flags_are_the_frameworks_own(framework, flag, value):
-    assert framework_flags(pipelines(), framework, "language", 32, 8).flags[flag] == value
+    assert framework_flags(pipelines(), framework, "language", 32, 8, length=4096).flags[flag] == value
 
 
 @pytest.mark.parametrize(("zero", "degrees"), [("none", (1, 2)), ("all", (2, 1))])

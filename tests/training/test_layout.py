@@ -125,7 +125,11 @@ def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:
     ("step", "says"),
     [
         ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"num_microbatches": True}, "num_microbatches is True"),
+        ({"row_tokens": True}, "row_tokens is True"),
         ({"schedule": "fast"}, "schedule is 'fast'"),
+        ({"schedule": ["eager"]}, r"schedule is \['eager'\]"),
+        ({"microbatches": 4}, "step.microbatches is no key of a plan"),
         ({"assignment": "mine"}, "assignment is 'mine'"),
         ({"zero": "some"}, "zero is 'some'"),
         ([], "'step' is not a mapping"),
@@ -134,6 +138,13 @@ def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:
 def test_a_plan_file_with_nonsense_is_refused_by_its_key(tmp_path: Path, step: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         plan_from_config(config(tmp_path, step=step), build_model(CASE, "meta"))
+
+
+def test_a_plan_file_with_an_unknown_key_of_a_stage_is_refused() -> None:
+    document = json.loads(TrainingPlan(CASE.plan, 1, "eager", "balanced").to_json())
+    document["units"][0]["replicas"][0]["stages"][0]["dp"] = 2
+    with pytest.raises(ValueError, match=r"units\[0\].replicas\[0\].stages\[0\].dp is no key of a plan"):
+        TrainingPlan.from_json(json.dumps(document))
 
 
 @pytest.mark.parametrize("policy", ["random", "entrain", "balanced", "searched"])

@@ -17,6 +17,7 @@ _CORE = {
     "expert-tensor-parallel-size": "whole",
     "micro-batch-size": "size",
     "global-batch-size": "batch",
+    "seq-length": "length",
     "num-virtual-stages-per-pipeline-rank": "chunks",
     "sequence-parallel": "sequence",
     "use-distributed-optimizer": "distributed",
@@ -33,8 +34,10 @@ _FLAGS = {
         if name != "chunks"
     }
     | {"model.virtual_pipeline_model_parallel_size": "chunks"},
-    "ms-swift": {f"--{flag.replace('-', '_')}": name for flag, name in _CORE.items() if name != "chunks"}
-    | {"--virtual_pipeline_model_parallel_size": "chunks"},
+    "ms-swift": {
+        f"--{flag.replace('-', '_')}": name for flag, name in _CORE.items() if name not in ("chunks", "length")
+    }
+    | {"--virtual_pipeline_model_parallel_size": "chunks", "--max_length": "length"},
     "torchtitan": {
         f"{_TITAN}tensor_parallel_degree": "tp",
         f"{_TITAN}pipeline_parallel_degree": "pp",
@@ -46,6 +49,7 @@ _FLAGS = {
         f"{_TITAN}data_parallel_replicate_degree": "replicate",
         "--training.local_batch_size": "local",
         "--training.global_batch_size": "batch",
+        "--training.seq_len": "length",
     },
     "automodel": {
         f"{_AUTO}tp_size": "tp",
@@ -66,6 +70,7 @@ _FLAGS = {
         "--train.gradient_checkpointing.enable": "again",
         "--train.micro_batch_size": "size",
         "--train.global_batch_size": "batch",
+        "--data.max_seq_len": "length",
     },
 }
 """By framework: its flags, and which value of `framework_flags` each takes; without a value a flag is left out."""
@@ -92,10 +97,11 @@ def framework_flags(
     microbatches: int,
     zero: str = "none",
     recompute: Recompute = "none",
+    length: int | None = None,
 ) -> FrameworkFlags:
     """Return the flags for the layout of the language model `unit`, which all units share there. batch: samples of a
     step; microbatches: of a replica. framework: a key of `FRAMEWORKS`. recompute: of all blocks, if the plan leaves it
-    to the config."""
+    to the config. length: tokens of the longest sample."""
     chosen = plan.unit(unit)
     stages, replicas = chosen.replicas[0].stages, len(chosen.replicas)
     groups = len({stage.ranks for stage in stages})
@@ -133,6 +139,7 @@ def framework_flags(
         "pp": groups,
         "size": size,
         "batch": batch,
+        "length": length,
         "whole": 1 if degrees.ep > 1 else None,  # else each expert is divided by tp
         "chunks": chunks if chunks > 1 else None,
         "sequence": on if degrees.tp > 1 else None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -94,17 +95,20 @@ class TrainingPlan:
         step = document.get("step", {})
         if not isinstance(step, dict):
             raise ValueError("'step' is not a mapping")
+        known = {**msgspec.to_builtins(plan), "step": dict.fromkeys(_STEP)}
+        if unknown := next(_unknown_keys(document, known), None):
+            raise ValueError(f"{unknown} is no key of a plan; correct or remove it")
         count, tokens = step.get("num_microbatches", MICROBATCHES), step.get("row_tokens")
         schedule = step.get("schedule", SCHEDULE)
         assignment = step.get("assignment", ASSIGNMENT)
         zero = step.get("zero", DEFAULT_ZERO)
-        if not isinstance(count, int) or not 1 <= count <= MOST_MICROBATCHES:
+        if type(count) is not int or not 1 <= count <= MOST_MICROBATCHES:
             raise ValueError(
                 f"step.num_microbatches is {count!r}; it must be a whole number from 1 to {MOST_MICROBATCHES:,}"
             )
-        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"step.row_tokens is {tokens!r}; it must be a whole number from 1 on, or null")
-        if schedule not in FAMILIES and schedule != "serial":
+        if not isinstance(schedule, str) or schedule not in {*FAMILIES, "serial"}:
             raise ValueError(f"step.schedule is {schedule!r}; there are {', '.join(FAMILIES)}")
         if assignment not in POLICIES:
             raise ValueError(f"step.assignment is {assignment!r}; there are {', '.join(POLICIES)}")
@@ -144,6 +148,23 @@ class TrainingPlan:
             min(filter(None, (config.train.row_tokens, self.row_tokens)), default=config.row_tokens),
             config.train.deterministic,
         )
+
+
+_STEP = (
+    "num_microbatches", "row_tokens", "schedule", "assignment", "zero", "shard", "predicted_seconds", "costs", "chain",
+)  # fmt: skip
+"""Keys of a plan file's `step`."""
+
+
+def _unknown_keys(found: Any, known: Any, at: str = "") -> Iterator[str]:
+    """Yield the place of each key of `found` that `known`, a document of the same plan, lacks."""
+    if isinstance(found, Mapping) and isinstance(known, Mapping):
+        for key, value in found.items():
+            place = f"{at}.{key}" if at else str(key)
+            yield from _unknown_keys(value, known[key], place) if key in known else [place]
+    elif isinstance(found, list) and isinstance(known, list | tuple):
+        for number, (one, other) in enumerate(zip(found, known)):
+            yield from _unknown_keys(one, other, f"{at}[{number}]")
 
 
 def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:

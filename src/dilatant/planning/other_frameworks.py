@@ -172,7 +172,8 @@ def _flags(problem: PlanningProblem, ranked: RankedPlan, name: str) -> Framework
     language = problem.model.anchor
     fixed = problem.model.spec.unit(language).recompute or "none"
     batch = problem.global_batch, ranked.num_microbatches
-    return framework_flags(ranked.plan, name, language, *batch, ranked.zero, fixed)
+    length = int(problem.samples.workload.tokens[language].max())
+    return framework_flags(ranked.plan, name, language, *batch, ranked.zero, fixed, length)
 
 
 def _unlike(planned: PlannedRun, winner: RankedPlan, has_pipelines: bool) -> list[str]:
