@@ -52,9 +52,9 @@ GENERIC: Mapping[str, dict[str, Any]] = {
         "vision_config": {**_FIXED, "model_type": "siglip_vision_model", "vision_use_head": False},
         "image_token_id": 127,
     },
-    "mistral3": {  # images of native sizes
+    "mistral3": {  # images of native sizes; probes of large ones make masks of all pairs of patches in each rank
         "text_config": {**_TEXT, "model_type": "mistral"},
-        "vision_config": {**_FIXED, "model_type": "pixtral", "head_dim": 12, "image_size": 32},
+        "vision_config": {**_FIXED, "model_type": "pixtral", "head_dim": 12, "image_size": 32, "patch_size": 8},
         "image_token_index": 127,
         "spatial_merge_size": 2,
     },
