@@ -85,17 +85,19 @@ def _planning(path: Path) -> list[str]:
     lines += ["| model | H100 | first | now | of it costs | candidates, first | now | plan | step before | now |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---|---:|---:|"]
     for name, states in document["models"].items():
-        first, before, after = (states.get(one) for one in ("first", "before", "after"))
+        first, before, after = (states.get(one, {"stopped": 0}) for one in ("first", "before", "after"))
         cells = [
-            name, f"{after['devices']:,}", f"{first['seconds']:.1f} s" if first else "not run",
-            f"{after['seconds']:.1f} s", f"{after['costs']:.1f} s", f"{first['candidates']:,}" if first else "",
+            name, f"{after['devices']:,}",
+            f"{first['seconds']:.1f} s" if "seconds" in first else f"over {first['stopped']:.0f} s",
+            f"{after['seconds']:.1f} s", f"{after['costs']:.1f} s",
+            f"{first['candidates']:,}" if "candidates" in first else "",
             f"{after['candidates']:,}", after["plan"],
-            *(f"{one['step_seconds']:.4g} s" if one else "not run" for one in (before, after)),
+            *(f"{one['step_seconds']:.4g} s" if "step_seconds" in one else "not run" for one in (before, after)),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     start, pair = document["start"], document["models"]["Qwen2.5-VL-72B"]
     lines += ["", *PLANNING]
-    if "first" in pair:
+    if "seconds" in pair.get("first", {}):
         times = pair["first"]["seconds"] / 100.0
         lines += [
             f"- This processor takes {times:.1f} times as long for the first 72B as the one on which the goals "
