@@ -7,12 +7,13 @@ import re
 import warnings
 from pathlib import Path
 
+import numba
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from dilatant.report import say as say_module
-from dilatant.report.say import open_console, say, warn, warnings_as_lines
+from dilatant.report.say import open_console, say, show_progress, warn, warnings_as_lines
 
 
 @pytest.mark.parametrize("text", ["[/red].png", "runs/x[/b]y", "runs/a[lr1]", "[bold]", "\\[x]", "a" * 300])
@@ -54,3 +55,11 @@ def test_user_warnings_print_once_on_one_line() -> None:
         warnings.warn("use another function", DeprecationWarning, stacklevel=1)
         warnings.warn("overflow", RuntimeWarning, stacklevel=1)
     assert out.getvalue() == "warning: the cache cannot be written\n"
+
+
+def test_a_task_says_once_that_it_compiles_kernels() -> None:
+    out = io.StringIO()
+    with show_progress(Console(file=out, width=80), "planning"):
+        for add in (1, 2):
+            assert numba.njit(lambda number, add=add: number + add)(1) == 1 + add
+    assert out.getvalue().splitlines() == ["planning", "compiling the planner's kernels, once for this installation"]
