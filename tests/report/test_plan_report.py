@@ -17,6 +17,7 @@ from rich.console import Console
 from cases.planning.example_reports import large_report, small_report
 from dilatant.plan import Plan
 from dilatant.plan.plan import Replica, Stage, UnitPlan
+from dilatant.planning.planned_run import fixed_plan_report
 from dilatant.report.pages import page
 from dilatant.report.pages.model_graph import model_graph
 from dilatant.report.pages.plan_page import print_plan, render_plan_page
@@ -93,6 +94,25 @@ def test_first_suggestion_addresses_the_largest_loss():
     first = suggest(report)[0]
     assert percent_text(largest) in first
     assert suggest(dataclasses.replace(report, advice=("Buy a fifth device.",)))[0] == "Buy a fifth device."
+
+
+def test_a_plan_that_was_compared_with_no_other_takes_its_mean_step():
+    """With the sync of gradients and the update, which the chart of one step lacks."""
+    report = small_report()
+    alone = fixed_plan_report(report)
+    assert not alone.candidates
+    assert alone.step_seconds == report.step_seconds
+    assert dataclasses.replace(alone, mean_seconds=None).step_seconds == report.timeline.seconds
+
+
+def test_devices_of_one_machine_are_not_told_to_be_on_one_machine():
+    report = small_report()
+    idle = tuple({"communication": sum(own.values())} for own in report.timeline.idle)
+    timeline = dataclasses.replace(report.timeline, idle=idle)
+    for devices, said in ((len(report.plan.ranks), False), (1, True)):
+        found = suggest(dataclasses.replace(report, timeline=timeline, gpus_per_node=devices))
+        assert any("faster links" in line.lower() for line in found)
+        assert any("on one machine" in line for line in found) is said
 
 
 def test_explanations_follow_the_figures():

@@ -105,6 +105,14 @@ def report():
     )  # fmt: skip
 
 
+def test_sizes_are_in_bins_of_whole_numbers():
+    found = size_distribution("language", [256, 256, 40])
+    assert all(edge == round(edge) for edge in found.edges)
+    spans = {(low, high): count for low, high, count in zip(found.edges, found.edges[1:], found.counts) if count}
+    assert sorted(spans.values()) == [1, 2]
+    assert all(any(low <= size < high for low, high in spans) for size in (40, 256))
+
+
 def test_report_shows_searched_step_and_accounts_for_all_time(report):
     assert report.step_seconds == pytest.approx(report.candidates[0].step_seconds)
     total = report.timeline.busy_fraction() + sum(report.timeline.idle_fractions().values())
@@ -160,7 +168,7 @@ def test_distributions_count_every_sample_once():
     found = size_distribution("vision", [0, 10, 10, 480])
     assert sum(found.counts) == 4
     assert found.edges[0] == 0.0
-    assert found.edges[-1] == found.largest == 480.0
+    assert found.edges[-2] <= found.largest == 480.0 < found.edges[-1]
     assert found.median == 10.0
 
 

@@ -14,6 +14,7 @@ from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
 from dilatant.config.degrees import Degrees
 from dilatant.plan.costs.step_costs import token_costs
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.planning.layout import TrainingPlan, plan_from_config
 from dilatant.runtime.state.holders import trainable_layers
 from dilatant.runtime.step.cost_correction import CostCorrection
@@ -127,6 +128,9 @@ def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:
         ({"num_microbatches": 0}, "num_microbatches is 0"),
         ({"num_microbatches": True}, "num_microbatches is True"),
         ({"row_tokens": True}, "row_tokens is True"),
+        ({"predicted_seconds": -1.0}, "predicted_seconds is -1.0"),
+        ({"predicted_seconds": float("nan")}, "predicted_seconds is nan"),
+        ({"predicted_seconds": "x"}, "predicted_seconds is 'x'"),
         ({"schedule": "fast"}, "schedule is 'fast'"),
         ({"schedule": ["eager"]}, r"schedule is \['eager'\]"),
         ({"microbatches": 4}, "step.microbatches is no key of a plan"),
@@ -144,6 +148,14 @@ def test_a_plan_file_with_an_unknown_key_of_a_stage_is_refused() -> None:
     document = json.loads(TrainingPlan(CASE.plan, 1, "eager", "balanced").to_json())
     document["units"][0]["replicas"][0]["stages"][0]["dp"] = 2
     with pytest.raises(ValueError, match=r"units\[0\].replicas\[0\].stages\[0\].dp is no key of a plan"):
+        TrainingPlan.from_json(json.dumps(document))
+
+
+def test_costs_of_other_stages_are_refused_as_such() -> None:
+    document = json.loads(TrainingPlan(CASE.plan, 1, "eager", "balanced").to_json())
+    one = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)),)),)),))
+    document["step"]["costs"] = token_costs(one, (True,)).to_document()
+    with pytest.raises(ValueError, match=r"step.costs: they are not of the \d+ stages that this plan has"):
         TrainingPlan.from_json(json.dumps(document))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -122,8 +123,10 @@ class TrainingPlan:
             try:
                 costs = StepCosts.from_document(step["costs"], plan)
             except ValueError as error:
-                raise ValueError(f"step.costs: {error}; without that entry, training finds its own") from None
-        seconds, chain = seconds if isinstance(seconds, float) else None, step.get("chain")
+                raise ValueError(f"step.costs: {error}; remove that entry, and training finds its own") from None
+        if seconds is not None and (type(seconds) not in (int, float) or not 0.0 <= seconds < math.inf):
+            raise ValueError(f"step.predicted_seconds is {seconds!r}; it must be a number of seconds, or null")
+        chain = step.get("chain")
         try:
             chain = None if chain is None else ChainCosts.from_document(chain)
             if chain and chain.layers != {unit.name: unit.replicas[0].stages[-1].end for unit in plan.units}:

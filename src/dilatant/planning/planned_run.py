@@ -160,6 +160,7 @@ def fixed_plan_report(report: PlanReport, layout: str = "") -> PlanReport:
         candidates=report.candidates if layout else (),
         reasons=(held,) if layout else (),
         planning_seconds=None,
+        mean_seconds=report.step_seconds,
     )
 
 

@@ -56,8 +56,10 @@ def with_best_memory(searched: PlannedRun, all_devices: bool = False) -> Planned
             best, most = found, found.result.seconds
     if best is planned:
         return planned
-    words = dict(best.problem.target.rules.shard)
-    chosen = words[""] if len(words) == 1 else f"{{{', '.join(f'{unit}: {how}' for unit, how in words.items())}}}"
+    rules = best.problem.target.rules
+    words = {unit.name: rules.shard_of(unit.name) for unit in best.problem.model.spec.units}
+    chosen = ", ".join(f"{unit}: {how}" for unit, how in words.items())
+    chosen = {*words.values()}.pop() if len({*words.values()}) == 1 else f"{{{chosen}}}"
     saved = (
         f"with {'all weights sharded' if shards else 'whole weights'} a step would take "
         f"{seconds_text(before.seconds)}, so ranks share what train.shard: {chosen} says"

@@ -166,6 +166,7 @@ class PlanReport:
     searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
     counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state, `shard`: unit →
     what else is sharded. `fewest`: the smallest cluster that was asked for. `framework`: the plan for another one.
+    `mean_seconds`: of the simulated steps of a plan that was not compared with others.
     `nearest`: published runs most like it, whose steps were modelled, too.
     `limits`: why the model cannot be cut or packed like others, a line each. `reasons` for this plan, `advice` and
     `warnings` are sentences from the planner, shown unchanged.
@@ -203,12 +204,13 @@ class PlanReport:
     fewest: FewestDevices | None = None
     limits: tuple[str, ...] = ()
     framework: OtherFramework | None = None
+    mean_seconds: float | None = None
 
     @property
     def step_seconds(self) -> float:
         """Predicted seconds of a step: the compared plan's mean over simulated steps, else those of the timeline."""
-        marked = next((one for one in self.candidates if one.chosen), None)
-        return self.timeline.seconds if marked is None else marked.step_seconds
+        marked = next((one.step_seconds for one in self.candidates if one.chosen), self.mean_seconds)
+        return self.timeline.seconds if marked is None else marked
 
     @property
     def samples_per_second(self) -> float:

@@ -72,10 +72,12 @@ def searched_plans(result: SearchResult) -> tuple[SearchedPlans, ...]:
 
 
 def size_distribution(unit: str, tokens: ArrayLike) -> SizeDistribution:
-    """Return the distribution of tokens per sample in equal bins from 0; samples without work count as 0."""
+    """Return the distribution of tokens per sample in equal bins of whole numbers from 0; samples without work count as
+    0."""
     values = np.asarray(tokens, dtype=np.float64)
     top = max(float(values.max(initial=0.0)), 1.0)
-    counts, edges = np.histogram(values, bins=_BINS, range=(0.0, top))
+    width = math.ceil((top + 1.0) / _BINS)
+    counts, edges = np.histogram(values, np.arange(0.0, top + width + 1.0, width))
     return SizeDistribution(
         unit=unit,
         samples=len(values),

@@ -68,6 +68,8 @@ class StepCosts:
         pairs = [*_numbers(document["media_pairs"])]
         if not (all(number >= 0 for number in positive) and np.isfinite(pairs).all()):  # links may be infinitely fast
             raise ValueError("tokens, seconds and links must be numbers and not negative")
+        if arrays["seconds"].shape[:1] != (count := len(plan.stages()),):
+            raise ValueError(f"they are not of the {count} stages that this plan has")
         for name, values in arrays.items():
             if values.shape != (shape := getattr(alike, name).shape):
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")

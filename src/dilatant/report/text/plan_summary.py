@@ -55,6 +55,8 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
         remedy = _REMEDY.get(cause)
         if cause == "imbalance" and all(len(own.stages) == 1 for unit in report.plan.units for own in unit.replicas):
             remedy = "more samples in a step (`train.global_batch_size`), which even out, would shorten the waits"
+        if cause == "communication" and (report.gpus_per_node or 0) > max(report.plan.ranks):
+            remedy = "faster links would shorten transfers"
         if remedy is None and cause.startswith("waiting for "):
             unit = cause.removeprefix("waiting for ")
             remedy = f"more devices for {unit}, or fewer of its layers on the slowest stage, would shorten the wait"
