@@ -197,7 +197,7 @@ def _shares(report: PlanReport, ratio: WorkloadRatio) -> Table:
                 )
             )  # fmt: skip
     caption = (
-        f"Share of a step's work and of the devices. The black mark is the {percent_text(ratio.confidence)} confidence "
+        f"Shares of single samples' work and of devices. Black marks: the {percent_text(ratio.confidence)} confidence "
         f"interval from {ratio.samples:,} samples"
     )
     if ratio.stable_batch is not None and ratio.stable_batch <= 1:

@@ -143,8 +143,8 @@ def _data(report: PlanReport) -> list[str]:
     for unit, share in ratio.shares.items():
         off = 100 * max(ratio.high[unit] - share, share - ratio.low[unit])
         shares.append(f"{unit} {percent_text(share)} (± {off:.2g} points)")
-    sure = percent_text(ratio.confidence)
-    return [f"A step's work is {listed(shares)}, estimated from {ratio.samples:,} samples with {sure} confidence."]
+    basis = f"estimated from {ratio.samples:,} samples with {percent_text(ratio.confidence)} confidence"
+    return [f"The work of single samples is {listed(shares)}, {basis}."]
 
 
 def _optimality(report: PlanReport) -> list[str]:
