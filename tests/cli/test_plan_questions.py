@@ -10,6 +10,7 @@ import pytest
 
 from cases.planning.planning_verbs import FEW, H100, planned
 from cases.tiny_project import Dilatant
+from dilatant.cost.hardware import load_hardware, save_hardware
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.text.wording import seconds_text
 from harness.refused import refused
@@ -49,6 +50,11 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert code == 0, err
     assert "on A100: 1 node of 1 × A100; H100: 1 node of 1 × H100: One step should take " in out
     assert "for 8 samples" in out
+    save_hardware(load_hardware("H100"), "X100", tmp_path / "own.yaml")
+    own = ("--set", f"cluster.hardware_file={tmp_path / 'own.yaml'}")
+    code, out, err = dilatant(*asked[:3], "--gpus", "2xX100", *FEW, "--text", 4, *own)
+    assert code == 0, err
+    assert "on 1 node of 2 × X100: One step should take " in out
     code, out, err = dilatant(*asked[:3], "--gpus", "24xH100", *FEW, "--text", 4)
     assert code == 0, err
     assert "for 96 samples" in out  # 64 are written
@@ -67,7 +73,7 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     length = json.loads(out)["sizes"][0]
     assert 9 <= length["median"] < 12 + 9  # tokens of the answer, and those that the byte template adds
     refused(dilatant(*asked, "--for", "nanotron"), "--for nanotron: there are megatron, ")
-    refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus H100: write it like 64xH100")
+    refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus 'H100': write it like 64xH100")
     refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of 8")
     refused(dilatant("plan", "--model", "x", "--gpus", "6xGB200"), "a multiple of 4")
 
@@ -80,8 +86,10 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
         (("--image-size", "-1x8", "--images", 1), "write it like 1024x768"),
         (("--image-size", "16x8"), "--image-size belongs to --images"),
         (("--gpus", "0xH100"), "name from 1 to 8, or a multiple of 8"),
-        (("--gpus", "8xH100,8"), "--gpus 8: write it like 64xH100, or 32xH100,32xA100"),
+        (("--gpus", "8xH100,8"), "--gpus '8': write it like 64xH100, or 32xH100,32xA100"),
         (("--gpus", "8xH100,8xH100"), "name H100 once"),
+        (("--gpus", "8xH100,"), "--gpus '': write it like 64xH100"),
+        (("--gpus", "8xX100", "--set", "cluster.hardware_file=none.yaml"), "'none.yaml' does not exist"),
         (("--text", 0), "--text 0: a sample has from 1 to 131,072 words"),
         (("--images", -1), "--images -1: a sample has from 0 to 4,096 images"),
         (("--set", "train.steps=many"), "--set has a mistake"),

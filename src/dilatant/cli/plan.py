@@ -109,7 +109,8 @@ class PlanOptions:
         ):
             if not least <= value <= most:
                 raise UserError(f"{option} {value}: a sample has from {least} to {most:,} {what}")
-        cluster, count = _cluster(self.gpus)
+        own = [entry.partition("=")[2] for entry in self.overrides if entry.startswith("cluster.hardware_file=")]
+        cluster, count = _cluster(self.gpus, Path(own[-1]) if own else None)
         width, height = map(int, _pair(self.image_size, r"(\d{1,9})x(\d{1,9})", "--image-size", "1024x768"))
         if not 0 < width * height <= MOST_PIXELS:
             raise UserError(f"--image-size {self.image_size}: an image has from 1 to {MOST_PIXELS:,} pixels")
@@ -137,8 +138,9 @@ class PlanOptions:
         }
 
 
-def _cluster(gpus: str) -> tuple[dict[str, Any], int]:
-    """Return the section of a config for the devices of `--gpus`, and their number. Raises UserError."""
+def _cluster(gpus: str, file: Path | None = None) -> tuple[dict[str, Any], int]:
+    """Return the section of a config for the devices of `--gpus`, and their number. file: hardware file that has them,
+    instead of the built-in one. Raises UserError."""
     from dilatant.config.plan import MOST_DEVICES
     from dilatant.cost.hardware import load_hardware
 
@@ -146,7 +148,10 @@ def _cluster(gpus: str) -> tuple[dict[str, Any], int]:
     devices = 0
     for text in gpus.split(","):
         number, name = _pair(text.strip(), r"(\d{1,9})x(.+)", "--gpus", "64xH100, or 32xH100,32xA100")
-        hardware, count = load_hardware(name), int(number)
+        try:
+            hardware, count = load_hardware(name, file), int(number)
+        except FileNotFoundError:
+            raise UserError(f"cluster.hardware_file: {str(file)!r} does not exist") from None
         nodes, rest = divmod(count, hardware.node)
         if count < 1 or (nodes and rest):
             raise UserError(
@@ -169,7 +174,7 @@ def _pair(text: str, pattern: str, option: str, example: str) -> tuple[str, str]
     """Return both groups of the pattern. Raises UserError."""
     found = re.fullmatch(pattern, text)
     if found is None:
-        raise UserError(f"{option} {text}: write it like {example}")
+        raise UserError(f"{option} {text!r}: write it like {example}")
     return found[1], found[2]
 
 
