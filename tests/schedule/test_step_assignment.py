@@ -275,7 +275,7 @@ def test_costs_survive_json_exactly_and_fit_only_their_plan() -> None:
     assert again.cluster == costs.cluster
     assert (again.dense, again.media_pairs) == (costs.dense, costs.media_pairs)
     assert again.sync == costs.sync
-    with pytest.raises(ValueError, match="not of the .* stages that this plan has"):
+    with pytest.raises(ValueError, match="stages that this plan has"):
         StepCosts.from_document(document, plan(3))
     for key, wrong in (("stages", {}), ("cluster", 3), ("sync", [1])):
         with pytest.raises(ValueError, match="not the costs of a step"):
