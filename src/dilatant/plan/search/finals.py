@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -271,6 +272,17 @@ class Finals:
         """Return rank → bytes that it lacks; negative if some are left."""
         more = np.asarray(score.peak_bytes) - self._space.cluster.bytes_of(plan.ranks)
         return dict(zip(plan.ranks, more.tolist(), strict=True))
+
+
+def in_turns(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+    """Return the candidates, the first of each number of pipelines and microbatches before the second of any."""
+    turns: Counter[tuple[object, ...]] = Counter()
+    order = list[tuple[int, int]]()
+    for candidate in found:
+        key = candidate.counts, candidate.num_microbatches, candidate.row_tokens, candidate.encoders_at
+        order.append((turns[key], len(order)))
+        turns[key] += 1
+    return [found[at] for _, at in sorted(order)]
 
 
 def _ranked(plan: Plan, candidate: PlanCandidate, score: PlanScore, cluster: Cluster, zero: Zero) -> RankedPlan:

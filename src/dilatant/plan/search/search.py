@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -42,7 +41,7 @@ from dilatant.plan.search.enumeration import (
     least_seconds,
     spanning_candidates,
 )
-from dilatant.plan.search.finals import Finals, RankedPlan
+from dilatant.plan.search.finals import Finals, RankedPlan, in_turns
 from dilatant.plan.search.refusals import check_devices, does_not_fit, microbatch_sizes_for, no_plan_fits
 from dilatant.plan.search.search_result import (
     NoneFasterError,
@@ -190,7 +189,7 @@ class _Search:
         the rest. Where a plan is already known, there may be no simulation at all. On many devices, where there are few
         finalists, the best of each number of pipelines come before others, which differ from these by a stage."""
         if devices > LARGE_CLUSTER:
-            found = _in_turns(found)
+            found = in_turns(found)
         reversed_bounds = [candidate.bound for candidate in reversed(found)]
         remaining_bound = np.minimum.accumulate(reversed_bounds)[::-1].tolist()
         finalists, done = self.finalists_on(devices), 0
@@ -294,17 +293,6 @@ class _Search:
         # Not every combination across groups was enumerated.
         bound = min(found.lower_bound, least)
         return replace(found, lower_bound=bound, proven=found.proven and least >= found.seconds)
-
-
-def _in_turns(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Return the candidates, the first of each number of pipelines and microbatches before the second of any."""
-    turns: Counter[tuple[object, ...]] = Counter()
-    order = list[tuple[int, int]]()
-    for candidate in found:
-        key = candidate.counts, candidate.num_microbatches, candidate.row_tokens, candidate.encoders_at
-        order.append((turns[key], len(order)))
-        turns[key] += 1
-    return [found[at] for _, at in sorted(order)]
 
 
 def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:

@@ -19,7 +19,7 @@ from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.space import Space
 from dilatant.plan.limits import MATCHES_EXPLAINED, MATCHES_PLANNED, SMALL_CLUSTER
 from dilatant.plan.search.enumeration import all_candidates
-from dilatant.plan.search.finals import Finals, RankedPlan
+from dilatant.plan.search.finals import Finals, RankedPlan, in_turns
 from dilatant.plan.search.search_result import SearchResult
 
 KEYS = ("replicas", *Degrees._fields, "pp", "chunks")
@@ -108,8 +108,9 @@ def why_not(
     spaces: Sequence[Space], cluster: Cluster, asked: AskedLayout, result: SearchResult | None, scorer: PlanScorer
 ) -> WhyNot:
     """Explain how layouts like `asked` fared in the search that had this `result` (None: no search was made).
-    `spaces`, one per group of devices, and `scorer` are those of that search. Matching layouts are simulated here if
-    the search did not simulate them."""
+    `spaces`, one per group of devices, and `scorer` are those of that search. Besides the matching plans that it has
+    simulated, a few others are simulated here: those with the best estimates and, in turns, those of each number of
+    pipelines and microbatches, since estimates of unlike ones are not comparable where launches or waits dominate."""
     space = replace(spaces[0], cluster=cluster)
     problems = _problems(space, asked)
     if problems:
@@ -117,23 +118,23 @@ def why_not(
     cut = [_varied(one, None, asked.cuts) for one in spaces] if asked.cuts else spaces
     found = _like(cut, cluster, asked)  # none if memory is too small
     matching = found or _like([_varied(one, math.inf, asked.cuts) for one in spaces], cluster, asked)
-    if not matching:
+    known = {_key(one): one for one in ((result.winner, *result.runners_up) if result else ())}
+    plans = {key: one for key, one in known.items() if _is_like(one, asked, cluster)}
+    if not matching and not plans:
         return WhyNot(impossible=(_nowhere(space, asked),))
-    finals = Finals(space, scorer)
-    for one in matching[: MATCHES_EXPLAINED if result else MATCHES_PLANNED]:
-        finals.simulate(one)
+    fastest = min((one.score.seconds for one in plans.values()), default=math.inf)
+    finals, most = Finals(space, scorer), MATCHES_EXPLAINED if result else MATCHES_PLANNED
+    for one in dict.fromkeys([*matching[:most], *in_turns(matching)[:most]]):
+        if one.bound < min(fastest, finals.best):
+            finals.simulate(one)
     finals.relax(MATCHES_EXPLAINED)
-    plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
-    known = {
-        (one.plan, one.num_microbatches, one.row_tokens, one.zero)
-        for one in ((result.winner, *result.runners_up) if result else ())
-    }
+    plans = {_key(one): one for one in finals.ranked} | plans
+    ranked = tuple(sorted(plans.values(), key=lambda one: one.score.seconds))
     return WhyNot(
-        overflow="" if plans else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
-        plans=plans,
-        is_chosen=result is not None and _chosen(result.winner, asked, cluster),
-        was_simulated=bool(plans)
-        and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens, plans[0].zero) in known,
+        overflow="" if ranked else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
+        plans=ranked,
+        is_chosen=result is not None and _is_like(result.winner, asked, cluster),
+        was_simulated=bool(ranked) and _key(ranked[0]) in known,
         candidates=len(found),
         bound=min((one.bound for one in found), default=0.0),
     )
@@ -163,11 +164,16 @@ def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
     return {"replicas": count * degrees.groups, **degrees._asdict(), "pp": stages // chunks, "chunks": chunks}
 
 
-def _chosen(winner: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
-    if asked.microbatch_tokens not in (None, winner.row_tokens) or asked.zero not in (None, winner.zero):
+def _key(one: RankedPlan) -> tuple[object, ...]:
+    return one.plan, one.num_microbatches, one.row_tokens, one.zero
+
+
+def _is_like(found: RankedPlan, asked: AskedLayout, cluster: Cluster) -> bool:
+    """Return True if a simulated plan matches the request."""
+    if asked.microbatch_tokens not in (None, found.row_tokens) or asked.zero not in (None, found.zero):
         return False
     for unit, wanted in asked.units.items():
-        replicas = winner.plan.unit(unit).replicas
+        replicas = found.plan.unit(unit).replicas
         stages = replicas[0].stages
         groups = len({stage.ranks for stage in stages})
         homes = {cluster.at(one.stages[0].ranks[0]).name for one in replicas}
