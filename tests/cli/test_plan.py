@@ -352,9 +352,14 @@ def uneven(project: Path, count: int) -> None:
 
 def test_a_broken_sample_stops_a_plan_unless_it_may_be_skipped(project: Path, dilatant: Dilatant) -> None:
     (project / "images" / "3.png").unlink()
-    refused(dilatant("plan", project / "config.yaml", *H100), "cannot be measured", "images/3.png")
+    refused(dilatant("plan", project / "config.yaml", *H100), "cannot be trained on", "images/3.png")
     report = planned(dilatant, project / "config.yaml", *H100, *FEW, "--set", "data.on_error=skip")
     assert any("left out" in warning for warning in report.warnings)
+
+
+def test_samples_longer_than_training_takes_are_not_planned_for(project: Path, dilatant: Dilatant) -> None:
+    short = "--set", "data.max_length=8"
+    refused(dilatant("plan", project / "config.yaml", *H100, *short), "cannot be trained on", "more than the 8 allowed")
 
 
 @pytest.mark.parametrize(

@@ -354,5 +354,5 @@ def _warnings(planned: PlannedRun) -> list[str]:
             "sample's, which is too much for short rows. Measure again with `dilatant profile`"
         )
     if problem.samples.left_out:
-        warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")
+        warnings.append(f"{problem.samples.left_out:,} samples cannot be trained on and were left out")
     return warnings

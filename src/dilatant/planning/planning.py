@@ -15,6 +15,7 @@ from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.text.tokenizer import count_ids
+from dilatant.models.language.position_limit import check_positions
 from dilatant.plan.costs.score import PlanScore
 from dilatant.plan.costs.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch, sample_work
 from dilatant.plan.costs.stage_costs import stage_costs
@@ -149,6 +150,7 @@ def planning_problem(
     sampled = planned_samples(
         config, samples, model, lambda done, total: say(f"measuring samples: {done:,} of {total:,}")
     )
+    check_positions(whole.language, int(sampled.workload.tokens[model.anchor].max()))
     problem = model_problem(config, model, sampled, say, measure_again)
     return replace(problem, decoding=decode_cost(samples, config.seed, config.train.global_batch_size))
 

@@ -19,6 +19,7 @@ from dilatant.hf.stored_weights import check_sources
 from dilatant.models.core.running_statistics import unheld_statistics
 from dilatant.models.dropout.keyed_dropout import unkeyed_dropout
 from dilatant.models.language.embedding_noise import EmbeddingNoise
+from dilatant.models.language.position_limit import check_positions
 from dilatant.models.language.router_loss import has_router_loss, router_weight
 from dilatant.models.language.row_padding import pad_rows
 from dilatant.models.multimodal import MultimodalModel
@@ -80,6 +81,7 @@ def prepare(
                 "data.preprocess: 'ray' asks for samples by index, which streamed data do not have; use 'local'"
             )
         model = open_model(config, samples)
+        check_positions(model.language, _longest(samples))
         if planned is None:
             cut = Cutter(config, model, known_tokens(samples, model), target_share(samples), plan_before(config))
             planned = plan_from_config(config, model, made, cut)
@@ -127,6 +129,14 @@ def open_model(config: Config, samples: Samples) -> MultimodalModel:
             warnings.warn(remark, stacklevel=2)
     require_trained(model)
     return model
+
+
+def _longest(samples: Samples) -> int:
+    """Return the tokens of the longest sample in the language model, at most those of its encoding: held-out samples
+    are refused like others."""
+    most = samples.encoding.max_length or 0
+    known = [sizes.of(LANGUAGE) for sizes in (samples.train_sizes, samples.held_out_sizes) if sizes is not None]
+    return most if samples.train_sizes is None else max(int(own[own <= most].max(initial=0)) for own in known)
 
 
 def known_tokens(samples: Samples, model: MultimodalModel) -> dict[str, NDArray[np.int64]]:

@@ -27,7 +27,7 @@ class PlannedSamples:
     """Sizes to plan for: `workload` holds whole global batches in the order of training; its first `available` samples
     are different ones. It lacks the factor on rows of several samples, which follows from the costs.
 
-    `targets` is the share of the language model's tokens that carry loss. `left_out` samples could not be measured.
+    `targets` is the share of the language model's tokens that carry loss. `left_out` samples cannot be trained on.
     """
 
     workload: Workload
@@ -44,22 +44,23 @@ def planned_samples(
     config: Config, samples: Samples, model: ModelDescription, progress: Progress = lambda done, total: None
 ) -> PlannedSamples:
     """Return global batches with `debug.planned_samples` samples in all and at least `debug.planned_steps`, but at most
-    one pass over the data. Raises UserError for streamed data, and for samples that cannot be measured unless
+    one pass over the data. Raises UserError for streamed data, and for samples that training would refuse unless
     `data.on_error` is skip."""
     blend, batch = samples.train, config.train.global_batch_size
     if not isinstance(blend, Blend):
         raise UserError("a plan needs the sizes of samples, which a stream does not tell ahead; do not stream to plan")
     order, sizes = _sizes(config, samples, blend, progress)
     taken = set(order.tolist())
-    bad = [at for at in sizes.problems if at in taken]
+    refused = sizes.refused(samples.encoding.max_length)
+    bad = [at for at in refused if at in taken]
     if bad and config.data.on_error == "error":
         raise UserError(
-            f"{len(bad):,} of the samples cannot be measured; the first: {sizes.problems[bad[0]]}. List them with "
-            "`dilatant data lint`, or set 'data.on_error: skip'"
+            f"{len(bad):,} of the samples cannot be trained on (`dilatant data lint` lists all; 'data.on_error: skip' "
+            f"leaves them out); the first: {refused[bad[0]]}"
         )
     order = order[~np.isin(order, bad)]
     if not len(order):
-        raise UserError("none of the samples can be measured; see `dilatant data lint`")
+        raise UserError("none of the samples can be trained on; see `dilatant data lint`")
     order = np.resize(order, max(len(order) // batch, 1) * batch)
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
     language = float(tokens[model.anchor].sum())
@@ -87,5 +88,6 @@ def _sizes(config: Config, samples: Samples, blend: Blend, progress: Progress) -
     chosen, positions = np.unique(order, return_inverse=True)
     part = measure(SampleSubset(blend, chosen), samples.encoding, progress=progress)
     tokens, target_tokens, content, _ = part.columns
-    index = SizesIndex(samples.encoding.unit_names, tokens.T, target_tokens, content, part.problems)
+    names = [blend.name(at) for at in chosen.tolist()]
+    index = SizesIndex(samples.encoding.unit_names, tokens.T, target_tokens, content, part.problems, names.__getitem__)
     return positions.astype(np.int64), index
