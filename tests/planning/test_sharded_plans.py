@@ -20,6 +20,7 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.planning.assemble import assemble_samples
 from dilatant.planning.fewest import fewest_devices, least_state
+from dilatant.planning.memberships import seconds_by_fault_tolerance
 from dilatant.planning.planned_run import plan_report, training_plan
 from dilatant.planning.planning import PlanningProblem, plan_run, planning_problem, scorer_of
 from dilatant.planning.problem.planned_hardware import plan_target
@@ -86,6 +87,8 @@ def test_few_long_rows_get_sharded_weights(tmp_path: Path) -> None:
     assert training_plan(found.problem, winner).shard == {"language": "weights"}
     assert "train.shard: weights" in found.notes[-1]
     assert not found.result.proven
+    # Nodes that may not be lost cost nothing: the plan is this one.
+    assert seconds_by_fault_tolerance(problem, {})[0] == found.result.seconds
 
 
 def test_devices_that_cannot_hold_the_state_are_not_searched(tmp_path: Path) -> None:

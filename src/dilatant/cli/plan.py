@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,7 @@ from dilatant.report.text.wording import seconds_text
 
 if TYPE_CHECKING:
     from dilatant.config import Config
-    from dilatant.planning.planning import PlanningProblem
+    from dilatant.planning.planning import PlannedRun, PlanningProblem
 
 LONGEST = 1 << 17
 """Tokens of the longest imagined sample."""
@@ -255,7 +255,7 @@ def plan(
 
     from dilatant.plan.errors import DoesNotFitError
     from dilatant.planning.fewest import fewest_devices
-    from dilatant.planning.memberships import plan_resiliently
+    from dilatant.planning.memberships import best_plan
     from dilatant.planning.other_frameworks import plan_for
     from dilatant.planning.planned_run import (
         check_plan_folder,
@@ -266,7 +266,6 @@ def plan(
     )
     from dilatant.planning.planning import plan_like, with_faster
     from dilatant.planning.row_length import with_long_rows
-    from dilatant.planning.sharded_weights import with_best_memory
     from dilatant.report.pages.page_links import link_pages
     from dilatant.report.pages.plan_page import print_plan, write_plan_page
     from dilatant.report.text.plan_summary import short_answer
@@ -282,14 +281,13 @@ def plan(
             report = fixed_plan_report(plan_report(planned, options.name), like)
         else:
             try:
-                found = plan_resiliently(problem, fault_tolerance=fault_tolerance)
+                found = best_plan(problem, fault_tolerance=fault_tolerance)
             except DoesNotFitError as error:
                 calculates = options.config is None and not (fault_tolerance or problem.target.groups)
                 more = fewest_devices(problem, fits=False) if calculates else None
                 if more is None:
                     raise
                 raise UserError(f"{error}; it fits on {more.devices} devices") from None
-            found = with_long_rows(found) if fault_tolerance else with_best_memory(found)
             planned = with_faster(found, asked)
             report = plan_report(planned, options.name, asked)
             if options.config is None and not (fault_tolerance or problem.target.groups):
@@ -304,7 +302,7 @@ def plan(
         write_plan_page(report, page)
     link_pages(folder.parent)
     if fault_tolerance is not None:
-        _show_fault_tolerance(problem, folder, console)
+        _show_fault_tolerance(problem, {fault_tolerance: planned}, folder, console)
     if as_json:
         print(report.to_json())
     elif options.config is None:
@@ -335,13 +333,16 @@ def plan(
     print_line(console, f"  {train_command(options.config, file)}", wrap=False)
 
 
-def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Console) -> None:
-    """Show the step time by the number of nodes that may be lost; also write it to fault_tolerance.json."""
+def _show_fault_tolerance(
+    problem: PlanningProblem, known: Mapping[int, PlannedRun], folder: Path, console: Console
+) -> None:
+    """Show the step time by the number of nodes that may be lost, of which plans may be known; also write it to
+    fault_tolerance.json."""
     from dilatant.config.files.durable import write_durably
     from dilatant.planning.memberships import seconds_by_fault_tolerance
 
     with show_progress(open_console(stderr=True), "searching plans that nodes may be lost of"):
-        found = seconds_by_fault_tolerance(problem)
+        found = seconds_by_fault_tolerance(problem, known)
     fastest = found[0]
     print_line(console, ("What it costs that nodes may be lost at once", "bold"))
     for tolerance, seconds in found.items():

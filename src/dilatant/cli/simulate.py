@@ -79,9 +79,8 @@ def simulate(
     run = _read(source, [*_cluster(cluster), *overrides], trust)
 
     from dilatant.plan.replay.node_trace import UNITS, load_node_trace
-    from dilatant.planning.memberships import plan_resiliently
+    from dilatant.planning.memberships import best_plan
     from dilatant.planning.planning import time_plan
-    from dilatant.planning.sharded_weights import with_best_memory
 
     console = open_console(stderr=as_json)
     trace = None if failures is None else load_node_trace(failures, seed=run.config.seed, unit=trace_unit)
@@ -95,7 +94,7 @@ def simulate(
         return
     with show_progress(open_console(stderr=True), "simulating"):
         if run.plan is None:
-            planned = with_best_memory(plan_resiliently(problem))
+            planned = best_plan(problem)
             if microbatches:
                 shared = planned.result.winner.zero, dict(planned.problem.target.rules.shard)
                 planned = time_plan(problem.sharing(*shared), planned.result.winner.plan, microbatches)

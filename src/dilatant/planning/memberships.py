@@ -30,6 +30,8 @@ from dilatant.planning.planning import (
     searched_sizes,
     time_plan,
 )
+from dilatant.planning.row_length import with_long_rows
+from dilatant.planning.sharded_weights import with_best_memory
 from dilatant.report.text.wording import counted
 
 CORRECTIONS = 4
@@ -84,12 +86,20 @@ def _sharded_in_nodes(problem: PlanningProblem, all_devices: bool) -> PlannedRun
     return planned_as(problem, search_run(problem, all_devices, only=in_nodes), ())
 
 
-def seconds_by_fault_tolerance(problem: PlanningProblem) -> dict[int, float | None]:
-    """Return the seconds of a step if 0 to 3 nodes may be lost at once; None if no plan allows that."""
+def best_plan(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int | None = None) -> PlannedRun:
+    """Return `plan_resiliently`'s plan with the best rows and, if no nodes may be lost, with sharded weights where
+    that is faster (see `with_best_memory`). Raises PlanError if there is none."""
+    found = plan_resiliently(problem, all_devices, fault_tolerance)
+    return with_long_rows(found) if fault_tolerance else with_best_memory(found, all_devices)
+
+
+def seconds_by_fault_tolerance(problem: PlanningProblem, known: Mapping[int, PlannedRun]) -> dict[int, float | None]:
+    """Return the seconds of a step if 0 to 3 nodes may be lost at once; None if no plan allows that. known: plans that
+    are there already, by this number."""
     devices, found = node_devices(problem, on_one_machine=True), dict[int, float | None]()
     for tolerance in range(4):
         try:
-            run = plan_resiliently(problem, fault_tolerance=tolerance)
+            run = known[tolerance] if tolerance in known else best_plan(problem, fault_tolerance=tolerance)
             enough = tolerance < min(copies_on_nodes(run.result.winner.plan, devices).values())
             found[tolerance] = run.result.seconds if enough else None
         except PlanError:

@@ -26,11 +26,10 @@ from dilatant.comm.fork_server import (
 )
 from dilatant.config import Config, UserError
 from dilatant.planning.assemble import assemble_samples
-from dilatant.planning.memberships import plan_resiliently
+from dilatant.planning.memberships import best_plan
 from dilatant.planning.planned_run import plan_report, training_plan, write_plan_folder
 from dilatant.planning.planning import PlannedRun, planning_problem
 from dilatant.planning.problem.planned_hardware import plan_target
-from dilatant.planning.sharded_weights import with_best_memory
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.text.search_reasons import cut_text, layout_text
 from dilatant.report.text.wording import count_text, seconds_text
@@ -116,7 +115,7 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
     problem = planning_problem(config, assemble_samples(config), progress, measure_again=False)
     progress("searching")
     all_devices = bool(job.launcher)
-    planned = with_best_memory(plan_resiliently(problem, all_devices), all_devices)
+    planned = best_plan(problem, all_devices)
     check_all_used(planned, job.launcher)
     report = plan_report(planned, job.folder.name)
     folder = write_plan_folder(planned, report)
