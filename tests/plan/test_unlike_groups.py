@@ -356,6 +356,29 @@ def test_estimated_time_of_unlike_pipelines_is_near_simulated():
     assert np.mean(errors) < 0.06  # 0.04 here; 0.09 without that delay
 
 
+def test_equal_pipelines_are_combined_whatever_is_best_on_each_group_alone():
+    """One group alone prefers tp 2, the other tp 1, and gradients of equal pipelines are summed faster."""
+    spec = model(unit("language", 4, parameters=10))
+    degrees, batch = ((1, 1), (2, 1)), 8
+    by_group = {
+        "shares": cost_model({"language": 1.0}, degrees, output=0.0, call=0.0),
+        "calls": cost_model({"language": 1.0}, degrees, output=0.0, call=9.0),  # what a call takes is not shared
+    }
+    workload = Workload({"language": np.array([3.0, 9.0] * 4)})
+    cluster = cluster_of_groups([group(name, 2) for name in by_group])
+    spaces = [
+        open_space(spec, by_group[own.name], own, workload, batch, RULES, microbatch_sizes=(1, 2, 4))
+        for own in cluster.groups
+    ]
+    found = spanning_candidates(spaces, [enumerate_candidates(space) for space in spaces])
+    widths = {
+        tuple(option.chain.degrees.tp for option in one.options)
+        for one in found
+        if {*one.groups} == {0, 1} and all(option.stages == 1 for option in one.options)
+    }
+    assert {(1, 1), (2, 2)} <= widths
+
+
 def test_a_plan_reports_encoder_placement_or_mixed_pipelines():
     seen = set()
     for seed in range(3):

@@ -6,12 +6,14 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.degrees import Degrees
 from dilatant.plan.layouts.option import Option, PlanCandidate
 from dilatant.plan.layouts.space import Space, are_few
 from dilatant.plan.limits import FEWEST, LARGE_CLUSTER, MOST_KINDS, NEAR, SMALL_CLUSTER, WORTH
@@ -110,20 +112,39 @@ def mixed_candidates(
     """Yield combinations of promising pipelines on one group (`found`, by group) or spanning groups (`placed`).
 
     Each combination adds the best pipelines that fit on the remaining devices. All have equally many microbatches; each
-    kind gets samples in proportion to its speed. bound: lower bound in seconds for all of them.
+    kind gets samples in proportion to its speed. On few devices, pipelines of equal degrees and stages are combined,
+    too, whose gradients are summed faster than those of unlike ones: what is best on each group alone may be worse
+    together. bound: lower bound in seconds for all of them.
     """
     devices = [space.cluster.num_devices for space in spaces]
-    most_kinds = None if are_few(spaces) else MOST_KINDS
-    kinds = [_kinds(own, len(spaces), most_kinds, group) for group, own in enumerate(found)]
-    both = _kinds(placed, len(spaces), most_kinds)
-    counts = {count for by_count in (*kinds, both) for count in by_count}
-    for count in sorted(counts):
-        beside: list[list[PlanCandidate | None]] = [[None, *own.get(count, ())] for own in kinds]
-        for members in itertools.product([None, *both.get(count, ())], *beside):
-            there = [one for one in members if one is not None]
-            fit = all(sum(one.gpus_in(group) for one in there) <= most for group, most in enumerate(devices))
-            if len(there) > 1 and fit and _all_have_samples(there, spaces[0].global_batch):
-                yield _side_by_side(there, spaces, bound)
+    most_kinds, few = (None, True) if are_few(spaces) else (MOST_KINDS, False)
+    kinds = [_kinds(own, len(spaces), most_kinds, _count, group) for group, own in enumerate(found)]
+    both = _kinds(placed, len(spaces), most_kinds, _count)
+    alike = [_kinds(own, len(spaces), most_kinds, _shape, group) for group, own in enumerate(found) if few]
+    seen = set[tuple[object, ...]]()
+    for beside, across in ((kinds, both), (alike, _NO_KINDS)):
+        for key in sorted(dict.fromkeys(itertools.chain(*beside, across)), key=lambda key: key[0]):
+            each: list[list[PlanCandidate | None]] = [[None, *own.get(key, ())] for own in beside]
+            for members in itertools.product([None, *across.get(key, ())], *each):
+                there = [one for one in members if one is not None]
+                fit = all(sum(one.gpus_in(group) for one in there) <= most for group, most in enumerate(devices))
+                if len(there) > 1 and fit and _all_have_samples(there, spaces[0].global_batch):
+                    same = tuple((one.options, one.counts, one.groups) for one in there)
+                    if same not in seen:
+                        seen.add(same)
+                        yield _side_by_side(there, spaces, bound)
+
+
+_Key = tuple[int, tuple[tuple[Degrees, int], ...]]
+_NO_KINDS: Mapping[_Key, list[PlanCandidate]] = MappingProxyType({})
+
+
+def _count(one: PlanCandidate) -> _Key:
+    return one.num_microbatches, ()
+
+
+def _shape(one: PlanCandidate) -> _Key:
+    return one.num_microbatches, tuple((option.chain.degrees, option.stages) for option in one.options)
 
 
 def _all_have_samples(members: Sequence[PlanCandidate], batch: int) -> bool:
@@ -133,25 +154,29 @@ def _all_have_samples(members: Sequence[PlanCandidate], batch: int) -> bool:
 
 
 def _kinds(
-    candidates: Iterable[PlanCandidate], groups: int, most: int | None, home: int | None = None
-) -> dict[int, list[PlanCandidate]]:
-    """Return candidates that can be combined, by number of microbatches: the best on at most as many devices per group.
-    home: the group whose devices all candidates use."""
-    found: dict[int, list[PlanCandidate]] = defaultdict(list)
+    candidates: Iterable[PlanCandidate],
+    groups: int,
+    most: int | None,
+    key: Callable[[PlanCandidate], _Key],
+    home: int | None = None,
+) -> dict[_Key, list[PlanCandidate]]:
+    """Return candidates that can be combined, by a key that has their number of microbatches: the best on at most as
+    many devices per group. home: the group whose devices all candidates use."""
+    found: dict[_Key, list[PlanCandidate]] = defaultdict(list)
     for one in candidates:
         if one.is_uniform and one.row_tokens is None:
-            found[one.num_microbatches].append(one)
-    kept: dict[int, list[PlanCandidate]] = {}
-    for count, own in found.items():
+            found[key(one)].append(one)
+    kept: dict[_Key, list[PlanCandidate]] = {}
+    for number, own in found.items():
         own.sort(key=lambda one: (one.estimate, one.gpus))
-        kept[count] = []
+        kept[number] = []
         taken: list[list[int]] = []
         for one in own:
             devices = [one.gpus_in(group) if home is None else one.gpus * (group == home) for group in range(groups)]
             if not any(all(a <= b for a, b in zip(other, devices)) for other in taken):
-                kept[count].append(one if home is None else one.in_group(home))
+                kept[number].append(one if home is None else one.in_group(home))
                 taken.append(devices)
-            if len(kept[count]) == most:
+            if len(kept[number]) == most:
                 break
     return kept
 

@@ -262,7 +262,7 @@ def _nowhere(space: Space, asked: AskedLayout) -> str:
             f"{asked.microbatch_tokens} tokens are tried only where a step then has another number of microbatches "
             "than by any number of samples or other budget, and each pipeline has some"
         )
-    return "the search looks at no plan like it"
+    return "each part of it is possible, and no plan that the search makes has all of them"
 
 
 def _varied(space: Space, capacity: float | None, cuts: Mapping[str, tuple[int, ...]]) -> Space:
