@@ -329,12 +329,9 @@ SUFFIXES: Mapping[str, Form] = {
 }
 LISTS = frozenset({"captions.txt"})
 """Names of lists of files with captions, whose suffix does not tell the format."""
-UNREAD = frozenset(
-    (
-        *(".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tgz", ".7z", ".rar", ".orc", ".avro", ".lance"),
-        *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".tfrecord", ".xls", ".xlsx"),
-    )
-)
+UNREAD = frozenset((".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tgz", ".7z", ".rar", ".orc", ".avro", ".lance")) | {
+    *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".tfrecord", ".xls", ".xlsx")
+}
 """Suffixes of files with data in forms that are not read."""
 ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """Files in which `datasets` describes the data next to them."""
