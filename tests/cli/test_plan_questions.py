@@ -101,6 +101,19 @@ def test_what_nobody_can_imagine_is_refused(dilatant: Dilatant, arguments: tuple
     refused(dilatant("plan", "--model", "x", *arguments), says)
 
 
+def test_a_model_that_is_no_folder_is_refused_with_its_option(dilatant: Dilatant, tmp_path: Path) -> None:
+    refused(dilatant("plan", "--model", "a" * 300), "--model: model 'aaa", "neither a local folder nor")
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}')
+    refused(dilatant("plan", "--model", file), f"--model: {str(file)!r} is a file; name the folder that it is in")
+
+
+def test_a_full_disk_is_named_with_its_option(project: Path, dilatant: Dilatant) -> None:
+    for option, says in (("--out", "--out '/dev/full' cannot be written"), ("--page", "'/dev/full' cannot be written")):
+        asked = ("plan", project / "config.yaml", *H100, *FEW, "--set", "cluster.gpus_per_node=1")
+        refused(dilatant(*asked, option, "/dev/full"), says)
+
+
 def test_a_wrong_layout_is_refused_before_anything_is_opened(project: Path, dilatant: Dilatant) -> None:
     (project / "train.jsonl").unlink()
     for asked in ("--why-not", "--like"):

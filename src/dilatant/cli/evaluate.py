@@ -12,6 +12,7 @@ import typer
 from dilatant.cli.asking import DrawingOptions
 from dilatant.cli.options import AsJson, Trust, read_run, say_loading
 from dilatant.config.errors import UserError, file_errors
+from dilatant.config.files.durable import write_named
 from dilatant.report.say import open_console, show_progress, warn
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def evaluate(
         text = f"{mean:.4f} is the mean score of {len(answers):,} answers"
     if out is not None:
         with file_errors(f"--out {str(out)!r} cannot be written"):
-            out.write_text(json.dumps(record | more, indent=2) + "\n", encoding="utf-8")
+            write_named(out, json.dumps(record | more, indent=2) + "\n")
     print(json.dumps(record) if as_json else text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +57,7 @@ def init(
         raise UserError("--model, --data and --output must not be empty")
     file = to or Path(f"{recipe}.yaml")
     text = recipes[recipe]
-    if model is not None and Path(model).is_dir():
+    if model is not None and os.path.isdir(model):
         text = _for_model(recipe, text, model)
     text = filled_in(text, file.parent, model, data, output)
     config = parse_config(read_yaml(text), file.resolve().parent, str(file))

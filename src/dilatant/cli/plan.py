@@ -19,7 +19,8 @@ from rich.console import Console
 
 from dilatant.cli.options import IS_PAGE, AsJson, Overrides, Trust, output_file, read_config, show_places
 from dilatant.comm.temporary import TemporaryFolder
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, file_errors
+from dilatant.config.files.durable import write_named
 from dilatant.config.printable import printable
 from dilatant.data.text.tokenizer import lacks_tokenizer
 from dilatant.report.say import open_console, print_line, show_progress
@@ -122,7 +123,7 @@ class PlanOptions:
             from PIL import Image
 
             Image.new("RGB", (width, height)).save(folder / "image.png")
-        model = str(Path(self.model).resolve() if self.model and Path(self.model).is_dir() else self.model)
+        model = os.path.abspath(self.model) if self.model and os.path.isdir(self.model) else str(self.model)
         answer = "w" * self.text if lacks_tokenizer(model) else " ".join(["word"] * self.text)
         turns = [("user", [*asked, {"type": "text", "text": "word"}]), ("assistant", answer)]
         line = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
@@ -297,7 +298,8 @@ def plan(
     folder = write_plan_folder(planned, report)
     file = out or folder / "plan.json"
     if out is not None:
-        out.write_text(training_plan(planned.problem, planned.result.winner, planned.chain).to_json(), encoding="utf-8")
+        with file_errors(f"--out {str(out)!r} cannot be written"):
+            write_named(out, training_plan(planned.problem, planned.result.winner, planned.chain).to_json())
     if page is not None:
         write_plan_page(report, page)
     link_pages(folder.parent)
@@ -338,8 +340,8 @@ def _show_fault_tolerance(
 ) -> None:
     """Show the step time by the number of nodes that may be lost, of which plans may be known; also write it to
     fault_tolerance.json."""
-    from dilatant.config.files.durable import write_durably
     from dilatant.planning.memberships import seconds_by_fault_tolerance
+    from dilatant.report.run_folder import RunFolder
 
     with show_progress(open_console(stderr=True), "searching plans that nodes may be lost of"):
         found = seconds_by_fault_tolerance(problem, known)
@@ -352,7 +354,7 @@ def _show_fault_tolerance(
             text = f"{seconds_text(seconds)} a step, {seconds / fastest:.2f} times the fastest"
         print_line(console, f"  {tolerance}: {text}")
     document = [{"fault_tolerance": tolerance, "step_seconds": seconds} for tolerance, seconds in found.items()]
-    write_durably(folder / "fault_tolerance.json", json.dumps(document, indent=1) + "\n")
+    RunFolder(folder).write_text("fault_tolerance.json", json.dumps(document, indent=1) + "\n")
 
 
 def with_cost_file(config: Config, costs: Path | None) -> Config:

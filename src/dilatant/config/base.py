@@ -91,7 +91,7 @@ class PathRule:
         if self.is_data and is_address(text):
             return str(RemotePath(expand_path(text, base)))
         path = base / expand_path(text, base)
-        return os.path.normpath(path) if not self.is_id or "$" in text or path.exists() else text
+        return os.path.normpath(path) if not self.is_id or "$" in text or os.path.exists(path) else text
 
     def from_working_folder(self, text: str, base: Path) -> str:
         """Return the value of an option of the command line: its path is resolved in the working folder, as a shell
@@ -100,7 +100,8 @@ class PathRule:
             return text
         path = expand_path(text, Path.cwd())
         here, there = Path.cwd() / path, base / path
-        stays = not here.exists() if self.is_id else there.exists() and not here.exists() and not self.moves
+        is_here = os.path.exists(here)  # not Path.exists, which refuses long names
+        stays = not is_here if self.is_id else os.path.exists(there) and not is_here and not self.moves
         return text if stays else os.path.normpath(here)
 
 

@@ -220,14 +220,16 @@ def _class_of(config: PreTrainedConfig, where: str) -> Any:
 
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the config of an id or folder, cache first. Raises UserError, without long retries when offline."""
-    if Path(name).is_dir() and not os.path.lexists(Path(name) / "config.json"):
+    if os.path.isfile(name):
+        raise UserError(f"{where}: {name!r} is a file; name the folder that it is in")
+    if os.path.isdir(name) and not os.path.lexists(Path(name) / "config.json"):
         found = ""
         if (Path(name) / "adapter_config.json").is_file():
             found = "; it is an adapter: write 'model.lora.adapter' for it, and the id of its model here"
         elif (Path(name) / ".metadata").is_file():
             found = "; copy config.json and the tokenizer of its model beside the checkpoint of torch"
         raise UserError(f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout{found}")
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         _refuse_absurd(_plain_config(Path(name) / "config.json", where), where)
     config = _parsed(name, where, trust_remote_code)
     unread = [key for key in ("text_config", *_ENCODER_CONFIG_KEYS) if isinstance(getattr(config, key, None), Mapping)]

@@ -211,7 +211,7 @@ def load_model_tokenizer(config: ModelConfig) -> Any:
         raise UserError(f"{where}.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one")
     if source.tokenizer is None:  # a wrong id is not a tokenizer error
         load_pretrained_config(name, where, source.trust_remote_code)
-    return load_tokenizer(name, source.trust_remote_code)
+    return load_tokenizer(name, source.trust_remote_code, f"{where}.tokenizer")
 
 
 def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:

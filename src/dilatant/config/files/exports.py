@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ PROJECTOR_FOLDER = "projectors"
 
 def is_export_of_parts(folder: str | Path) -> bool:
     """Return True for a folder with a model of parts, as written by `dilatant export` and `save_pretrained`."""
-    return (Path(folder) / MANIFEST).is_file()
+    return os.path.isfile(Path(folder) / MANIFEST)  # not Path.is_file, which refuses long names
 
 
 def encoders_of_export(folder: str | Path) -> dict[str, dict[str, Any]]:

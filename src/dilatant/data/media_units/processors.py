@@ -279,7 +279,7 @@ def saved_settings(name: str, file: str) -> dict[str, Any]:
     if Path(name).is_dir() and not (Path(name) / file).is_file():
         raise UserError(
             f"there is no processor in {name!r}: put its {file} there, or name another folder, an id or settings with "
-            "'processor'"
+            "'processor' (of a whole model: `--set model.processor=FOLDER`)"
         )
     try:
         path = cached_file(name, file)

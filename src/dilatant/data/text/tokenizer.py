@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a hub id or a local folder, or the built-in one for `bytes`. Raises UserError."""
+def load_tokenizer(name: str, trust_remote_code: bool = False, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a hub id or a local folder, or the built-in one for `bytes`. key: the key of a config that
+    names it, for errors. Raises UserError."""
     if name == BYTES:
         return byte_tokenizer()
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+    if os.path.isfile(name):
+        raise UserError(f"tokenizer {name!r} is a file; name the folder that it is in")
+    if name.startswith((".", "/", "~")) and not os.path.isdir(name):
         raise UserError(f"tokenizer folder {name!r} does not exist")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -27,7 +31,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
         if lacks_tokenizer(name):
-            raise _no_tokenizer(name) from None
+            raise _no_tokenizer(name, key) from None
         first = str(error).strip().partition("\n")[0]
         raise UserError(
             f"tokenizer {name!r} cannot be loaded: {first} "
@@ -37,7 +41,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise UserError(f"tokenizer {name!r} has no fast version (tokenizer.json), which is needed to place media")
     if not tokenizer("A word.", add_special_tokens=False).input_ids:
         # transformers makes an empty tokenizer of a folder with a config but no tokenizer files.
-        raise _no_tokenizer(name)
+        raise _no_tokenizer(name, key)
     # A transformers processor prefers the template in these files over its tokenizer's.
     for file in ("processor_config.json", "chat_template.json"):
         template = _settings(name, file).get("chat_template")
@@ -51,14 +55,14 @@ def lacks_tokenizer(name: str) -> bool:
     """Return True for a local folder without any file of a tokenizer; False also for one that cannot be read."""
     try:
         return not any(re.search(r"token|vocab|\.model$", file.name) for file in Path(name).iterdir())
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
-def _no_tokenizer(name: str) -> UserError:
+def _no_tokenizer(name: str, key: str) -> UserError:
     return UserError(
         f"there is no tokenizer in {name!r}: text becomes no tokens; put tokenizer.json and tokenizer_config.json "
-        "there, or name another folder with 'tokenizer'"
+        f"there, or name another folder by `--set {key}=FOLDER`"
     )
 
 
