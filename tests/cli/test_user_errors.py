@@ -270,6 +270,10 @@ def test_a_plan_folder_of_somebody_else_is_not_replaced(project: Path, dilatant:
     (project / "run" / "plan").mkdir(parents=True)
     (project / "run" / "plan" / "config.yaml").write_text("mine")
     refused(dilatant("plan", project / "config.yaml"), "'config.yaml', which no plan wrote")
+    code, _, err = dilatant("plan", project / "config.yaml", "--set", f"output_dir={project / 'train.jsonl'}")
+    assert code == 2
+    assert "cannot be written: Not a directory" in err
+    assert "searching" not in err
     assert (project / "run" / "plan" / "config.yaml").read_text() == "mine"
 
 

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -35,7 +36,7 @@ MOST_BLOCKS = 1_000
 MOST_CONFIG = 16 << 20
 """Maximum bytes of a config.json; transformers takes half a minute for 200 MB."""
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
-_WIDTHS = ("hidden_size", "num_hidden_layers", "vocab_size")
+_WIDTHS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _UNLISTED = {
     "qwen2_vl_vision": ("transformers.models.qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel")
 }
@@ -100,14 +101,24 @@ def _plain_config(path: Path, where: str) -> Any:
 
 
 def _refuse_absurd(settings: Any, where: str) -> None:
-    """Raise UserError for absurdly many blocks or zero width in the settings, nested encoder settings included."""
-    for key, value in settings.items() if isinstance(settings, Mapping) else ():
+    """Raise UserError for settings that make no model, nested ones of encoders included: absurdly many blocks, zero
+    width, heads that do not share keys evenly, what is no number."""
+    if not isinstance(settings, Mapping):
+        return
+    for key, value in settings.items():
         if key in DEPTH_KEYS and isinstance(value, int | float) and not value <= MOST_BLOCKS:
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
         if key in _WIDTHS and isinstance(value, int | float) and value < 1:
             raise UserError(f"{where}: {key} is {value}; it must be at least 1")
+        if isinstance(value, float) and math.isnan(value):
+            raise UserError(f"{where}: {key} is {value}; it must be a number")
         if str(key).endswith("_config"):
             _refuse_absurd(value, where)
+    heads, shared = (settings.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise UserError(
+            f"{where}: num_key_value_heads is {shared}; it must divide num_attention_heads, which is {heads}"
+        )
 
 
 def _is_read_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
@@ -230,7 +241,10 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
             found = "; copy config.json and the tokenizer of its model beside the checkpoint of torch"
         raise UserError(f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout{found}")
     if os.path.isdir(name):
-        _refuse_absurd(_plain_config(Path(name) / "config.json", where), where)
+        settings = _plain_config(Path(name) / "config.json", where)
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type", ""), str):
+            raise UserError(f"{where}: the config.json of {name!r} is no object with a model_type; download it again")
+        _refuse_absurd(settings, where)
     config = _parsed(name, where, trust_remote_code)
     unread = [key for key in ("text_config", *_ENCODER_CONFIG_KEYS) if isinstance(getattr(config, key, None), Mapping)]
     if unread and not trust_remote_code:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
 from dilatant.config.degrees import AXES
+from dilatant.config.errors import file_errors
 from dilatant.config.files.own_files import require_plain
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.analytic import FP8
@@ -181,9 +184,12 @@ _REPORT = "report.json"
 
 
 def check_plan_folder(config: Config) -> None:
-    """Raise UserError if the run folder's plan/ holds files that no plan wrote."""
+    """Raise UserError if the run folder's plan/ holds files that no plan wrote, or cannot be written."""
     folder = Path(config.output_dir) / "plan"
     require_plain(folder.parent, is_run=True)
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    with file_errors(f"output_dir {str(folder)!r} cannot be written"), tempfile.TemporaryFile(dir=there):
+        pass
     foreign = [name for name in ("plan.json", "config.yaml", "costs.yaml") if (folder / name).exists()]
     if foreign and not (folder / _REPORT).is_file():
         raise UserError(

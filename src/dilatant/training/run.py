@@ -176,7 +176,7 @@ def _prepare(
     with show_progress(console, "proving the schedule"):
         import_module("dilatant.schedule.loaded_kernels")  # the ranks' fork server loads them meanwhile
         prove_schedule(prepared.planned, prepared.model)
-    _describe(console, prepared)
+    _describe(console, config, prepared)
     return prepared
 
 
@@ -264,7 +264,7 @@ def _shares(blend: Blend | StreamBlend) -> str:
     return f"; of a step's samples: {', '.join(shares[:6])}{others}"
 
 
-def _describe(console: Console, prepared: PreparedRun) -> None:
+def _describe(console: Console, config: Config, prepared: PreparedRun) -> None:
     """Print the model, the data and the plan before the first step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("part")
@@ -285,9 +285,10 @@ def _describe(console: Console, prepared: PreparedRun) -> None:
         say(console, f"{language.family}: {language.proof}")
     planned = prepared.planned
     if len(planned.plan.ranks) > 1:
-        seconds = planned.predicted_seconds
-        most = planned.row_tokens
-        by_tokens = "" if most is None else f" or more of up to {most:,} tokens"
+        most = planned.microbatching(config).row_tokens
+        # A config with shorter rows cuts other microbatches than those that the planner timed.
+        seconds = planned.predicted_seconds if planned.row_tokens in (None, most) else None
+        by_tokens = f" or more of up to {most:,} tokens"
         predicted = "" if seconds is None else f"; a step is planned to take {seconds:.3g} s"
         ranks, parts = len(planned.plan.ranks), counted(planned.num_microbatches, "microbatch")
         placed = f"schedule {planned.schedule}, samples placed by {planned.assignment}"

@@ -178,6 +178,10 @@ def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
         ("text_config", "hidden_size", 0, "hidden_size is 0; it must be at least 1"),
         ("text_config", "num_hidden_layers", 0, "num_hidden_layers is 0; it must be at least 1"),
         ("text_config", "num_hidden_layers", 9999, "num_hidden_layers is 9,999"),
+        ("text_config", "num_attention_heads", 0, "num_attention_heads is 0; it must be at least 1"),
+        ("text_config", "num_key_value_heads", 7, "num_key_value_heads is 7; it must divide num_attention_heads"),
+        ("text_config", "rms_norm_eps", float("nan"), "rms_norm_eps is nan; it must be a number"),
+        (None, "model_type", ["llava"], "is no object with a model_type"),
     ],
 )
 def test_a_config_that_cannot_be(
