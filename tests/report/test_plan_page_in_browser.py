@@ -39,7 +39,9 @@ def pages(tmp_path_factory, small):
         "hostile": write_plan_page(
             small_report("</script><img src=x onerror=document.title='owned'>"), folder / "hostile.html"
         ),
-        "measured": write_plan_page(dataclasses.replace(small, measured=small.timeline), folder / "measured.html"),
+        "measured": write_plan_page(
+            dataclasses.replace(small, measured=small.timeline, remodelled=small.timeline), folder / "measured.html"
+        ),
     }
 
 

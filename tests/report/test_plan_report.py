@@ -32,7 +32,7 @@ HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028"\''
 
 def test_json_round_trip_keeps_every_fact():
     report = small_report()
-    report = dataclasses.replace(report, measured=report.timeline, warnings=("one", "two"))
+    report = dataclasses.replace(report, measured=report.timeline, remodelled=report.timeline, warnings=("one", "two"))
     assert PlanReport.from_json(report.to_json()) == report
 
 
@@ -233,7 +233,7 @@ def test_measured_step_reports_where_the_prediction_erred(factor, words):
     lanes[lane] = dataclasses.replace(lanes[lane], ranks=(1, 7, 8, 9))
     timeline = dataclasses.replace(report.timeline, lanes=tuple(lanes))
     measured = dataclasses.replace(timeline, seconds=timeline.seconds * factor, rows=rows)
-    text = " ".join(summarize(dataclasses.replace(report, timeline=timeline, measured=measured)))
+    text = " ".join(summarize(dataclasses.replace(report, remodelled=timeline, measured=measured)))
     assert f", {words} than the" in text
     work = {
         i: seconds * len(lanes[i].ranks)

@@ -223,7 +223,7 @@ def _show(planned: PlannedRun, run: _SimulatedRun, page: Path | None, as_json: b
         report = replace(
             report,
             schedule=run.step.get("schedule") or report.schedule,
-            timeline=predicted_chart(prediction.timeline),
+            remodelled=predicted_chart(prediction.timeline),
             measured=measured_chart(run.measured.actions, report.plan),
         )
     scorer = scorer_of(planned.problem, winner.score.schedule or None)

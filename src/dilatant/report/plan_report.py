@@ -166,7 +166,8 @@ class PlanReport:
     searched plan can beat; `proven`: no searched plan is faster; `searched` describes the searched plans, `groups`
     counts them. `device_groups`: empty for equal devices. `zero`: sharding of optimizer state, `shard`: unit →
     what else is sharded. `fewest`: the smallest cluster that was asked for. `framework`: the plan for another one.
-    `mean_seconds`: of the simulated steps of a plan that was not compared with others.
+    `mean_seconds`: of the simulated steps of a plan that was not compared with others. `measured`: a step of the run;
+    `remodelled`: the actions of that step as predicted, where `timeline` is a typical step.
     `nearest`: published runs most like it, whose steps were modelled, too.
     `limits`: why the model cannot be cut or packed like others, a line each. `reasons` for this plan, `advice` and
     `warnings` are sentences from the planner, shown unchanged.
@@ -189,6 +190,7 @@ class PlanReport:
     planning_seconds: float | None = None
     allocated_devices: int | None = None
     measured: GanttChart | None = None
+    remodelled: GanttChart | None = None
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

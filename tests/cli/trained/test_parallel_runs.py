@@ -89,7 +89,7 @@ def test_three_processes_train_and_resume_as_one(project: Path, dilatant: Dilata
     report = PlanReport.from_json(json.dumps(json.loads(out)["report"]))
     assert report.measured is not None
     # The same actions, in the order in which each rank runs them.
-    assert actions(report.measured) == actions(report.timeline)
+    assert actions(report.measured) == actions(report.remodelled)
     (run / "checkpoints" / "step-00000006").rename(project / "gone")
     code, _, _ = dilatant("resume", run, "--set", "parallel=single")
     assert code == 0

@@ -78,14 +78,14 @@ def print_plan(report: PlanReport, console: Console) -> None:
 def plan_parts(report: PlanReport) -> list[Part]:
     """Return all that the page and the terminal show, in order."""
     charts = _charts(report)
-    causes = [cause for chart in charts.values() for cause in chart.idle_fractions()]
+    causes = [cause for chart in (report.timeline, *charts.values()) for cause in chart.idle_fractions()]
     compared = [cause for candidate in report.candidates for cause in candidate.idle]
     tones = cause_tones(report.plan, [*causes, *compared])
     sentences, advice = (map(unbroken, texts) for texts in (summarize(report), suggest(report)))
     sections: list[Part] = []
-    if report.measured is not None:
+    if report.measured is not None and report.remodelled is not None:
         note = f"Costs {report.cost_source}, without the summing of gradients."
-        sections = [comparison_section(report.timeline, report.measured, report.plan, tones, note)]
+        sections = [comparison_section(report.remodelled, report.measured, report.plan, tones, note)]
     sections += [*timeline_parts(charts, report.plan), idle_section(report.timeline, report.plan, tones)]
     last = _memory(report), _candidates(report, tones), _searched(report), *_why_not(report), _devices(report)
     return [
@@ -100,9 +100,9 @@ def plan_parts(report: PlanReport) -> list[Part]:
 
 
 def _charts(report: PlanReport) -> dict[str, GanttChart]:
-    if report.measured is None:
+    if report.measured is None or report.remodelled is None:
         return {"The timeline of a typical step": report.timeline}
-    return {"The step as predicted": report.timeline, "The step as measured": report.measured}
+    return {"The step as predicted": report.remodelled, "The step as measured": report.measured}
 
 
 def _schedule(report: PlanReport) -> str:

@@ -34,8 +34,8 @@ _REMEDY = {
 def summarize(report: PlanReport) -> tuple[str, ...]:
     """Return the report in sentences for newcomers: speed, losses, slowest stage, memory, data, alternatives."""
     sentences = [_speed(report)]
-    if report.measured is not None:
-        sentences += measurement(report.timeline, report.measured, report.plan)
+    if report.measured is not None and report.remodelled is not None:
+        sentences += measurement(report.remodelled, report.measured, report.plan)
     sentences += [losses(report.timeline, report.plan), *pace(report.timeline, report.plan)]
     sentences += [*_memory(report), *_data(report), *_optimality(report), *_rivals(report)]
     return tuple(sentences)
