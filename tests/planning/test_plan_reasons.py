@@ -29,6 +29,15 @@ def pipeline(tmp_path_factory):
     return planned_as(problem, replace(result, winner=chosen, runners_up=(whole,), seconds=chosen.score.seconds), ())
 
 
+def test_a_layout_without_zero_is_planned_under_each(tmp_path):
+    """Two whole replicas on slow links: it depends on the links which variant is the fastest."""
+    problem, asked, units = problem_on(tmp_path, 1, 2, inside=SLOW), "language: {replicas: 2}", ["vision", "language"]
+    best = plan_like(problem, parse_asked_layout(asked, units)).result
+    each = [plan_like(problem, parse_asked_layout(f"{asked}, zero: {zero}", units)).result for zero in ("none", "node")]
+    assert len({one.seconds for one in each}) == 2
+    assert best.seconds == min(one.seconds for one in each)
+
+
 def test_why_not_data_parallelism_is_answered_unasked(pipeline):
     found, sharded = why_not_data_parallelism(pipeline)
     (whole,) = pipeline.result.runners_up

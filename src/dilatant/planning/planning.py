@@ -240,12 +240,15 @@ def answer_why_not(planned: PlannedRun, asked: AskedLayout) -> WhyNot:
 
 
 def plan_like(problem: PlanningProblem, asked: AskedLayout) -> PlannedRun:
-    """Return the fastest plan like `asked`. Raises UserError that says why there is none."""
-    problem = problem.sharing(asked.zero or problem.target.rules.zero)
-    answer = _why_not(problem, asked, None)
-    if not answer.plans:
-        raise UserError(" ".join(no_plan_text(answer, problem.target.cluster)))
-    return _alone(problem, answer.plans)
+    """Return the fastest plan like `asked`, under each ZeRO variant that a search tries. Raises UserError that says why
+    there is none."""
+    variants = [asked.zero] if asked.zero else zero_variants(problem.config, problem.target)[0]
+    answers = {zero: _why_not(problem.sharing(zero), asked, None) for zero in variants}
+    fitting = [zero for zero in variants if answers[zero].plans]
+    if not fitting:
+        raise UserError(" ".join(no_plan_text(answers[variants[0]], problem.target.cluster)))
+    zero = min(fitting, key=lambda zero: answers[zero].plans[0].score.seconds)
+    return _alone(problem.sharing(zero), answers[zero].plans)
 
 
 def _why_not(problem: PlanningProblem, asked: AskedLayout, result: SearchResult | None) -> WhyNot:
