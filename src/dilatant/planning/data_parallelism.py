@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dilatant.config.degrees import ONE
 from dilatant.config.memory_modes import Shard
 from dilatant.cost.memory import DEFAULT_ZERO, Zero, bytes_text
 from dilatant.plan.costs.stage_costs import stage_costs
@@ -38,6 +39,8 @@ def why_not_data_parallelism(planned: PlannedRun) -> list[str]:
         ]
     if roles_of(problem.model.spec).generators:
         return ["Data parallelism alone is not planned: generators run on devices of their own."]
+    if any(ONE not in known for known in problem.costs.layers.values()):
+        return ["Data parallelism alone is not planned: the costs have no layer on one device."]
     return [*_whole(planned, whole), *_sharded(planned)]
 
 
