@@ -10,6 +10,7 @@ import pytest
 
 from cases.planning.planning_verbs import FEW, H100, planned
 from cases.tiny_project import Dilatant
+from dilatant.cli.plan import LONGEST
 from dilatant.cost.hardware import load_hardware, save_hardware
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.text.wording import seconds_text
@@ -72,6 +73,10 @@ def test_a_model_alone_is_planned_in_one_line(tmp_path: Path, dilatant: Dilatant
     assert "no tokenizer in" in err
     length = json.loads(out)["sizes"][0]
     assert 9 <= length["median"] < 12 + 9  # tokens of the answer, and those that the byte template adds
+    long = ("--gpus", "1xH100", *FEW, "--text", LONGEST, "--json")
+    code, out, err = dilatant("plan", "--model", tmp_path / "text", *long)
+    assert code == 0, err
+    assert json.loads(out)["sizes"][0]["median"] > LONGEST
     refused(dilatant(*asked, "--for", "nanotron"), "--for nanotron: there are megatron, ")
     refused(dilatant("plan", "--model", "x", "--gpus", "H100"), "--gpus 'H100': write it like 64xH100")
     refused(dilatant("plan", "--model", "x", "--gpus", "12xH100"), "a multiple of 8")

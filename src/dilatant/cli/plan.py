@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dilatant.planning.planning import PlannedRun, PlanningProblem
 
 LONGEST = 1 << 17
-"""Tokens of the longest imagined sample."""
+"""Most words of an imagined sample, and tokens of its rows unless one sample may have more."""
 SAMPLES = 4
 """Samples of a step for each GPU."""
 MOST_IMAGES = 1 << 12
@@ -118,6 +118,8 @@ class PlanOptions:
         place = TemporaryFolder()
         atexit.register(place.close)
         folder, samples = Path(place.path), SAMPLES * count
+        # At most: patches of 14 pixels, or a dozen tiles of a small image; the template adds a few.
+        most_tokens = 2 * self.text + self.images * (width * height // 14**2 + (1 << 13)) + (1 << 10)
         asked: list[dict[str, str]] = [{"type": "image", "image": "image.png"}] * self.images
         if self.images:
             from PIL import Image
@@ -132,7 +134,7 @@ class PlanOptions:
         return folder / "config.yaml", {
             "output_dir": str(folder / "run"),
             "model": {"id": model},
-            "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": LONGEST},
+            "data": {"train": [{"path": str(folder / "samples.jsonl")}], "max_length": max(LONGEST, most_tokens)},
             "train": {"global_batch_size": samples},
             "cluster": cluster,
             "plan": {"measure_seconds": 0},
